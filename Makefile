@@ -47,7 +47,7 @@ CUDA_TORCH ?= torch==2.11.0
 CUDA_VENV ?= .venv-cuda
 CUDA_PYTHON = $(abspath $(CUDA_VENV))/bin/python
 ON_STAND_IN = $(CUDA_PYTHON) tests/stand_in_cuda/build.py --out $(CUDA_VENV)/stand-in $(CUDA_PYTHON)
-TESTS ?= tests/test_gpu.py tests/stand_in_cuda
+TESTS ?= tests/test_gpu.py tests/test_private_torch.py tests/stand_in_cuda
 test-stand-in: $(CUDA_VENV)/ready
 	$(FROM_SOURCE) $(ON_STAND_IN) -m pytest -n 2 $(TESTS)
 

@@ -84,9 +84,8 @@ def _register_backend() -> None:
         from chunkflow_compile.hardware.caches import importing_torch
 
         with importing_torch():
-            from torch._dynamo import register_backend
-
             from chunkflow_compile.frontend.backend import chunkflow
+            from chunkflow_compile.private_torch.dynamo import register_backend
         register_backend(chunkflow)
 
 

@@ -410,24 +410,30 @@ def _check_settings() -> None:
 def _mode_options(mode: str | None) -> dict[str, Any]:
     if mode is None or mode == "default":
         return {}
-    modes = torch._inductor.list_mode_options()
+    from chunkflow_compile.private_torch.inductor import list_mode_options
+
+    modes = list_mode_options()
     if mode not in modes:
         raise ChunkflowError(f"Unknown mode {mode!r}; use one of {', '.join(modes)}.")
     return dict(modes[mode])
 
 
 def _check_inductor(inductor: Mapping[str, Any]) -> None:
-    settings = torch._inductor.config.get_config_copy()
+    from chunkflow_compile.private_torch.inductor import (
+        config,  # takes a second, which only a model that is compiled needs
+    )
+
+    settings = config.get_config_copy()
     for key in inductor:
         if key.replace("-", "_") not in settings:
             close = difflib.get_close_matches(key, list(settings), n=1, cutoff=0.0)
             raise ChunkflowError(f"Unknown Inductor option {key!r} in options['inductor']; did you mean {close[0]!r}?")
-    if inductor.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs):
+    if inductor.get("triton.cudagraphs", config.triton.cudagraphs):
         raise ChunkflowError(
             "Inductor's CUDA graphs copy region inputs to addresses of their own, which would double the streamed weights: "
             "leave triton.cudagraphs off, and set the option cudagraphs=True, which records the whole call."
         )
-    if inductor.get("freezing", torch._inductor.config.freezing):
+    if inductor.get("freezing", config.freezing):
         raise ChunkflowError(
             "Inductor freezing turns weights into constants of the compiled code, so they could not be streamed; set "
             "torch._inductor.config.freezing = False (environment TORCHINDUCTOR_FREEZING=0)."

@@ -1,4 +1,4 @@
-"""Passes: a traced graph in, a verified program out.  No threads, no clocks, no devices.
+"""Passes: turn a traced graph into a verified program.  They use no threads, clocks or devices.
 
 A module imports only from its own package or from packages to its left::
 
@@ -11,5 +11,5 @@ The frozen types are in errors, hardware, problem, plan, step and ops.  The pack
     placement  Problem + Hardware -> Plan     home, slot and windows of every weight, for a goal
     program    Cut + Plan         -> Program  an FX graph with prefetch / wait / evict, proved safe
 
-:mod:`pipeline` runs the passes of all packages in order.  Nothing here imports the rest of the package.
+:mod:`pipeline` runs the passes of all packages in order.  No module here imports the rest of the package.
 """

@@ -1,12 +1,13 @@
-"""The exceptions of the package, and the first line of any.  Each message names the thing, the cause and the fix."""
+"""The exceptions of the package, and a function for the first line of any exception.  Each message names the object, the
+cause and the fix."""
 
 
 class ChunkflowError(RuntimeError):
-    """An error that the user can act on.  Raised before any weight moves where that is possible."""
+    """An error that the user can act on.  Where possible, it is raised before any weight is moved."""
 
 
 class BudgetError(ChunkflowError):
-    """A budget is too small.  ``needed``: the least bytes that are enough, counted as the budget is."""
+    """A budget is too small.  ``needed``: the minimum budget in bytes, which covers the same things as the given one."""
 
     def __init__(self, message: str, needed: int) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Forms: the ops that are issued for a call beside its step, which step.py orders, and in its place.
+"""Forms: the ops that are issued in addition to the step of a call, or instead of it.  (step.py orders the ops of a step.)
 
 * :func:`prologue`, before it: what is copied first at a cold start, at a jump, and when weights were rewritten.  It also
   records the events that a step awaits but does not record, after the resident chunks of the weights that the wait names;
@@ -18,8 +18,9 @@ from .step import Copy, Evict, Op, Read, Record, Step, Stream, Wait, join, used_
 
 @dataclass(frozen=True)
 class CallEvents:
-    """The events at the beginnings and ends of calls, which no program names.  ``handover``: of the arena, when a prologue
-    begins.  ``lanes``: for each lane, that of a join.  ``reads``: those that reads record, which programs do name."""
+    """The events at the beginning and the end of calls, which do not occur in programs.  ``handover``: event of the arena's
+    handover, at the beginning of a prologue.  ``lanes``: event of a join for each lane.  ``reads``: events recorded by
+    reads; these occur in programs, too."""
 
     handover: int
     lanes: Mapping[Lane, int]
@@ -27,18 +28,18 @@ class CallEvents:
 
     @staticmethod
     def of(step: Step) -> CallEvents:
-        """``step``: of all calls that share their events."""
+        """The events for calls that share them.  ``step``: ops of all these calls."""
         free = _free_event(step)
         reads = frozenset(op.event for op in step if isinstance(op, Record) and op.stream == "read")
         return CallEvents(free, {lane: free + 1 + i for i, lane in enumerate(LANES)}, reads)
 
     @property
     def count(self) -> int:
-        """How many events there are with those that the programs name; they are numbered from 0."""
+        """The number of events, including the ones in the programs.  They are numbered from 0."""
         return self.handover + 1 + len(self.lanes)
 
     def join(self, lanes: Iterable[Lane]) -> Step:
-        """The ops by which compute waits for all copies that lanes have been given."""
+        """The ops with which compute waits for all copies issued so far.  ``lanes``: lanes of these copies."""
         return tuple(join({lane: self.lanes[lane] for lane in lanes}))
 
 
@@ -53,7 +54,7 @@ def _free_event(step: Step) -> int:
 
 
 def resident(plan: Plan) -> tuple[Copy, ...]:
-    """The copies of the chunks that stay in the arena."""
+    """The copies of the resident chunks in the arena."""
     return tuple(
         Copy(plan.lane(weight.name), weight.name, run.first, run.end, None)
         for weight in plan.streamed
@@ -72,23 +73,26 @@ def prologue(
     *,
     jumps: bool = False,
 ) -> Step:
-    """What is issued before a call, so that it finds in the arena what a pass without jumps leaves there.
+    """The ops to issue before a call, so that the arena is in the state that a pass without jumps would leave.
 
-    ``step``, ``events``: of all calls.  ``begin``: the index of the first op of the call.  ``kept``: see :func:`resident`.
-    ``lanes``: of the device.
+    ``step``, ``events``: ops and events of all calls.  ``begin``: index of the first op of the call.  ``kept``: copies of
+    resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights that were written since they
+    were copied.  ``jumps``: whether the call is a jump.  If ``stale`` is None and the call is not a jump, it is a cold
+    start.
 
-    At a cold start, everything is copied.  If ``jumps``, or with ``stale`` weights, which were rewritten, the arena has the
-    resident chunks of all others; without ``jumps``, also what is on its way here or in use.  A cold start and a jump issue
-    the reads again that a pass has issued here for later copies.  What the prologue itself copies is in no ring: a weight in
-    a file is read by its copy.
+    At a cold start, everything is copied.  Otherwise, the arena already contains the resident chunks of all weights that
+    are not stale; without a jump, it also contains the chunks that are in use or have been copied for this call.  At a cold
+    start and a jump, the reads are issued again that a pass would have issued before this call for later copies.  The
+    prologue's own copies do not use the ring: for a weight in a file, the copy itself reads the file.
 
-    Compute waits for the copies if a weight has been waited for in a call before, and for stale weights: the event that a
-    reader awaits may be that of another copy.
+    Compute waits for the copies of weights that an earlier call has already waited for, and of stale weights, because the
+    event that the reader waits for may belong to another copy.
     """
     cold = stale is None and not jumps
     stale = stale or ()
     ahead = reads_ahead(step, begin) if events.reads and (cold or jumps) else ()
-    # nothing else orders what one lane has in flight before the copies of the other, and copies before reads into their bytes
+    # nothing else orders copies in flight in one lane before the copies of the other lane, or copies before reads into
+    # their bytes
     ops = [*events.join(lanes)] if len(lanes) > 1 or ahead else []
     handed: list[Stream] = [*lanes, "read"] if ahead else [*lanes]
     ops += [Record("compute", events.handover), *(Wait(stream, events.handover) for stream in handed)]
@@ -102,13 +106,13 @@ def prologue(
         copy = step[i]
         if not isinstance(copy, Copy) or not (cold or jumps or copy.weight in stale):
             continue
-        # those that the last pass has issued for this one, and those that the calls before have issued in this pass
+        # copies that the last pass has issued for this one, and copies that earlier calls have issued in this pass
         needed = evicted.get(copy.weight, -1) >= begin
         if (copy.next_step and needed) if i >= begin else (copy.next_step or needed):
             ops.append(replace(copy, ring=None))
             ops += (op for op in step[i + 1 : i + 2] if isinstance(op, Record) and op.stream == copy.stream)
     ops += ahead
-    # the last wait before the evict is that of the first reader; a barrier may wait for the copies of the next step
+    # the last wait before the evict belongs to the first reader; a barrier may wait for the copies of the next step
     waits = ((i, weight) for i, op in enumerate(step) if isinstance(op, Wait) for weight in op.weights)
     waited = {weight: i for i, weight in waits if i < evicted.get(weight, -1)}
     if stale or any(i < begin <= evicted[weight] for weight, i in waited.items()):
@@ -117,12 +121,12 @@ def prologue(
 
 
 def reads_ahead(step: Step, begin: int) -> Step:
-    """The reads, with their marks, that a pass has issued before an op for copies from it on, in their order.
+    """The reads that a pass has issued before an op for copies after it, in order, with their events.
 
-    ``step``: of all calls.  ``begin``: the index of the op.
+    ``step``: ops of all calls.  ``begin``: index of the op.
     """
     ops, read = list[Op](), set[tuple[str, int]]()
-    event = -1  # for which the copies waited last, directly before a copy out of the ring: reads.py proves that
+    event = -1  # the event that copies waited for last, directly before a copy out of the ring (proved in reads.py)
     for op in (*step[begin:], *step[:begin]):
         if isinstance(op, Read):
             read.add((op.weight, op.first))
@@ -134,15 +138,15 @@ def reads_ahead(step: Step, begin: int) -> Step:
 
 
 def without_reads(step: Iterable[Op], events: CallEvents) -> Step:
-    """The step if no weight is in a file: its copies are from host memory."""
+    """The step without reads, for the case that no weight is in a file: all copies are from host memory."""
     return tuple(op for op in step if op.stream != "read" and not (isinstance(op, Wait) and op.event in events.reads))
 
 
 def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
-    """Index of a copy of resident chunks -> the events that are recorded after it.
+    """For the indices of copies of resident chunks, the events to record after them.
 
-    They are those that are awaited and that the step does not record: each is recorded after the last resident chunks of the
-    weights that are readable then.
+    These are the events that the step waits for but does not record.  Each is recorded after the last resident chunks of
+    the weights that become readable with it.
     """
     last = {copy.weight: i for i, copy in enumerate(kept)}
     recorded = {op.event for op in step if isinstance(op, Record)}
@@ -158,13 +162,13 @@ def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
 
 
 def captured(step: Iterable[Op], events: CallEvents) -> Step:
-    """The step of a call in a CUDA graph, which waits for all its copies at its end.
+    """The step of a call as a CUDA graph, which waits for all its copies at its end.
 
-    A copy is issued right before compute waits for it.  CUDA runs what follows a join in the lane of that parent which was
-    recorded first, and this keeps compute in one lane.  The order of the copies stays, and what each waits for.  An event has
-    no mark from before the call, so a wait for one that the call has not recorded, which is for a copy of an earlier call, is
-    over at once: that call waits for all copies before it ends, and a graph is launched after all copies outside of graphs.
-    No weight of such a call is in a file.
+    A copy is issued directly before compute waits for it.  CUDA runs the work after a join in the stream of the parent that
+    was recorded first, so this keeps compute in one stream.  The order of the copies and the events that each waits for do
+    not change.  An event has no mark from before the call.  So a wait for an event that the call has not recorded, which
+    stands for a copy of an earlier call, ends at once.  This is correct: the earlier call waits for all copies before it
+    ends, and a graph is launched after all copies outside of graphs.  No weight of such a call is in a file.
     """
     ops, later = list[Op](), dict[Stream, list[Op]]()
     for op in without_reads(step, events):

@@ -1,4 +1,4 @@
-"""Goal: what plans are made for.  It is made once, from what the user gives, and is passed on whole."""
+"""Goal: the objective for which plans are made.  It is created once from the user's options, and passed on as a whole."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import ExchangeGroups, Hoist, OnPeers, Pack, Policy, Split, Yield
 from chunkflow_compile.units import Size, parse_bytes
 
-# The longest step where the user gives neither a budget nor a slowdown.
+# The longest step, relative to the baseline, if the user gives neither a budget nor a slowdown.
 DEFAULT_SLOWDOWN = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What plans are made for: the fastest plan within a budget, or the smallest whose step is short enough.
+    """The objective of plans: the fastest plan within a budget, or the smallest plan whose step is short enough.
 
-    ``memory``: the budget, most bytes on the device: of weights and activations if ``activations`` is set, else of weights
-    alone.  ``slowdown``: the longest predicted step, as a multiple of the step with all weights resident; see
-    :attr:`longest`.  ``policy``: places the weights.  ``yields``: how copies avoid collectives.
-    ``pack``: the names of the weights that are packed; True for all that can be, "auto" for those with which the step is
-    predicted to be shorter within ``memory``.
-    ``peers``: the same for those that lie in pieces on the devices of the ranks.  "auto" also chooses without ``memory``, for
-    fewer bytes on the device.
-    ``hoist``: whether products that no latent reaches are computed once for many steps (graph/hoist.py), so that their
-    weights need not be streamed in each; "auto" where a step is then predicted to be shorter.
-    ``split``: into how many slices the tokens of each block are split (graph/split.py), so that fewer bytes of activations
-    are alive; "auto" for as few as a budget of weights and activations needs.
-    ``exchange_groups``: into how many groups of heads the all-to-alls around attention are divided (graph/head_groups.py), so
-    that one group is exchanged while another computes; False for none, "auto" for the number with which the step is predicted
-    to be shortest.
-    Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if the policy ignores a
-    field.
+    ``memory``: budget, the maximum bytes on the device.  It covers weights and activations if ``activations`` is set,
+    otherwise weights alone.  ``slowdown``: longest predicted step, as a multiple of the step with all weights resident; see
+    :attr:`longest`.  ``policy``: policy that places the weights.  ``yields``: how copies avoid collectives.  ``pack``:
+    names of the packed weights; True for all that can be packed, "auto" for the ones that are predicted to make the step
+    within ``memory`` shorter.  ``peers``: the same for weights sharded over the devices of the ranks.  "auto" also works
+    without ``memory``; then it minimizes the bytes on the device.  ``hoist``: whether products that do not depend on the
+    latent are computed once for many steps (graph/hoist.py), so that their weights need not be streamed in every step;
+    "auto" hoists if this is predicted to shorten a step.  ``split``: number of slices into which the tokens of each block
+    are split (graph/split.py), to reduce the activation memory; "auto" for the minimum that a budget of weights and
+    activations needs.  ``exchange_groups``: number of groups of heads into which the all-to-alls around attention are
+    divided (graph/head_groups.py), so that one group is exchanged while another computes; False for no groups, "auto" for
+    the number with the shortest predicted step.
+
+    Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if the policy ignores
+    a field.
     """
 
     memory: int | None = None
@@ -74,13 +73,14 @@ class Goal:
         split: Split = "auto",
         exchange_groups: ExchangeGroups = False,
     ) -> Goal:
-        """The goal that a user gives.  Raises ChunkflowError also if both budgets are given, or if one is not a size."""
+        """Make the goal from the user's options.  Also raises ChunkflowError if both budgets are given, or if one is not a
+        size."""
         if memory is not None and weight_memory is not None:
             raise ChunkflowError(
                 "Give memory, for weights and activations, or weight_memory, for weights alone, not both."
             )
         given = weight_memory if memory is None else memory
-        budget = None if given is None else 0  # what excludes each other is reported before a missing unit
+        budget = None if given is None else 0  # report conflicting options before a missing unit
         goal = Goal(
             memory=budget,
             activations=memory is not None,
@@ -100,18 +100,18 @@ class Goal:
         return "memory" if self.activations else "weight_memory"
 
     def counted(self, live_bytes: int) -> int:
-        """Of so many bytes of activations, those that count against the budget."""
+        """The part of ``live_bytes`` bytes of activations that counts against the budget."""
         return live_bytes if self.activations else 0
 
     @property
     def longest(self) -> float:
-        """The longest step without a budget, as a multiple of the step with all weights resident."""
+        """The longest allowed step without a budget, as a multiple of the step with all weights resident."""
         return self.slowdown or DEFAULT_SLOWDOWN
 
     def aimed_at(self, other: Goal | None) -> Goal:
-        """This goal for the budget or the step of ``other``, and for its policy; the same goal for None.
+        """This goal with the budget or slowdown, and the policy, of ``other``; unchanged if ``other`` is None.
 
-        ``yields`` and ``hoist`` are kept where the policy depends on them.  Which weights are packed and sharded is kept.
+        ``yields`` and ``hoist`` are kept if the policy depends on them.  The choice of packed and sharded weights is kept.
         """
         if other is None:
             return self

@@ -1,4 +1,4 @@
-"""Hardware: one rank's compute, host link and collectives, as the cost model sees them.  Frozen; stored as JSON."""
+"""Hardware: the rates of a rank's compute, PCIe link and collectives for the cost model.  Frozen; stored as JSON."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ SCHEMA = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEmulation:
-    """An emulated link, for measurements on a machine without one: transfers take as long as on the real link.
+    """An emulated link, for measurements on a machine without the real one.  Transfers take as long as on the real link.
 
-    ``bandwidth``: bytes/s into a rank.  ``latency_s``: seconds from a transfer's last byte to its completion.
-    ``quantum``: bytes that one transfer sends before the next transfer's turn.  ``order``: "fair" (in turns) or "fifo".
-    ``shared``: path of a file through which all ranks of the machine share one port; empty if each rank has its own.
-    ``drive``: bytes/s of a drive to emulate too, 0 for the machine's own.
-    ``peers``: bytes/s into a rank from all other ranks, through a second port that collectives then use too, as NVLink; 0 if
-    there is one port for all.
+    ``bandwidth``: bytes/s into a rank.  ``latency_s``: seconds from a transfer's last byte to its completion.  ``quantum``:
+    bytes that a transfer sends before the next transfer's turn.  ``order``: "fair" (round-robin) or "fifo".  ``shared``:
+    path of a file through which all ranks of the machine share one port; empty if each rank has its own.  ``drive``:
+    bytes/s of an SSD that is emulated too, or 0 for the machine's own.  ``peers``: bytes/s into a rank from all other ranks
+    through a second port, like NVLink, which collectives then use too; 0 if one port is used for everything.
     """
 
     bandwidth: float
@@ -49,7 +48,7 @@ class LinkEmulation:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The machine of one rank.  All rates are per rank.  ``sources``: field -> where its figure comes from."""
+    """The machine of one rank.  All rates are per rank.  ``sources``: the origin of each field's value."""
 
     name: str
     gemm_flops: Mapping[str, float]
@@ -146,7 +145,7 @@ class Hardware:
         for name, (low, high) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high)
         for name in ("host_bandwidth", "peer_bandwidth"):
-            if getattr(self, name) != 0:  # a rate like any other, or none
+            if getattr(self, name) != 0:  # 0 means that there is no such rate
                 _check_number(name, getattr(self, name), *_RANGES["h2d_bandwidth"])
         for name, kind, example in (("gemm_flops", "dtypes", "bfloat16"), ("attention_flops", "kernels", "fa2")):
             rates = getattr(self, name)
@@ -168,18 +167,20 @@ class Hardware:
             )
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s that GEMMs of a model reach; a dtype that is not listed runs at the slowest rate listed."""
+        """FLOP/s that the GEMMs of a model reach.  A dtype that is not listed runs at the slowest listed rate."""
         return self.eta_gemm * self._gemm(dtype)
 
     def attention_rate(self, dtype: str) -> float:
-        """FLOP/s of attention; slower by as much as GEMMs are in a dtype that is slower than those of 16 bits."""
+        """FLOP/s of attention.  For dtypes that are slower than 16-bit ones, it is reduced by the same factor as for
+        GEMMs."""
         if not self.attention:
             return self.flops(dtype)
         slower = min(1.0, self._gemm(dtype) / max(self.gemm_flops.values()))
         return slower * self.attention_flops[self.attention]
 
     def attending_by(self, kernel: str) -> Hardware:
-        """This machine with attention by ``kernel``.  FlashAttention takes no mask: what runs on it packs its sequences.
+        """This machine with attention computed by ``kernel``.  FlashAttention does not support masks; models that use it
+        pack their sequences.
 
         Raises ChunkflowError if there is no rate for the kernel.
         """
@@ -190,21 +191,22 @@ class Hardware:
         return self.gemm_flops.get(dtype, min(self.gemm_flops.values()))
 
     def rate_of(self, nbytes: int) -> float:
-        """Bytes/s at which kernels read and write a tensor of ``nbytes`` that the kernel before them has written.
+        """Bytes/s at which a kernel reads or writes a tensor of ``nbytes`` bytes that was written by the previous kernel.
 
-        One that takes half of the cache is still there: what else a kernel reads and writes takes the other half.
+        A tensor up to half the size of the cache is assumed to be cached; the other tensors of a kernel occupy the other
+        half.
         """
         return max(self.memory_rate, self.cache_bandwidth) if 2 * nbytes <= self.cache_bytes else self.memory_rate
 
     @property
     def memory_rate(self) -> float:
-        """Bytes/s at which kernels read and write the device's memory."""
+        """Bytes/s at which kernels read and write device memory."""
         return self.eta_memory * self.memory_bandwidth
 
     def crossing_seconds(self, nbytes: int, ranks: int) -> float:
-        """Seconds for which ``nbytes`` of a collective of so many ranks cross the links, without latency.
+        """Seconds for transferring ``nbytes`` bytes of a collective of ``ranks`` ranks, without latency.
 
-        All others send this rank equal parts, over the links of the node and over those between nodes at the same time.
+        All other ranks send equal parts to this rank, simultaneously over the links within the node and between nodes.
         """
         if not self.node_ranks or ranks <= self.node_ranks:
             return nbytes / self.collective_bandwidth
@@ -212,33 +214,34 @@ class Hardware:
         return max((nbytes - outside) / self.collective_bandwidth, outside / self.node_bandwidth)
 
     def latency_s(self, ranks: int) -> float:
-        """Seconds of overhead of a collective of so many ranks."""
+        """The overhead of a collective of ``ranks`` ranks, in seconds."""
         return self.collective_latency_s + (self.node_latency_s if 0 < self.node_ranks < ranks else 0.0)
 
     @property
     def copy_rate(self) -> float:
-        """Bytes/s of a long copy alone on the link, while no other rank copies."""
+        """Bytes/s of a long copy from host memory while nothing else uses the interconnect."""
         return self.eta_pref * self.h2d_bandwidth
 
     def rate_beside_pulls(self, ranks: int) -> float:
-        """Bytes/s of copies from host memory while all of so many ranks copy and pull; 0 if both take one link."""
+        """Bytes/s of copies from host memory while all ``ranks`` ranks copy and pull; 0 if both use the same interconnect."""
         return 0.0 if self.shared_link else self.shared_by(ranks).copy_rate
 
     def pull_seconds(self, nbytes: int, from_others: int, chunks: int) -> float:
-        """Seconds for which so many chunks, ``nbytes``, come from the devices of several ranks with their links free.
+        """Seconds for pulling ``chunks`` chunks, ``nbytes`` bytes in total, from the devices of several ranks if nothing
+        else uses the interconnect.  ``from_others``: bytes that come from other ranks.
 
-        One call starts the parts of a chunk.  The bytes that this rank has itself are read and written once.
+        The parts of a chunk are started by one call.  The bytes that this rank already has are read and written once.
         """
         own = 2 * (nbytes - from_others) / self.memory_rate
         return from_others / self.peer_bandwidth + own + chunks * self.chunk_s
 
     def check_peers(self, ranks: int) -> None:
-        """Raise ChunkflowError if so many ranks are to have weights on the devices of each other and cannot."""
+        """Raise ChunkflowError if ``ranks`` ranks cannot read weights from each other's devices."""
         if why := self.why_no_peers(ranks):
             raise ChunkflowError(f"peers=True keeps weights on the devices of all ranks, but {why} Leave out peers.")
 
     def why_no_peers(self, ranks: int) -> str:
-        """Why none of so many ranks can have weights on the devices of the others, as a sentence; empty if they can."""
+        """A sentence on why ``ranks`` ranks cannot read weights from each other's devices; empty if they can."""
         if ranks < 2:
             return "there is one rank only, so there are no other devices: it takes a Ulysses degree of 2 or more."
         if not self.peer_bandwidth:
@@ -256,9 +259,10 @@ class Hardware:
         return ""
 
     def shared_by(self, ranks: int) -> Hardware:
-        """This machine as a rank sees it while so many copy at once: copies take the less of its own rate and its part.
+        """This machine as seen by a rank while ``ranks`` ranks copy at the same time.  Its copy rate is limited to its
+        share of the host's bandwidth.
 
-        Its part is an equal one of ``host_bandwidth``, among those of the ranks that are on its machine.
+        The ranks on the same machine get equal shares of ``host_bandwidth``.
         """
         here = min(ranks, self.node_ranks) if self.node_ranks else ranks
         if not self.host_bandwidth or self.copy_rate * here <= self.host_bandwidth:
@@ -303,7 +307,8 @@ class Hardware:
         return Hardware(**body)
 
 
-# Field -> the range of real machines.  A value outside it has the wrong unit (GB for bytes, ms for seconds).
+# The range of each field on real machines.  A value outside it has the wrong unit (GB instead of bytes, ms instead of
+# seconds).
 _RANGES: Mapping[str, tuple[float, float]] = {
     "eta_gemm": (0.001, 1),
     "eta_memory": (0.01, 1),

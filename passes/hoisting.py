@@ -4,9 +4,9 @@ Contract
     On entry: a Traced, and settings whose goal allows hoisting.
     On exit: the settings of both halves, or None if there is nothing to hoist or "auto" predicts no gain.  Main's settings
     count the memory of the table, and its arena is large enough for the preamble.  The preamble runs once for many steps, so
-    none of its weights stays on the device: all stream through the memory of two regions.
-    Each block that is compiled by kind has its own table.  The tables of all blocks of a kind share the part of the budget
-    that the table of a whole model would get.
+    none of its weights stays on the device: all are streamed through the memory of two regions.
+    If blocks are compiled separately, each block has its own table.  The tables of all blocks of a type share the part of
+    the budget that the table of a whole model would get.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from chunkflow_compile.units import enough, size
 from .goal import Goal
 from .pipeline import Settings, choose_cut, make_plan
 
-# Most rows of a table: enough for a schedule of 50 steps for two prompts.
+# The maximum number of rows of a table: enough for a schedule of 50 steps for two prompts.
 MOST_ROWS = 128
 # The table takes at most 1 / 16 of the budget.
 _SHARE_OF_ROWS = 16
-# Steps of a generation, over which the time of the preamble is spread.  The examples in diffusers use 28 steps for FLUX.1,
-# and 50 for Qwen-Image and HunyuanVideo.
+# The number of steps of a generation, over which the time of the preamble is spread.  The examples in diffusers use 28
+# steps for FLUX.1, and 50 for Qwen-Image and HunyuanVideo.
 STEPS = 28
-# Number of regions of the preamble whose weights are in the arena at the same time: one is copied while the other computes.
+# The number of regions of the preamble whose weights are in the arena at the same time: the weights of one are copied while
+# the other computes.
 _REGIONS = 2
 
 
@@ -44,8 +45,9 @@ class HoistingFigures:
     """The costs and savings of hoisting in numbers.
 
     ``weights``, ``nbytes``: number and size of the hoisted weights.  ``values``, ``row_bytes``: number of values and bytes
-    per row.  ``slow``: number of inputs that a row depends on.  ``rows``: capacity of the table.  ``outside``, ``arena``: of
-    main's settings.  ``fill_s``: seconds of a pass over the preamble that computes the rows of :data:`STEPS` steps.
+    per row.  ``slow``: number of inputs that a row depends on.  ``rows``: capacity of the table.  ``outside``, ``arena``:
+    fields of main's settings.  ``fill_s``: seconds of a pass over the preamble that computes the rows of :data:`STEPS`
+    steps.
     """
 
     weights: int
@@ -60,8 +62,8 @@ class HoistingFigures:
 
     @property
     def seconds_per_call(self) -> float:
-        """Seconds that the preamble adds to each call, if it runs once per generation.  0 if rows depend on one input only:
-        this is the timestep, which takes the same values in every generation."""
+        """Seconds that the preamble adds to each call if it runs once per generation.  The value is 0 if rows depend on one
+        input only.  This input is the timestep, which takes the same values in every generation."""
         return self.fill_s / STEPS if self.slow > 1 else 0.0
 
     def budget_for(self, nbytes: int) -> int:
@@ -113,10 +115,11 @@ class Hoisting:
 
 
 def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
-    """The halves of a graph if it is hoisted, as the goal of ``settings`` says; else None.
+    """The halves of a graph if it is hoisted according to the goal of ``settings``, otherwise None.
 
-    Only whole models, and blocks that are compiled by kind, are hoisted.  A kind of block need not contain anything to hoist.
-    Raises ChunkflowError for hoist=True if there is nothing to hoist in a whole model, or if a row does not fit the budget.
+    Only whole models, and blocks that are compiled separately, are hoisted.  A block type need not contain anything to
+    hoist.  Raises ChunkflowError for hoist=True if there is nothing to hoist in a whole model, or if a row does not fit in
+    the budget.
     """
     goal, repeats = settings.goal, traced.repeats
     if not goal.hoist or goal.policy != "chunkflow" or (settings.part and repeats is None):
@@ -133,15 +136,16 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
         check_halves(traced, halves)
     if goal.hoist != "auto":
         return plan_halves(halves, settings, repeats)
-    with contextlib.suppress(ChunkflowError):  # a row does not fit the budget
+    with contextlib.suppress(ChunkflowError):  # a row does not fit in the budget
         if _pays(traced, settings, hoisting := plan_halves(halves, settings, repeats)):
             return hoisting
     return None
 
 
 def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> int:
-    """The capacity of a table in rows.  ``goal``: of the model, or of a call of one block.  ``repeats``: the blocks of the
-    kind, whose tables share their part of the model's budget.  Raises ChunkflowError if one row per table does not fit."""
+    """The capacity of a table in rows.  ``goal``: goal for the model, or for a call of one block.  ``repeats``: blocks of
+    the block type, whose tables share their part of the model's budget.  Raises ChunkflowError if one row per table does
+    not fit."""
     if (memory := goal.memory) is None:
         return MOST_ROWS
     option, row_bytes, share = goal.option, halves.row_bytes, memory
@@ -157,10 +161,10 @@ def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> i
 
 
 def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = None) -> Hoisting:
-    """Plan the preamble, and make the settings of main.  ``settings``: settings of the model.  ``repeats``: the blocks of its
-    kind, if the graph is a block.
+    """Plan the preamble, and make the settings of main.  ``settings``: settings of the model.  ``repeats``: blocks of its
+    type, if the graph is a block.
 
-    Raises ChunkflowError if a row does not fit the budget.
+    Raises ChunkflowError if a row does not fit in the budget.
     """
     rows = rows_within(halves, settings.goal, repeats)
     alone = replace(
@@ -207,7 +211,7 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
         return choose_cut(hoisting.halves.main, hoisting.main).problem.digest == given.problem
     try:
         today, each = _plan_of(traced, replace(settings, goal=replace(settings.goal, hoist=False)))
-    except ChunkflowError:  # the whole graph does not fit the budget; the halves may
+    except ChunkflowError:  # the whole graph does not fit in the budget, but the halves may
         return True
     hoisted, blocks = _plan_of(hoisting.halves.main, hoisting.main)
     assert today.predicted is not None and hoisted.predicted is not None
@@ -221,7 +225,8 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
 
 
 def _plan_of(traced: Traced, settings: Settings) -> tuple[Plan, int]:
-    """The plan of a graph, and 1; for a block, the plan of several blocks that run one after another, and their number."""
+    """The plan of a graph and the number of blocks that it covers: 1 for a whole model; for a block, several blocks that
+    run one after another."""
     problem = choose_cut(traced, settings).problem
     turns = replace(settings, part=False)
     planned = judged(

@@ -1,7 +1,7 @@
-"""Calls of kernels that a user wrote in Triton: which kernel a node calls, on which constants, and what it writes.
+"""Calls of the user's Triton kernels: which kernel a node calls, with which constants, and which operands it writes.
 
-torch traces such a call as a higher-order op without a schema.  Its kernel and its constants are numbers of a table of
-this process, in the order in which they were traced, so they mean nothing in another process.
+torch traces such a call as a higher-order op without a schema.  Its kernel and its constants are given as indices into a
+table of this process, in the order of tracing, so they are meaningless in another process.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def is_kernel_call(node: Node) -> bool:
 
 
 def returns_copies(node: Node) -> bool:
-    """Whether a node calls a user's kernel on copies of what it writes, and returns them as a dict."""
+    """Whether a node calls a user's kernel on copies of the operands that it writes, and returns these copies as a dict."""
     return node.op == "call_function" and node.target is triton_kernel_wrapper_functional
 
 
 def kernel_of(node: Node) -> Any:
-    """The kernel that a node calls, without its tuning."""
+    """The kernel that a node calls, without its autotuning wrappers."""
     kernel: Any = kernel_side_table.get_kernel(int(node.kwargs["kernel_idx"]))  # type: ignore[arg-type]
     while not hasattr(kernel, "src") and hasattr(kernel, "fn"):  # Autotuner, Heuristics
         kernel = kernel.fn
@@ -48,7 +48,8 @@ def kernel_name(node: Node) -> str:
 
 
 def operands_of(node: Node) -> dict[str, Any]:
-    """The keyword arguments of a node; a call of a kernel has its name and its constants in place of their numbers."""
+    """The keyword arguments of a node.  For a kernel call, the indices are replaced by the kernel's name and the
+    constants."""
     if not is_kernel_call(node):
         return dict(node.kwargs)
     constants = kernel_side_table.get_constant_args(int(node.kwargs["constant_args_idx"]))  # type: ignore[arg-type]
@@ -57,7 +58,7 @@ def operands_of(node: Node) -> dict[str, Any]:
 
 
 def source_key(node: Node) -> str:
-    """A text that two calls have in common only if their kernels compute the same: source, what it calls, tunings.
+    """A key that two calls share only if their kernels compute the same: source, called functions and tunings.
 
     Triton's own digest of a kernel covers the functions and the constants that its source names.
     """
@@ -70,7 +71,7 @@ def source_key(node: Node) -> str:
 
 
 def written_by(node: Node) -> list[Node]:
-    """The operands that a kernel writes in place; all tensors where Triton cannot tell.  None for other nodes."""
+    """The operands that a kernel writes in place, or all tensors if Triton cannot determine them.  Empty for other nodes."""
     if not is_kernel_call(node) or returns_copies(node):
         return []
     written: list[Node] = []

@@ -1,4 +1,4 @@
-"""What users choose by name, and the defaults of sizes.  Imports nothing, so that ``--help`` answers at once."""
+"""Choices that users make by name, and default sizes.  Does not import anything heavy, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ POLICIES: tuple[Policy, ...] = (
     "chunkflow",
 )
 
-# How other systems split the weights among the ranks; predicted beside the policies (simulate/sharded.py), never run.
+# Methods with which other systems shard weights over ranks.  They are only predicted, for comparison (simulate/sharded.py).
 Sharded = Literal["distributed-layerwise", "fsdp"]
 SHARDED: tuple[Sharded, ...] = get_args(Sharded)
 
-# diffusers' enable_group_offload (simulate/group_offload.py).  That and the sharded ones are predicted, never run.
+# diffusers' enable_group_offload (simulate/group_offload.py).  It is only predicted, too.
 GroupOffload = Literal["group-offload"]
 GROUP_OFFLOAD: GroupOffload = "group-offload"
 # The published method of the paper, predicted as layerwise (cli/simulate.py).
@@ -27,37 +27,40 @@ HOST_YIELD: HostYield = "host-yield"
 OnlyPredicted = GroupOffload | HostYield | Sharded
 ONLY_PREDICTED: tuple[OnlyPredicted, ...] = (HOST_YIELD, GROUP_OFFLOAD, *SHARDED)
 
-# How copies avoid collectives.  "soft": a window holds only the chunks that the model expects to finish before the next
-# collective; "hard": compute also waits, before a collective, for the copies issued earlier, so none runs beside it;
-# "auto": the better one on the timeline.
+# How copies avoid collectives.  "soft": a window contains only chunks that are predicted to arrive before the next
+# collective.  "hard": in addition, compute waits before a collective for the copies issued earlier, so that none overlaps
+# with it.  "auto": the better of the two in simulation.
 Yield = Literal["auto", "soft", "hard"]
 
-# Whether weights are packed without loss (packing.py): "auto" packs those with which a step is predicted to be shorter.
+# Whether weights are packed without loss (packing.py).  "auto" packs the weights for which this is predicted to shorten a
+# step.
 Pack = Literal[False, True, "auto"]
 
-# Whether weights lie in pieces on the devices of the ranks (pieces.py): "auto" has those there with which a step is predicted
-# to be shorter.
+# Whether weights are sharded over the devices of the ranks (pieces.py).  "auto" shards the weights for which this is
+# predicted to shorten a step.
 OnPeers = Literal[False, True, "auto"]
 
-# Whether products of slow inputs are computed once for many steps (graph/hoist.py): "auto" where that is predicted to pay.
+# Whether products of slow inputs are computed once for many steps (graph/hoist.py).  "auto" hoists if this is predicted to
+# be faster.
 Hoist = Literal[False, True, "auto"]
 
-# Into how many slices the tokens of a block are split (graph/split.py): "auto" for as few as the budget needs.
+# The number of slices into which the tokens of a block are split (graph/split.py).  "auto" takes the minimum that fits in
+# the budget.
 Split = int | Literal["auto"]
 
-# Into how many groups of heads the exchanges around attention are divided (graph/head_groups.py): "auto" for as many as make
-# the predicted step shortest.
+# The number of groups of heads into which the exchanges around attention are divided (graph/head_groups.py).  "auto" takes
+# the number with the shortest predicted step.
 ExchangeGroups = Literal[False, "auto"] | int
 
-# How a prefetch moves its bytes, each kind in a lane of its own, which is in order: "copy" from host memory, "pull" from the
-# devices of the ranks.
+# The lane of a prefetch: "copy" from host memory, "pull" from the devices of the ranks.  Each lane runs its copies in
+# order.
 Lane = Literal["copy", "pull"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 
 StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 
-# Passes that can be left out, to see whether one of them causes a fault.  Later passes need all others.
+# Passes that can be disabled, to find out whether one of them causes a fault.  All other passes are needed by later ones.
 OPTIONAL_PASSES: Mapping[str, str] = {
     "rotary": "complex rotary embeddings are computed in real arithmetic",
     "recompute": "values that are cheaper to compute again are not handed over between regions",
@@ -67,16 +70,18 @@ OPTIONAL_PASSES: Mapping[str, str] = {
     "verify": "the program is proved safe before it runs",
 }
 
-# Starting a copy takes 5 to 10 us and moving 1 MiB 35 us at 30 GB/s, so smaller copies waste much of the link.  Smaller
-# parameters (biases, norms, modulation tables) make up less than 1 % of a DiT.
+# Starting a copy takes 5 to 10 us, and moving 1 MiB takes 35 us at 30 GB/s, so smaller copies waste much of the bandwidth.
+# Smaller parameters (biases, norms, modulation tables) make up less than 1 % of a DiT.
 DEFAULT_MIN_BYTES = 1 << 20
-# The best of 4, 16, 64 and 256 MiB in the paper: a collective waits for one chunk at most, which is 0.6 ms on PCIe 5.
+# The best of 4, 16, 64 and 256 MiB in the paper.  A collective waits for at most one chunk, which takes 0.6 ms over PCIe 5.
 DEFAULT_CHUNK_BYTES = 16 << 20
-# A cut lets copies start and slots free up at a finer grain.  It costs a host call (about 0.2 ms on a slow CPU core)
-# and the fusion across it.  At 30 GB/s, 64 MiB of weights take 2 ms: a cut every 64 MiB costs a tenth of their copy.
+# With more cuts, copies can start and slots become free at a finer granularity.  Each cut costs a host call (about 0.2 ms
+# on a slow CPU core) and prevents fusion across it.  At 30 GB/s, copying 64 MiB of weights takes 2 ms, so a cut every 64
+# MiB costs a tenth of the copy time.
 DEFAULT_GROUP_BYTES = 64 << 20
 
-# Namespaces whose ops are torch's own, or of quantised weights: what they compute and whether they communicate is known.
+# Namespaces of ops that belong to torch or to quantised weights.  It is known what they compute and whether they
+# communicate.
 KNOWN_NAMESPACES = frozenset(
     (
         *("aten", "prim", "prims", "inductor", "inductor_prims", "higher_order", "quantized", "quantized_decomposed"),

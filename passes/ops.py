@@ -1,6 +1,6 @@
 """The four transfer ops of a program: the ops of a step (step.py) as FX nodes, with their events as arguments.
 
-The listing shows them and the executor runs them.  They are never dispatched, so calling one directly is an error.
+They appear in listings, and the executor runs them.  They are never dispatched, so calling one directly raises an error.
 ``Library.define`` is used because ``custom_op`` takes over ten times as long to define an op.
 
 ``prefetch(weight, first, end, window, next_step, lane, after, then, ring, read)``
@@ -55,7 +55,7 @@ for _op in (PREFETCH, READ, WAIT, EVICT):
 
 @dataclass(frozen=True)
 class Prefetch:
-    """A copy and the events next to it, which are one node: see ``prefetch`` above."""
+    """A copy and the events around it, which together are one node: see ``prefetch`` above."""
 
     copy: Copy
     after: int | None = None
@@ -65,7 +65,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """A read and the events next to it, which are one node: see ``read`` above."""
+    """A read and the events around it, which together are one node: see ``read`` above."""
 
     read: Read
     after: int | None = None
@@ -76,8 +76,9 @@ TransferOp = Prefetch | ReadAhead | Wait | Evict
 
 
 def folded(ops: Iterable[Op]) -> Iterator[TransferOp]:
-    """Transfer ops as nodes.  ``ops``: those next to a region or a collective, see :func:`step.transfers`."""
-    waits: dict[str, list[int]] = {}  # stream -> the events that it waits for before its next op
+    """Combine transfer ops as they become nodes.  ``ops``: transfer ops next to a region or a collective, see
+    :func:`step.transfers`."""
+    waits: dict[str, list[int]] = {}  # for each stream, the events that it waits for before its next op
     newest: Prefetch | ReadAhead | None = None
     for op in ops:
         if isinstance(op, Record) and newest is not None and op.stream == _moved(newest).stream:
@@ -125,7 +126,7 @@ def _given(named: Mapping[str, int | None]) -> dict[str, Any]:
 
 
 def transfer_of(node: Node) -> TransferOp | None:
-    """What a node moves, reads, waits for or evicts; None if it is no transfer op."""
+    """The transfer op of a node, or None if the node is not a transfer."""
     if node.target is WAIT:
         event, weights = node.args
         return Wait("compute", event, tuple(weights))  # type: ignore[arg-type]
@@ -137,7 +138,7 @@ def transfer_of(node: Node) -> TransferOp | None:
 
 
 def prefetch_of(node: Node) -> Prefetch | None:
-    """The copy of a prefetch node with its events, None for any other node."""
+    """The copy of a prefetch node with its events, or None for other nodes."""
     if node.target is not PREFETCH:
         return None
     arguments: Any = node.args
@@ -170,7 +171,8 @@ def transfer_text(op: TransferOp) -> str:
 
 
 def unfolded(transfer: TransferOp, opened: set[int]) -> Step:
-    """The ops of a node.  ``opened``: the openings that are recorded by the nodes before it, to which this adds its own."""
+    """The ops that a node stands for.  ``opened``: openings recorded by earlier nodes; the openings of this node are added
+    to it."""
     if isinstance(transfer, Wait | Evict):
         return (transfer,)
     moved, after = _moved(transfer), transfer.after

@@ -1,24 +1,29 @@
-"""Packing: a bfloat16 weight in twelve bits a value, without loss.
+"""Packing: compresses a bfloat16 weight to twelve bits per value, without loss.
 
-Of the eight bits of an exponent a trained or random weight uses few values: sixteen in a row cover more than 99.9 % of its
-values, so four bits say which.  Sign and mantissa stay as they are, eight bits.  Values with another exponent are *escapes*:
-their code is what they are above the base, modulo 16, and a list says how many times 16 is to be added.
+The exponent has eight bits, but a trained or random weight uses few exponents: sixteen consecutive ones cover more than
+99.9 % of its values, so four bits are enough for them.  Sign and mantissa are kept as they are (eight bits).  Values with
+other exponents are *escapes*: their code is the difference from the base exponent, modulo 16, and a list contains the
+multiples of 16 to add.
 
 A packed weight is one int32 tensor of one dimension, see :class:`Layout`:
 
-    frames      of 8 h values each: 2 h words of signs and mantissas, a byte a value; h words of exponents, a nibble a value
-    escapes     for each segment of at most 2,048 frames ``room`` words: in 27 bits which of its values, above them how many
-                times 16; unused ones add 0, to values apart, because adding to one word many times is slow on a GPU
+    frames      of 8 h values each: 2 h words of signs and mantissas, one byte per value; h words of exponent codes, four bits
+                per value
+    escapes     ``room`` words for each segment of at most 2,048 frames: the low 27 bits are the position of the value in the
+                segment, the bits above are the multiple of 16.  Unused ones add 0, to values that are far apart, because
+                adding to the same word many times is slow on a GPU
     base        the exponent of code 0
 
-A frame holds its values as words of two, in four rows of h.  Row k has the bytes k % 2 and k % 2 + 2 of the words of row
-k // 2, and the nibbles k and k + 4 of the codes.  So an op works on two values at once, without a table or a branch, and what
-a GPU reads several times lies close together.  All of it is int32 until the end: Inductor makes one kernel of the words,
-and a second one of the escapes, which adds to the result of the first.  The sum of a word is exact in whatever order two
-escapes come to it.
+A frame stores its values as words of two values each, in four rows of h words.  The signs and mantissas of row k are bytes
+k % 2 and k % 2 + 2 of the words in row k // 2 of the signs, and its codes are nibbles k and k + 4 of the words of codes.
+So an op works on two values at once, without a table or a branch, and data that a GPU reads several times is close
+together.  All computation is in int32 until the end.  Inductor generates one kernel for the words and a second one for the
+escapes, which adds to the result of the first.  If two escapes are added to the same word, the sum is exact in either
+order.
 
-The op ``unpack_2`` stands before the reader of a packed weight, in its region.  Inductor keeps code by the op's name and
-arguments, for the machine: another layout of the packed form needs another name, or old code reads it.
+The op ``unpack_2`` precedes the reader of a packed weight in its region.  Inductor caches code by the op's name and
+arguments.  So if the layout of the packed form changes, the op needs a new name; otherwise cached code would read the new
+layout.
 """
 
 from __future__ import annotations
@@ -30,37 +35,39 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Values of a frame, at most: a frame of 96 KiB is read several times, and stays in a cache of a GPU or of a core.
+# The maximum number of values in a frame.  A frame of 96 KiB is read several times and stays in a cache of the GPU or of a
+# CPU core.
 _FRAME = 1 << 16
-# Frames of a segment, at most: 27 bits say which of its values escapes.
+# The maximum number of frames in a segment: the position of an escape in a segment has 27 bits.
 _SEGMENT = 1 << 27 - 16
-# One escape in so many values has room: 12 + 32 / 352 bits a value.  Trained weights have one in 400 to one in 10,000,
-# Gaussian ones one in 12,000.
+# There is space for one escape per this number of values, which gives 12 + 32 / 352 bits per value.  Trained weights have
+# one escape per 400 to 10,000 values, Gaussian ones one per 12,000.
 _VALUES_PER_ESCAPE = 352
-# Words that lie at multiples of 16 bytes are loaded four at a time.
+# Words that are aligned to 16 bytes are loaded four at a time.
 _ALIGNED = 4
-# Values from which the base is chosen: another base costs escapes, but is never wrong.
+# The number of values from which the base exponent is chosen.  A bad base leads to more escapes, but never to wrong values.
 _SAMPLE = 1 << 16
-# Frames that are packed or unpacked at a time: 1 MiB of values, which a core's cache holds.
+# The number of frames that are packed or unpacked at a time: 1 MiB of values, which fits in a core's cache.
 _PIECE = 8
-# Frames that a thread takes at once.
+# The number of frames that a thread takes at a time.
 _SHARE = 32
-# Values between those to which unused escapes add 0, one in 16 bytes.
+# The distance, in values, between the positions to which unused escapes add 0: one per 16 bytes.
 _APART = 8
-# Words of which the largest is sought at a time.
+# The number of words whose maximum is computed at a time.
 _GROUP = 64
 
 _SIGNS, _MANTISSAS, _CODES = 0x00800080, 0x007F007F, 0x000F000F
 _EXPONENTS, _BOTH, _OUTSIDE = 0x00FF00FF, 0x00010001, 0x01F001F0
-# What makes an exponent greater by 16.
+# The increment that adds 16 to an exponent.
 _SIXTEEN = 16 << 7
 
-# Runs a function on each item: map, or that of a pool of threads.
+# A function that applies a function to each item: ``map``, or the ``map`` method of a thread pool.
 Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 
 
 class Layout(NamedTuple):
-    """Of a packed weight: its frames, ``h`` of them (see the note above), frames of a segment, and room for its escapes."""
+    """The layout of a packed weight.  ``frames``: number of frames.  ``h``: words per row (see the module docstring).
+    ``segment``: frames per segment.  ``room``: words for escapes per segment."""
 
     frames: int
     h: int
@@ -69,7 +76,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(numel: int) -> Layout:
-        """That of a weight of so many values."""
+        """The layout of a weight with ``numel`` values."""
         frames = max(1, -(-numel // _FRAME))
         segments = -(-frames // _SEGMENT)
         room = _aligned(-(-numel // (segments * _VALUES_PER_ESCAPE)))
@@ -81,7 +88,7 @@ class Layout(NamedTuple):
 
     @property
     def body(self) -> int:
-        """Words of all frames."""
+        """The number of words in all frames."""
         return 3 * self.h * self.frames
 
     @property
@@ -98,20 +105,22 @@ def _aligned(words: int) -> int:
 
 
 def saves(numel: int) -> bool:
-    """Whether packing makes a weight of so many values smaller by a fifth or more; small ones are mostly padding."""
+    """Whether packing makes a weight with ``numel`` values smaller by a fifth or more.  Packed small weights are mostly
+    padding."""
     return 5 * Layout.of(numel).nbytes <= 8 * numel
 
 
 def can_pack(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the values of a weight can be packed, if few escape, and take fewer bytes.  ``dtype``: that it is to have."""
+    """Whether a weight can be packed if it has few escapes, and becomes smaller.  ``dtype``: dtype to which it will be
+    converted."""
     return dtype == torch.bfloat16 and weight.is_contiguous() and saves(weight.numel())
 
 
 def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
     """Pack bfloat16 ``values``, contiguous in host memory, into ``out``, int32 [Layout.words].
 
-    ``run``: spreads the work over threads.  The same values have the same bytes.  Returns False, with ``out`` undefined, if
-    there are more escapes than ``out`` has room for.
+    ``run``: distributes the work over threads.  The result is deterministic.  Returns False, with ``out`` undefined, if
+    there are more escapes than fit in ``out``.
     """
     flat = values.reshape(-1)
     layout = Layout.of(flat.numel())
@@ -126,7 +135,8 @@ def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
 
 
 def _listed(flat: torch.Tensor, words: torch.Tensor, layout: Layout, base: int) -> torch.Tensor | None:
-    """The escapes of values in these words, in order, as the packed weight lists them; None if they have no room."""
+    """The escapes among the values of these words, in order, as they are stored in a packed weight; None if they do not
+    fit."""
     at = (2 * words.view(-1, 1) + torch.arange(2)).view(-1)
     at = at[at < len(flat)]
     times = ((flat.view(torch.int16)[at].to(torch.int64) >> 7 & 0xFF) - base) >> 4
@@ -142,14 +152,14 @@ def _listed(flat: torch.Tensor, words: torch.Tensor, layout: Layout, base: int) 
 
 
 def _base(bits: torch.Tensor) -> int:
-    """The exponent from which sixteen in a row cover most of a sample."""
-    sample = bits[:: len(bits) // _SAMPLE | 1].to(torch.int64)  # an odd step comes to every column
+    """The exponent for which it and the fifteen following ones cover most values of a sample."""
+    sample = bits[:: len(bits) // _SAMPLE | 1].to(torch.int64)  # an odd step samples every column
     counts = torch.bincount((sample >> 7) & 0xFF, minlength=256)
     return int(counts.unfold(0, 16, 1).sum(1).argmax())
 
 
 def _pack_frames(flat: torch.Tensor, layout: Layout, base: int, first: int, out: torch.Tensor) -> torch.Tensor:
-    """Pack the frames of a share; return the positions of their words with an escape."""
+    """Pack consecutive frames.  Return the positions of their words that contain an escape."""
     h, end = layout.h, min(first + _SHARE, layout.frames)
     signs, mantissas, exponents, outside, codes, bias, none, four, seven, eight = map(
         _number, (_SIGNS, _MANTISSAS, _EXPONENTS, _OUTSIDE, _CODES, (256 - base) * _BOTH, 256 * _BOTH, 4, 7, 8)
@@ -165,7 +175,8 @@ def _pack_frames(flat: torch.Tensor, layout: Layout, base: int, first: int, out:
         rows = here.view(count, 2, 2, h)
         torch.bitwise_or(rows[:, :, 0], rows[:, :, 1].bitwise_left_shift_(eight), out=into[:, :2])
         torch.bitwise_right_shift(words, seven, out=here).bitwise_and_(exponents)
-        # 256 more than the code, so that nothing is borrowed from the other value; then 0 to 15, or bits above them
+        # add 256 to the code, so that the subtraction does not borrow from the other value; then it is 0 to 15, or has
+        # higher bits
         here.add_(bias).bitwise_xor_(none)
         escapes.append(_nonzero(torch.bitwise_and(here, outside, out=other).view(-1)) + 4 * h * begin)
         here.bitwise_and_(codes)
@@ -175,12 +186,12 @@ def _pack_frames(flat: torch.Tensor, layout: Layout, base: int, first: int, out:
 
 
 def _number(value: int) -> torch.Tensor:
-    """For an op on int32: a third faster than a number of Python."""
+    """A number as a tensor for an op on int32, which is a third faster than a Python number."""
     return torch.tensor(value, dtype=torch.int32)
 
 
 def _nonzero(words: torch.Tensor) -> torch.Tensor:
-    """The positions of words above zero, none of which is below: first of groups, because few have one."""
+    """The positions of nonzero words; no word may be negative.  Searches groups of words first, because few contain any."""
     groups = words.view(-1, math.gcd(len(words), _GROUP))
     some = groups.amax(1).nonzero().view(-1)
     row, column = groups[some].nonzero().unbind(1)
@@ -188,7 +199,7 @@ def _nonzero(words: torch.Tensor) -> torch.Tensor:
 
 
 def _as_words(values: torch.Tensor, count: int, base: int) -> torch.Tensor:
-    """Contiguous bfloat16 values as so many int32 words of two, after the last with values that are no escapes."""
+    """Contiguous bfloat16 values as ``count`` int32 words of two values.  Padded with values that are not escapes."""
     if len(values) < 2 * count or values.storage_offset() % 2:
         padded = torch.full((2 * count,), base << 7, dtype=torch.int16).view(torch.bfloat16)
         padded[: len(values)] = values
@@ -197,7 +208,7 @@ def _as_words(values: torch.Tensor, count: int, base: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The values of a packed weight, bfloat16 of this shape."""
+    """Unpack a packed weight to bfloat16 values of the given shape."""
     numel = math.prod(shape)
     layout = Layout.of(numel)
     words = _words(packed, layout, 0, layout.frames).flatten()
@@ -208,7 +219,7 @@ def unpack(packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def unpack_into(packed: torch.Tensor, out: torch.Tensor, run: Run = map) -> None:
-    """Write the values of a packed weight to ``out``, bfloat16, contiguous, with little memory besides.
+    """Unpack a packed weight into ``out`` (bfloat16, contiguous), using little additional memory.
 
     ``run``: as for :func:`pack`.
     """
@@ -227,7 +238,7 @@ def unpack_into(packed: torch.Tensor, out: torch.Tensor, run: Run = map) -> None
 
 
 def _words(packed: torch.Tensor, layout: Layout, first: int, end: int) -> torch.Tensor:
-    """The words of frames ``[first, end)``, int32 [frames, 2, 2, h]; escapes lack what is to be added."""
+    """The words of frames ``[first, end)``, int32 [frames, 2, 2, h], before anything is added for escapes."""
     h, frames = layout.h, end - first
     planes = packed[3 * h * first : 3 * h * end].view(frames, 3 * h)
     row = torch.arange(4, device=packed.device, dtype=torch.int32).view(1, 2, 2, 1)
@@ -238,7 +249,7 @@ def _words(packed: torch.Tensor, layout: Layout, first: int, end: int) -> torch.
 
 
 def _escapes(packed: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which values escape, int64, and how many times 16 is to be added to their exponents, int32."""
+    """The positions of the escapes (int64), and the multiples of 16 to add to their exponents (int32)."""
     listed = packed[layout.body : -_ALIGNED].view(layout.segments, layout.room)
     segment = torch.arange(layout.segments, device=packed.device).view(-1, 1) * (8 * layout.h * layout.segment)
     return ((listed & (1 << 27) - 1) + segment).view(-1), (listed >> 27).view(-1)
@@ -246,5 +257,5 @@ def _escapes(packed: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.
 
 _OPS = torch.library.Library("chunkflow", "FRAGMENT")
 _OPS.define("unpack_2(Tensor packed, int[] shape) -> Tensor")
-_OPS.impl("unpack_2", unpack, "CompositeImplicitAutograd")  # so that AOTAutograd traces what it does
+_OPS.impl("unpack_2", unpack, "CompositeImplicitAutograd")  # so that AOTAutograd traces its implementation
 UNPACK = torch.ops.chunkflow.unpack_2.default

@@ -1,7 +1,7 @@
-"""Pieces: how a weight is dealt out to the devices of N ranks, as ranges of bytes.
+"""Pieces: how a weight is sharded over the devices of N ranks, as ranges of bytes.
 
-A weight is dealt out in stripes, each of N parts in the order of the ranks; the parts of one rank lie in its piece one after
-the other.  So a chunk of whole stripes comes from all ranks in equal parts.
+A weight is divided into stripes, and each stripe into N parts, one per rank.  The piece of a rank consists of its parts
+from all stripes, one after the other.  So a chunk of whole stripes comes from all ranks in equal parts.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Bytes of a stripe: a chunk of the usual size, so a chunk comes from N ranks in N equal parts, of 2 MiB for eight.  Each
-# rank takes another part first, so not all pull from one device at a time (DWDP: 1.08 times the rate).  Smaller parts would
-# start more copies, larger ones would lie on one device for longer.
+# The size of a stripe in bytes.  It is the default size of a chunk, so a chunk comes from N ranks in N equal parts, which
+# are 2 MiB each for eight ranks.  Each rank starts with a different part, so that not all pull from the same device at the
+# same time (DWDP: 1.08 times the rate).  Smaller parts would need more copies; with larger parts, a rank would pull from
+# the same device for longer.
 STRIPE = 16 << 20
-# Parts begin and end at multiples of this many bytes: copies of an odd number of bytes are much slower, and kernels want 256.
+# The alignment of parts in bytes: copies of an odd number of bytes are much slower, and kernels expect an alignment of 256.
 _ALIGNMENT = 256
 
 
 class Part(NamedTuple):
-    """Bytes of a weight that lie in one piece.  ``owner``: its rank's place.  ``begin``: in the weight.  ``offset``: in the
-    piece."""
+    """Consecutive bytes of a weight in one piece.  ``owner``: index of the rank with this piece.  ``begin``: offset in the
+    weight.  ``offset``: offset in the piece."""
 
     owner: int
     begin: int
@@ -28,14 +29,15 @@ class Part(NamedTuple):
 
 
 def piece_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes of each rank's piece of a weight; a multiple of 256."""
+    """The size of each rank's piece of a weight in bytes; a multiple of 256."""
     part = _part(ranks)
     stripes, rest = divmod(nbytes, ranks * part)
     return stripes * part + _aligned(-(-rest // ranks))
 
 
 def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iterator[Part]:
-    """What bytes ``[begin, end)`` of a weight consist of: in each stripe from rank ``first`` on, and round."""
+    """The parts of bytes ``[begin, end)`` of a weight.  In each stripe, the order starts with rank ``first`` and wraps
+    around."""
     part = _part(ranks)
     stripe = ranks * part
     for start in range(begin // stripe * stripe, end, stripe):
@@ -49,7 +51,8 @@ def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iter
 
 
 def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
-    """How many of bytes ``[begin, end)`` a rank pulls from the others: the rank that has the fewest of them itself."""
+    """The number of bytes in ``[begin, end)`` that a rank pulls from other ranks, for the rank that has the fewest of them
+    itself."""
     own = [0] * ranks
     for part in parts(begin, end, nbytes, ranks):
         own[part.owner] += part.nbytes
@@ -57,7 +60,7 @@ def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
 
 
 def _part(ranks: int) -> int:
-    """Bytes of a part of a whole stripe."""
+    """The size of a part of a whole stripe in bytes."""
     return _aligned(-(-STRIPE // ranks))
 
 

@@ -43,24 +43,26 @@ from .plan import Plan
 from .problem import Problem
 from .step import Scheduler
 
-# Share of a step that waiting for all copies at the ends of calls may cost where it is not asked for: what a launch of a
-# whole call saves where the host is the bound is many times that.
+# The share of a step that waiting for all copies at the end of each call may cost, if the user does not ask for it.  If the
+# host is the bottleneck, launching a call as one CUDA graph saves many times as much.
 MOST_JOIN_LOSS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of the passes.  Sizes in bytes.  ``goal``: what plans are made for, unless there is a ``plan``.
-    ``group_bytes``: None for the coarsest cut that is as good as the finest.
-    ``part``, ``outside``, ``arena``: see place.  ``likes``: problems and their plans; a problem of the same structure as one
-    of them takes over its placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto"
-    if that costs little, as of several calls in any case, see :data:`MOST_JOIN_LOSS`.
-    ``preamble``: whether it is the preamble of a model (hoisting.py), which runs once for many steps: as ``part``, and never
-    as a call of a cycle.  ``table``: bytes of the table of rows of this block, if it is hoisted by itself; ``tables``: of all
-    blocks of its kind.  Unlike the table of a whole model, they are not in ``outside``, because a cycle has several kinds.
-    ``ranks``: those on whose devices weights may lie in pieces, 0 if it is not known how many; with "auto" none do where the
-    ranks cannot pull from each other (:meth:`Hardware.why_no_peers`).
-    ``disabled``: names of :data:`OPTIONAL_PASSES`.
+    """Settings of the passes.  Sizes are in bytes.
+
+    ``goal``: objective of plans, unless a ``plan`` is given.  ``group_bytes``: size of the groups of weights at which the
+    graph is cut, or None for the coarsest cut that is as good as the finest.  ``part``, ``outside``, ``arena``: see place.
+    ``likes``: problems and their plans; a problem with the same structure as one of them gets the same placement.
+    ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto" if this costs little (for
+    several calls, True also means "auto"), see :data:`MOST_JOIN_LOSS`.  ``preamble``: whether the graph is the preamble of
+    a model (hoisting.py), which runs once for many steps; it is planned like a ``part``, and never as a call of a cycle.
+    ``table``: bytes of this block's table of rows, if the block is hoisted separately; ``tables``: the same for all blocks
+    of its type.  Unlike the table of a whole model, these are not included in ``outside``, because a cycle contains several
+    block types.  ``ranks``: number of ranks over whose devices weights may be sharded, or 0 if unknown; with "auto", no
+    weights are sharded if the ranks cannot pull from each other (:meth:`Hardware.why_no_peers`).  ``disabled``: names of
+    :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware
@@ -86,7 +88,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The results of the passes so far; None for those of later passes."""
+    """The results of the passes so far; the results of later passes are None."""
 
     name: StageName
     traced: Traced
@@ -108,7 +110,8 @@ def check_disabled(names: Iterable[str]) -> None:
 
 
 def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] | None = None) -> Plan:
-    """The plan of ``settings``, or one placed for its goal.  ``inside``: see place.  ``ends``: see Plan.check_problem.
+    """Return the plan in ``settings``, or place one for its goal.  ``inside``: see place.  ``ends``: see
+    Plan.check_problem.
 
     Raises ChunkflowError if no plan meets the goal.
     """
@@ -133,9 +136,10 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, end
 def join_loss(
     problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] | None = None
 ) -> float:
-    """By which share of the predicted step without joins the step with joins is longer, with as much memory; 0.01 is 1 %.
+    """The relative increase of the predicted step time by joins, with the same memory; 0.01 is 1 %.
 
-    A plan in ``settings`` keeps its windows.  Otherwise each is placed for itself.  Arguments and errors as in make_plan.
+    If ``settings`` contain a plan, its windows are kept.  Otherwise the plans with and without joins are placed separately.
+    Arguments and errors as in make_plan.
     """
     joins = tuple(ends or (len(problem.regions),))
     free = make_plan(problem, replace(settings, joined=False), inside=inside)
@@ -152,14 +156,14 @@ def join_loss(
 
 
 def _decided(problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] = ()) -> Settings:
-    """With what ``joined`` leaves open decided.  Arguments as in make_plan."""
+    """The settings with ``joined`` decided.  Arguments as in make_plan."""
     if not settings.joined or (settings.joined is True and len(ends) < 2):
         return settings
     return replace(settings, joined=join_loss(problem, settings, inside=inside, ends=ends or None) < MOST_JOIN_LOSS)
 
 
 def _planned(pieces: Cut, settings: Settings) -> Plan:
-    """The plan of a cut.  Raises ChunkflowError if none meets the goal."""
+    """The plan of a cut.  Raises ChunkflowError if no plan meets the goal."""
     goal, traced = settings.goal, pieces.traced
     try:
         return make_plan(pieces.problem, _decided(pieces.problem, settings))
@@ -174,7 +178,8 @@ def _planned(pieces: Cut, settings: Settings) -> Plan:
 
 
 def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
-    """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
+    """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan meets the
+    goal."""
     problem, settings = problem_of(calls), replace(settings, likes=(), part=False)
     settings = _decided(problem, settings, inside=True, ends=ends_of(calls))
     plan = make_plan(problem, settings, inside=True, ends=ends_of(calls))
@@ -185,7 +190,7 @@ def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
 
 
 def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collection[str] = ()) -> Cut:
-    """Discover the weights of a traced graph and cut it into regions, by default at its finest."""
+    """Discover the weights of a traced graph and cut it into regions, by default as finely as possible."""
     group_bytes = DEFAULT_GROUP_BYTES if group_bytes is None else group_bytes
     if "rotary" not in disabled:
         traced = in_real_arithmetic(traced)
@@ -199,10 +204,11 @@ def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collectio
 
 
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
-    """Cut a traced graph as ``settings`` say: if they leave it open, into as few regions as a good plan needs.
+    """Cut a traced graph according to ``settings``, by default into as few regions as a good plan needs.
 
-    Here alone is decided which weights are compressed, and which are sharded: those that are already, if any is, else as
-    ``settings`` say.  Raises ChunkflowError if they must be sharded, or exchanges be divided, and cannot be.
+    This is the only place that decides which weights are compressed and which are sharded.  If any already are, the choice
+    is kept; otherwise ``settings`` decide.  Raises ChunkflowError if weights must be sharded, or exchanges be divided, and
+    cannot be.
     """
     groups = settings.goal.exchange_groups
     if groups == "auto":
@@ -250,7 +256,7 @@ def _cut_as_it_is(traced: Traced, settings: Settings) -> Cut:
             problem, replace(settings, goal=goal, part=False), inside=repeats is not None, ends=ends
         ),
     )
-    alone = (settings.part and repeats is None) or settings.preamble  # a part that nothing here can judge
+    alone = (settings.part and repeats is None) or settings.preamble  # a part, which cannot be judged by itself
     judge = None if alone or not budget else planned
     finest = on_peers(finest, _peer_weights(finest, settings, None if alone else planned), settings.ranks)
     names = _packed_weights(finest, settings, judge)
@@ -261,7 +267,7 @@ def _cut_as_it_is(traced: Traced, settings: Settings) -> Cut:
 
 
 def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Callable[[Problem], Plan]) -> Cut:
-    """The cut in as few regions as a good plan needs.  ``names``: of the packed weights.  ``planned``: see judged."""
+    """The cut with as few regions as a good plan needs.  ``names``: names of the packed weights.  ``planned``: see judged."""
     if settings.group_bytes is not None:
         return finest
     before = _cut_before(finest, settings)
@@ -276,7 +282,7 @@ def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Cal
 
 
 def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
-    """The cut with one region for each group of the finest one, and no weight packed."""
+    """The cut with one region for each group of regions of the finest cut, and no weight packed."""
     views, recompute = "views" not in settings.disabled, "recompute" not in settings.disabled
     discovery = (finest.raw or finest).discovery
     group_bytes = DEFAULT_GROUP_BYTES if settings.group_bytes is None else settings.group_bytes
@@ -284,14 +290,14 @@ def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
 
 
 def whole_blocks(finest: Cut, settings: Settings) -> Cut:
-    """The cut with one region for each block that no collective divides, and no weight packed."""
+    """The cut with one region for each block without collectives inside, and no weight packed."""
     return _grouped(finest, grouped(finest, None), settings)
 
 
 def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[Problem], Plan]) -> Cut:
-    """The cut with its blocks in slices of their tokens, where ``settings`` ask for it, or the budget needs it.
+    """The cut with blocks split into slices of their tokens, if ``settings`` ask for it or the budget needs it.
 
-    ``chosen``: the cut with whole blocks.  ``finest``: of which it was made.  ``planned``: see judged.
+    ``chosen``: cut with whole blocks.  ``finest``: finest cut, from which it was made.  ``planned``: see judged.
     """
     wanted, goal = settings.goal.split, goal_of_cut(chosen.traced, settings)
     budget, plan = goal.activations and goal.memory is not None, settings.plan
@@ -310,7 +316,8 @@ def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[
 
 
 def goal_of_cut(traced: Traced, settings: Settings) -> Goal:
-    """The goal for which a graph is cut: that of all blocks that run in turns, if it is one of them."""
+    """The goal for which a graph is cut.  If the graph is one of several blocks that run one after the other, it is the
+    goal of all these blocks."""
     return settings.goal if traced.repeats is None else traced.repeats.goal
 
 
@@ -358,7 +365,8 @@ def _sharded_now(traced: Traced) -> frozenset[str]:
 
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
-    """The groups that the plan or the times of ``settings`` are for, or with which a problem there can share a placement."""
+    """The groups of regions for which the plan or the times in ``settings`` were made, or with which the placement of a
+    problem in ``settings`` can be shared."""
     given = settings.plan or settings.timings
     structures = [problem.structure for problem, _ in settings.likes]
     if given is None and not structures:
@@ -378,10 +386,11 @@ def stages(
     verify_each: bool = False,
     last: StageName = "verified",
 ) -> Iterator[Stage]:
-    """Run the passes in order, up to stage ``last``; yield each stage as soon as it exists.  ``pieces``: if they are cut.
+    """Run the passes in order, up to stage ``last``, and yield each stage as soon as it exists.  ``pieces``: the cut, if it
+    exists already.
 
-    ``verify_each``: check the contract of each stage after the caller has received it, so the caller also has a stage
-    that breaks its contract.  Raises ChunkflowError if a pass refuses its input or a contract is broken.
+    ``verify_each``: check the contract of each stage after the caller has received it, so that the caller also gets a stage
+    that violates its contract.  Raises ChunkflowError if a pass does not support its input or a contract is violated.
     """
     yield Stage(name="traced", traced=traced)
     if verify_each:

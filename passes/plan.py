@@ -1,4 +1,5 @@
-"""Plan: where every chunk lives, which slot it streams through, which window starts it.  Frozen; stored as JSON."""
+"""Plan: where each weight is stored, which slot it is streamed through, and which window starts each chunk.  Frozen; stored
+as JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from .pieces import from_others
 from .problem import HOST, Problem, Source
 
 SCHEMA = 3
-# Kernels assume that inputs are aligned to 16 bytes; the CUDA allocator aligns every tensor to 256.
+# The CUDA allocator aligns every tensor to 256 bytes; kernels assume that inputs are aligned to 16 bytes.
 ALIGNMENT = 256
 
-# Where the bytes of a weight come from: from memory of the host, from the pieces of it on the devices of several ranks; or it
-# stays on the device.
+# Where a weight is copied from: host memory ("host") or its shards on the devices of several ranks ("peers").  "device"
+# means that it stays on the device.
 HomeName = Literal["host", "peers", "device"]
-# The window that starts each chunk of a weight, None for a resident chunk.
+# For each chunk of a weight, the window that starts its copy, or None for a resident chunk.
 Windows = tuple["int | None", ...]
 
 
@@ -31,12 +32,12 @@ def aligned(nbytes: int) -> int:
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
-    """Number of chunks in ``nbytes``; the last may be shorter."""
+    """The number of chunks in ``nbytes`` bytes; the last one may be shorter."""
     return -(-nbytes // chunk_bytes)
 
 
 class ChunkRun(NamedTuple):
-    """Consecutive chunks ``[first, end)`` of one weight that the same window starts; None for resident chunks."""
+    """Consecutive chunks ``[first, end)`` of a weight with the same window, or None for resident chunks."""
 
     first: int
     end: int
@@ -54,13 +55,15 @@ def runs(windows: Windows) -> Iterator[ChunkRun]:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """The placement of one weight.  Unless ``home`` is "device", it streams through a slot at ``offset`` bytes in the arena.
+    """The placement of one weight.  Unless ``home`` is "device", it is streamed through a slot at ``offset`` bytes in the
+    arena.
 
-    ``windows``: the window that starts each chunk, None for a resident chunk.  A window is in the step of the readers
-    if ``window <= first_use``, otherwise in the step before (wrap-around).  ``first_use`` and ``last_use``: indices of
-    the first and last region that read it.  ``slack_s``: predicted seconds from the arrival of its last chunk to its
-    first reader; negative if the reader waits.  ``why``: the reason, as a sentence.  ``source``: across how many
-    ranks it is sharded, also if it stays on the device whole; whether it is compressed or in a file is in the Problem.
+    ``windows``: for each chunk, the window that starts its copy, or None if it is resident.  A window is in the same step
+    as the readers if ``window <= first_use``, otherwise in the previous step (wrap-around).  ``first_use`` and
+    ``last_use``: indices of the first and the last region that read it.  ``slack_s``: predicted seconds from the arrival of
+    its last chunk to its first reader; negative if the reader waits.  ``why``: reason for the placement, as a sentence.
+    ``source``: contains the number of ranks over which it is sharded, even if it stays on the device as a whole; whether it
+    is compressed or in a file is stored in the Problem only.
     """
 
     name: str
@@ -75,7 +78,7 @@ class WeightPlan:
     source: Source = HOST
 
     def ahead(self, count: int) -> int:
-        """How many windows before its first reader its earliest copy starts; ``count``: windows in a step."""
+        """The number of windows from the start of its earliest copy to its first reader.  ``count``: windows per step."""
         return max(((self.first_use - w) % count for w in self.windows if w is not None), default=0)
 
     @property
@@ -83,20 +86,20 @@ class WeightPlan:
         return sum(w is not None for w in self.windows)
 
     def wraps(self, window: int) -> bool:
-        """Whether a chunk started by ``window`` serves the next step."""
+        """Whether a chunk whose copy starts in ``window`` is for the next step."""
         return window > self.first_use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Barrier:
-    """Compute waits for ``weights`` before it starts ``collective``, so their copies do not run beside it."""
+    """Compute waits for ``weights`` before it starts ``collective``, so that their copies do not overlap with it."""
 
     collective: str
     weights: tuple[str, ...]
 
 
 class RegionLabel(NamedTuple):
-    """A region's label in reports.  ``block``: empty outside blocks."""
+    """The label of a region in reports.  ``block``: block of the region, empty outside blocks."""
 
     block: str
     what: str
@@ -108,8 +111,8 @@ SpanLane = Literal["compute", "collective", "copy", "pull", "read", "stall", "ba
 class Span(NamedTuple):
     """Work on one lane of the predicted timeline, in seconds from the start of the step; a copy or read may start earlier.
 
-    In ``stall`` compute waits for the weight ``name`` before its reader, in ``barrier`` before a collective.  In ``join`` it
-    waits for all copies at the end of a call.
+    In a ``stall``, compute waits for the weight ``name`` before the region that reads it; in a ``barrier``, before a
+    collective.  In a ``join``, it waits for all copies at the end of a call.
     """
 
     lane: SpanLane
@@ -120,11 +123,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The cost model's prediction of a step in the steady state.
+    """The cost model's prediction for a step in the steady state.
 
-    ``compute_s``: compute, including its slowdown by copies.  ``exposed_s``: stalls.  ``collective_s``: collectives
-    from start to end; ``inflation_s``: the part of it that copies beside them add.  ``copy_s``: time of all copies and
-    pulls.  ``peak_bytes``: most weight bytes on the device at once.  ``resident_step_s``: the step with all
+    ``compute_s``: compute time, including the slowdown by copies.  ``exposed_s``: stall time.  ``collective_s``: time of
+    collectives from start to end; ``inflation_s``: the part of it that is caused by concurrent copies.  ``copy_s``: time of
+    all copies and pulls.  ``peak_bytes``: peak of weight bytes on the device.  ``resident_step_s``: step time with all
     weights resident.
     """
 
@@ -141,12 +144,12 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The placement of all weights.  ``arena_bytes``: size of the device arena.  ``chunk_bytes``: size of a full chunk.
+    """The placement of all weights.  ``arena_bytes``: size of the arena.  ``chunk_bytes``: size of a full chunk.
 
-    ``problem``: digest of the Problem that it was made for.  ``hardware``: name of the profile.  ``regions``: label of
-    each region; window k opens before region k.  ``joins``: the numbers of regions after which compute waits for all copies
-    issued so far, one for the end of each call, so that a call can be one CUDA graph; none if copies may run on.  ``model``:
-    the title of its model in reports, empty if unknown.
+    ``problem``: digest of the Problem for which it was made.  ``hardware``: name of the profile.  ``regions``: label of
+    each region; window k opens before region k.  ``joins``: numbers of regions after which compute waits for all copies
+    issued so far, one at the end of each call, so that a call can be one CUDA graph; empty if copies may continue after the
+    end of a call.  ``model``: title of the model in reports, empty if unknown.
     """
 
     policy: str
@@ -171,33 +174,34 @@ class Plan:
         return frozenset(w.name for w in self.weights if w.home == "peers")
 
     def lane(self, weight: str) -> Lane:
-        """The lane of a streamed weight, whatever it streams from: a rank that writes it has it in host memory."""
+        """The lane of a streamed weight.  It does not depend on where the weight is now: a rank that has written a sharded
+        weight streams it from host memory."""
         return "pull" if weight in self.pulled else "copy"
 
     @property
     def placement(self) -> object:
-        """The decisions alone, without reasons, labels and predictions."""
+        """The decisions of the plan, without reasons, labels and predictions."""
         where = tuple((w.name, w.home, w.offset, w.windows) for w in self.weights)
         return self.chunk_bytes, self.arena_bytes, self.policy, where, self.barriers, self.joins
 
     @property
     def device_bytes(self) -> int:
-        """Weight bytes on the device: the arena, the weights that live outside it, and this rank's pieces."""
+        """Weight bytes on the device: the arena, the weights outside it, and this rank's shards."""
         return self.arena_bytes + sum(w.nbytes for w in self.weights if w.home == "device") + self.piece_bytes
 
     @property
     def piece_bytes(self) -> int:
-        """Of them, those of this rank's pieces."""
+        """The part of ``device_bytes`` that this rank's shards occupy."""
         return sum(w.source.shard_bytes(w.nbytes) for w in self.weights)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes copied into slots in one step."""
+        """Bytes copied into slots per step."""
         return sum(map(self.streamed_bytes, self.streamed))
 
     @property
     def pulled_bytes(self) -> int:
-        """Of them, those that come from the devices of other ranks."""
+        """The part of ``moved_bytes`` that comes from the devices of other ranks."""
         return sum(
             from_others(*self.span(w, r.first, r.end), w.nbytes, w.source.ranks)
             for w in self.streamed
@@ -206,12 +210,12 @@ class Plan:
         )
 
     def streamed_bytes(self, weight: WeightPlan) -> int:
-        """Bytes of a weight that are copied in one step."""
+        """Bytes of a weight that are copied per step."""
         return sum(self.nbytes(weight, r.first, r.end) for r in runs(weight.windows) if r.window is not None)
 
     @cached_property
     def drive_rate(self) -> float | None:
-        """The rate in bytes/s at which the drive is expected to read; None if it reads nothing."""
+        """The predicted read rate of the SSD in bytes/s, or None if nothing is read from it."""
         weights, nbytes, seconds = {w.name: w for w in self.weights}, 0, 0.0
         for span in self.predicted.spans if self.predicted is not None else ():
             if span.lane == "read":
@@ -225,14 +229,15 @@ class Plan:
         return first * self.chunk_bytes, min(end * self.chunk_bytes, weight.nbytes)
 
     def nbytes(self, weight: WeightPlan, first: int, end: int) -> int:
-        """How many bytes chunks ``[first, end)`` of a weight have."""
+        """The size of chunks ``[first, end)`` of a weight in bytes."""
         begin, stop = self.span(weight, first, end)
         return stop - begin
 
     def check_problem(self, problem: Problem, ends: Sequence[int] | None = None) -> None:
-        """Raise ChunkflowError if the plan was made for another model, size, degree or cut, or joins other calls.
+        """Raise ChunkflowError if the plan was made for another model, size, degree or cut, or if its joins are not at the
+        ends of the calls.
 
-        ``ends``: the numbers of regions at which the calls of the problem end; None for one call.
+        ``ends``: numbers of regions at which the calls of the problem end, or None for a single call.
         """
         if self.problem != problem.digest:
             ours, theirs = {w.name for w in self.weights}, {w.name for w in problem.weights}
@@ -259,7 +264,8 @@ class Plan:
 
     @property
     def _body(self) -> dict[str, Any]:
-        """What is stored.  A plan without joins, peers or model has the bytes and the digest from before there were any."""
+        """The plan as it is stored.  Joins, peers and model are left out if they are empty, so that plans without them have
+        the same bytes and digest as before these fields existed."""
         body = {"schema": SCHEMA, **asdict(self)}
         for name in ("joins", "model"):
             if not body[name]:
@@ -271,7 +277,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read a plan.  Raises ChunkflowError if its schema is another or its digest does not match."""
+        """Read a plan.  Raises ChunkflowError if it has another schema or its digest does not match."""
         try:
             body: dict[str, Any] = json.loads(text)
             digest, schema = body.pop("digest"), body["schema"]
@@ -298,12 +304,12 @@ def _weight(*, windows: Sequence[int | None], peers: int = 0, **more: Any) -> We
 
 
 def span_name(weight: str, first: int, end: int) -> str:
-    """The name of the span of a copy or of a read of chunks ``[first, end)``."""
+    """The name of a span in which chunks ``[first, end)`` are copied or read."""
     return f"{weight}[{first}:{end}]"
 
 
 def span_chunks(span: str) -> tuple[str, int, int]:
-    """The weight and its chunks ``[first, end)``, from a name that :func:`span_name` made."""
+    """The weight and its chunks ``[first, end)``, parsed from a name made by :func:`span_name`."""
     name, _, chunks = span.rpartition("[")
     first, _, end = chunks.removesuffix("]").partition(":")
     return name, int(first), int(end)
@@ -314,7 +320,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    """Of all but the title of the model, which may name a file and is for reports only."""
+    """The digest of a plan's body without the title of the model, which may name a file and is only for reports."""
     described = {name: value for name, value in body.items() if name != "model"}
     canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

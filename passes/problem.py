@@ -1,4 +1,4 @@
-"""Problem: the regions, collectives and weights of one step, to be scheduled.  Frozen; holds no tensors."""
+"""Problem: the regions, collectives and weights of one step, for which a plan is made.  Frozen; contains no tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .pieces import piece_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the copies of a weight come from, and in which form.  By default from host memory, as its values.
+    """Where the copies of a weight come from, and in which form.  By default, they come from host memory, uncompressed.
 
-    ``file``: whether its bytes are in a file on the SSD.  ``values``: bytes of its values if it is compressed (packing.py),
-    else 0.  ``ranks``: the number of ranks across whose devices it is sharded (pieces.py), else 0.
+    ``file``: whether its bytes are in a file on the SSD.  ``values``: size of the uncompressed values in bytes if it is
+    compressed (packing.py), otherwise 0.  ``ranks``: number of ranks over whose devices it is sharded (pieces.py),
+    otherwise 0.
 
-    All combinations occur: the bytes in the file and in the shards are those of the form, and a sharded weight keeps its
-    bytes in host memory or in the file for ops outside programs and for a rank that writes it.
+    All combinations occur.  Files and shards contain the compressed bytes if the weight is compressed.  A sharded weight
+    also keeps its bytes in host memory or in the file, for ops outside programs and for a rank that writes to the weight.
     """
 
     file: bool = False
@@ -46,23 +47,22 @@ class Source:
         return "pull" if self.sharded else "copy"
 
     def shard_bytes(self, nbytes: int) -> int:
-        """Bytes of this rank's shard of a weight of ``nbytes``."""
+        """The size in bytes of this rank's shard of a weight with ``nbytes`` bytes."""
         return piece_bytes(nbytes, self.ranks) if self.sharded else 0
 
 
-# Host memory, not compressed.
+# In host memory, uncompressed.
 HOST = Source()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter at the Dynamo boundary, found by identity.
+    """A parameter that is an input of the Dynamo graph, found by identity.
 
-    ``index``: position among the inputs of the Dynamo graph.  ``names``: every name it has in the model; more than one
-    for tied weights.  ``inside``: where it is in that input, if that is a tensor subclass, such as
-    ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.  ``source``: what it is when the
-    graph is traced; in a cut, what it is planned to be.  ``compressible``: whether it is compressed or can be, as far as is
-    known.
+    ``index``: position among the inputs of the Dynamo graph.  ``names``: all its names in the model; more than one for tied
+    weights.  ``inside``: attribute path inside this input, such as ``.qdata``, if the input is a tensor subclass.
+    ``keep``: why it must stay on the device, or None if it may be streamed.  ``source``: its source when the graph is
+    traced; in a cut, the source that is planned.  ``compressible``: whether it is compressed, or can be as far as is known.
     """
 
     index: int
@@ -83,8 +83,8 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter as the step sees it.  ``nbytes``: what is stored and copied.  ``uses``: indices of the regions that read
-    it, ascending."""
+    """A parameter as part of a step.  ``nbytes``: bytes that are stored and copied.  ``uses``: indices of the regions that
+    read it, ascending."""
 
     name: str
     names: tuple[str, ...]
@@ -100,14 +100,15 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class RegionCost:
-    """The work of a region.  ``flops``: of its products, which are GEMMs, convolutions and attention; ``attention``: those of
-    attention among them, and ``masked``: those of attention with a mask.  ``operands``: bytes that products read and write.
-    ``traffic``: of the other kernels, by the size of a tensor, the bytes that they read and write of tensors of that size.
-    ``kernels``: how many there are, with products.
+    """The work of a region.  "Products" are GEMMs, convolutions and attention.
 
-    ``dtype`` and ``op``: those of most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
-    ``tiles``: of each GEMM of a region that runs on slices, the tiles of a call, and the FLOPs of all calls.
-    ``attention_tiles``: the same of each attention of a group of heads.
+    ``flops``: FLOPs of all products; ``attention``: FLOPs of attention; ``masked``: FLOPs of attention with a mask.
+    ``operands``: bytes that products read and write.  ``traffic``: for the other kernels, pairs of a tensor size and the
+    bytes that they read and write in tensors of this size.  ``kernels``: number of kernels, including products.
+
+    ``dtype`` and ``op``: dtype and op with the most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
+    ``tiles``: for each GEMM of a region that runs on slices, the number of tiles per call and the FLOPs of all calls.
+    ``attention_tiles``: the same for each attention of a group of heads.
     """
 
     flops: int
@@ -122,13 +123,14 @@ class RegionCost:
     attention_tiles: tuple[tuple[int, int], ...] = ()
 
     def repeated(self, times: int) -> RegionCost:
-        """The work of a region that runs several times in a row."""
+        """The work of a region that runs ``times`` times."""
         traffic = tuple((size, moved * times) for size, moved in self.traffic)
         work = {name: getattr(self, name) * times for name in ("flops", "attention", "masked", "operands", "kernels")}
         return replace(self, traffic=traffic, **work)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Products take the longer of their FLOPs and of their operands; the other kernels run after them, one by one."""
+        """The predicted time of the region in seconds.  Products take the time for their FLOPs or for their operands,
+        whichever is longer.  The other kernels are added one by one."""
         products = max(
             self.gemm_seconds(hardware) + self.attention_seconds(hardware), self.operands / hardware.memory_rate
         )
@@ -136,12 +138,12 @@ class RegionCost:
         return products + self.idle_seconds(hardware) + others + self.kernels * hardware.kernel_s + hardware.launch_s
 
     def gemm_seconds(self, hardware: Hardware) -> float:
-        """Of the GEMMs and convolutions among its products."""
+        """Seconds of the GEMMs and convolutions."""
         return (self.flops - self.attention) / hardware.flops(self.dtype)
 
     def idle_seconds(self, hardware: Hardware) -> float:
-        """Of the last waves of ``tiles`` and ``attention_tiles``, in which some multiprocessors have none.  The rates of
-        GEMMs and of attention are those of whole ones, which have many waves."""
+        """Seconds lost in the last waves of ``tiles`` and ``attention_tiles``, in which some multiprocessors are idle.  The
+        rates of GEMMs and of attention do not include this loss, because they are measured on kernels with many waves."""
         if not (count := hardware.multiprocessors):
             return 0.0
 
@@ -152,19 +154,19 @@ class RegionCost:
         return idle(self.tiles) / hardware.flops(self.dtype) + attention
 
     def attention_seconds(self, hardware: Hardware) -> float:
-        """Of the attention among its products; a mask makes it slower."""
+        """Seconds of attention; a mask makes it slower."""
         flops = self.attention - self.masked + self.masked / hardware.eta_masked
         return flops / hardware.attention_rate(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A piece of pure compute.  ``key``: digest of its structure; regions with equal keys are lowered once.
+    """A part of the graph that only computes.  ``key``: digest of its structure; regions with equal keys are lowered once.
 
-    ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: in the order of the region's
-    inputs.  ``repeat``: how often its code is called, once for each slice of its values (graph/split.py).  ``live``: most
-    bytes of activations that are alive while it runs (cost/live.py).  ``groups``: if it computes attention of a group of
-    heads, the number of groups (graph/head_groups.py), else 1.
+    ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: weights in the order of the region's
+    inputs.  ``repeat``: number of calls of its code, one per slice of its values (graph/split.py).  ``live``: peak bytes of
+    live activations while it runs (cost/live.py).  ``groups``: number of groups of heads if it computes the attention of
+    one (graph/head_groups.py), otherwise 1.
     """
 
     index: int
@@ -181,11 +183,11 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective.  ``nbytes``: bytes that cross the link into this rank.  ``ranks``: of its process group.
+    """A collective.  ``nbytes``: bytes that this rank receives.  ``ranks``: size of its process group.
 
-    ``before``: index of the first region after its start.  ``until``: index of the region before which its completion
-    is awaited.  Either is the number of regions if it lies after the last region.  ``engine``: what moves its bytes,
-    kernels or a copy engine, which then copies no weights.
+    ``before``: index of the first region after its start.  ``until``: index of the region before which compute waits for
+    its end.  Both can be the number of regions, which means after the last region.  ``engine``: whether kernels ("sm") or a
+    copy engine ("copy") move its bytes; a busy copy engine cannot copy weights.
     """
 
     name: str
@@ -199,9 +201,10 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Everything that placement reads of a model.  Window k opens before region k.
+    """Everything about a model on which placement depends.  Window k opens before region k.
 
-    ``ranks``: those that run it at the same time, each its part; what they share of a machine is in :class:`Hardware`.
+    ``ranks``: number of ranks that run it at the same time, each its part.  :class:`Hardware` describes the resources that
+    they share.
     """
 
     regions: tuple[Region, ...]
@@ -215,7 +218,7 @@ class Problem:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Most bytes of values that a region has unpacked at a time, beside the weights: one weight after the other."""
+        """The peak of unpacked values in bytes, in addition to the weights.  A region unpacks one weight at a time."""
         return max((w.source.values for w in self.weights), default=0)
 
     @property
@@ -225,17 +228,18 @@ class Problem:
 
     @property
     def live_bytes(self) -> int:
-        """Most bytes of activations that are alive at a time, without :attr:`unpacked_bytes`."""
+        """The peak of live activations in bytes, without :attr:`unpacked_bytes`."""
         return max((r.live for r in self.regions), default=0)
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of this rank's pieces of weights, which its device holds whatever the plan does."""
+        """Bytes of this rank's shards of weights, which are on its device under every plan."""
         return sum(w.source.shard_bytes(w.nbytes) for w in self.weights)
 
     @property
     def in_blocks(self) -> Problem:
-        """The part inside blocks, which is what runs if each block is compiled on its own (compile_repeated_blocks)."""
+        """The part of the problem inside blocks, which runs if each block is compiled separately
+        (compile_repeated_blocks)."""
         inside = [r.index for r in self.regions if r.block]
         index = {old: new for new, old in enumerate(inside)}
         regions = tuple(replace(self.regions[old], index=new, name=f"region_{new}") for old, new in index.items())
@@ -250,7 +254,8 @@ class Problem:
 
     @property
     def structure(self) -> object:
-        """What a placement depends on, without the sizes of activations: problems with equal ones can share a placement.
+        """The properties on which a placement depends, except for activation sizes.  Problems with equal structures can
+        share a placement.
 
         The order of weights is left out, because it changes when the model is offloaded.
         """
@@ -263,11 +268,11 @@ class Problem:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that identify this problem; a plan carries them.
+        """Sixteen hex digits that identify this problem.  They are stored in its plans.
 
-        They cover what placement depends on, as far as it is the same however the model is traced.  The order of
-        inputs, which changes when the model is offloaded, and ops specific to a device are left out.  So are the ranks:
-        those of a program are known where it runs.
+        They cover everything on which placement depends and that does not vary with the way in which the model is traced.
+        They leave out the order of inputs, which changes when the model is offloaded, and device-specific ops.  They also
+        leave out the ranks, because a program knows its ranks where it runs.
         """
         body: dict[str, object] = {
             "regions": [(r.block, r.weights, r.cost.flops) for r in self.regions],
@@ -278,7 +283,7 @@ class Problem:
             body["repeats"] = [r.repeat for r in self.regions]
         if engines := [i for i, c in enumerate(self.collectives) if c.engine == "copy"]:
             body["engines"] = engines
-        # the keys from before there was a source: a digest stays what it was
+        # use the keys from before sources existed, so that digests do not change
         if drive := sorted(w.name for w in self.weights if w.source.file):
             body["drive"] = drive
         if packed := sorted(w.name for w in self.weights if w.source.compressed):
@@ -289,12 +294,13 @@ class Problem:
 
     @property
     def body(self) -> dict[str, Any]:
-        """This problem in JSON's types, for :meth:`from_body`."""
+        """This problem as JSON-compatible values, for :meth:`from_body`."""
         return asdict(self)
 
     @staticmethod
     def from_body(body: Mapping[str, Any]) -> Problem:
-        """The problem of a :attr:`body` that was written as JSON.  Raises KeyError, ValueError or TypeError if it is none."""
+        """Make a problem from a :attr:`body` that was read from JSON.  Raises KeyError, ValueError or TypeError if it is
+        invalid."""
         return Problem(
             regions=tuple(_region(**r) for r in body["regions"]),
             collectives=tuple(Collective(**c) for c in body["collectives"]),
@@ -303,7 +309,7 @@ class Problem:
         )
 
 
-# Fields of a weight that are tuples, which JSON has as lists.
+# The fields of a weight that are tuples; JSON stores them as lists.
 _TUPLES = ("names", "shape", "stride", "uses")
 
 

@@ -1,8 +1,9 @@
-"""The ring: host memory that the bytes of weights on the drive pass through, from the read to the copy.
+"""The ring: a buffer in host memory for weights on the SSD.  Reads fill it, and copies to the device take their bytes from
+it.
 
-Reads and copies have one order, and each read has the same slot in every step.  The reads of a step go round the ring in
-laps of about the same size, and each lap begins at its first byte.  A read waits until the copies out of its bytes have
-ended, which are those of the lap before.
+Reads and copies are in the same order, and each read uses the same slot of the ring in every step.  The reads of a step go
+round the ring in laps of about the same size, and each lap begins at byte 0.  A read waits until the copies of the previous
+lap out of its bytes have ended.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What is read beside the page cache is read in whole blocks of the file.
+# Direct I/O, which bypasses the page cache, reads whole blocks of the file.
 BLOCK = 4096
-# Most bytes that are read from the drive ahead of their copies: some tens of milliseconds of a fast drive.
+# The maximum number of bytes that are read from the SSD ahead of their copies: some tens of milliseconds with a fast SSD.
 MOST_READ_AHEAD = 128 << 20
 
 
 def room(nbytes: int) -> int:
-    """The bytes of the ring that a read takes: all blocks that it can touch, because a weight begins anywhere in a file."""
+    """The bytes that a read occupies in the ring.  They cover all blocks that the read may touch, because a weight can
+    begin anywhere in a file."""
     return (-(-nbytes // BLOCK) + 1) * BLOCK
 
 
 def lap_bytes(reads: Sequence[int]) -> int:
-    """The bytes of a lap, for reads of so many bytes in a step: room for one that is copied, and for those ahead of it, a
-    quarter of the step and one at least.  A lap may be larger, so that all have about the same size."""
+    """The size of a lap in bytes: it has space for one read that is being copied and for the reads ahead of it, which are a
+    quarter of the step's reads, but at least one.  ``reads``: sizes of the reads of a step in bytes.  A lap may be larger,
+    so that all laps have about the same size."""
     rooms = [room(nbytes) for nbytes in reads]
     largest = max(rooms, default=0)
     return largest + max(largest, min(MOST_READ_AHEAD, sum(rooms) // 4))
@@ -31,8 +34,8 @@ def lap_bytes(reads: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class RingSlot:
-    """Where a read goes in each step: bytes ``[begin, end)`` of the ring.  ``after``: the number of the copy that must have
-    ended before; if negative, of the step before, counted from its end."""
+    """The bytes ``[begin, end)`` of the ring that a read uses in every step.  ``after``: number of the copy that must have
+    ended before the read; negative numbers count from the end of the previous step."""
 
     begin: int
     end: int
@@ -40,7 +43,8 @@ class RingSlot:
 
 
 def ring_slots(reads: Sequence[int]) -> list[RingSlot]:
-    """The slots of the reads of a step, from a block on.  ``reads``: their bytes, in the order of their copies."""
+    """The slots of the reads of a step, aligned to blocks.  ``reads``: sizes of the reads in bytes, in the order of their
+    copies."""
     rooms, count = [room(nbytes) for nbytes in reads], len(reads)
     total = sum(rooms)
     laps = max(1, total // max(1, lap_bytes(reads)))
@@ -51,7 +55,7 @@ def ring_slots(reads: Sequence[int]) -> list[RingSlot]:
         spans.append((begin, begin + taken))
         begin, passed = begin + taken, passed + taken
     newest = [_newest_overlapping(spans, number) for number in range(count)]
-    # reads keep their order, so each waits at least as long as those before it
+    # reads are in order, so each waits at least for the same copy as the reads before it
     slots, after = list[RingSlot](), max((n - count for n in newest), default=0)
     for (begin, end), overlapping in zip(spans, newest, strict=True):
         after = max(after, overlapping)
@@ -60,7 +64,8 @@ def ring_slots(reads: Sequence[int]) -> list[RingSlot]:
 
 
 def _newest_overlapping(spans: Sequence[tuple[int, int]], number: int) -> int:
-    """The newest read before one that has some of its bytes; its own of the step before, at the latest."""
+    """The latest read before read ``number`` whose slot overlaps with its slot.  It may be the same read in the previous
+    step."""
     begin, end = spans[number]
     earlier = number - 1
     while spans[earlier][0] >= end or spans[earlier][1] <= begin:

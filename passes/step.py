@@ -1,13 +1,13 @@
 """Step: one step of a program as a list of operations, in the order in which the host issues them.
 
-A GPU runs several streams at once, and each runs its own operations in order.  ``compute`` runs regions.  ``copy`` and
-``pull`` are the lanes, which fill slots from host memory and from the devices of the other ranks.  ``collective`` runs
-collectives.  ``read`` reads files on the SSD into the ring, from which copies take their bytes (ring.py).  Operations of two
-streams are ordered by events: :class:`Record` marks a point of a stream, and a stream that has issued a :class:`Wait`
-continues when that point is reached.
+A GPU runs several streams concurrently, and each stream runs its operations in order.  ``compute`` runs regions.  ``copy``
+and ``pull`` are the lanes, which fill slots from host memory and from the devices of the other ranks.  ``collective`` runs
+collectives.  ``read`` reads files on the SSD into the ring, from which copies take their bytes (ring.py).  Operations of
+two streams are ordered by events: :class:`Record` marks a point in a stream, and after a :class:`Wait`, another stream
+continues only when this point has been reached.
 
-Order for each region k: the collectives that start before it, each after its barriers; the completions awaited before
-it; the join, if a call ends there; the copies of window k; the waits for the weights that k is the first to read;
+The order for each region k: the starts of the collectives before it, each after its barriers; the waits for the ends of
+collectives; the join, if a call ends there; the copies of window k; the waits for the weights that k is the first to read;
 region k; the evicts of the weights that k is the last to read.
 
     Record(compute, 4)  Wait(copy, 4)    the opening of window k: its copies may overwrite what was read before k
@@ -17,7 +17,7 @@ region k; the evicts of the weights that k is the last to read.
     Wait(read, 5)  Read(...)  Record(read, 6)   a read, directly after the copy that frees its bytes of the ring
     Wait(copy, 6)  Copy(copy, ...)       its own copy, later
 
-forms.py has the other forms in which a call is issued: before it its prologue, and the call as one CUDA graph.
+forms.py contains the prologue, which is issued before a call, and the form of a call that is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Stream = Literal["compute", "copy", "pull", "collective", "read"]
 
 @dataclass(frozen=True)
 class Record:
-    """Marks a point of a stream.  ``event``: its number; if it has been recorded before, the newest mark counts."""
+    """Marks a point in a stream.  ``event``: number of the event; if it has been recorded before, the newest mark counts."""
 
     stream: Stream
     event: int
@@ -45,8 +45,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Wait:
-    """A stream waits for the newest mark of an event.  ``weights``: those that it makes readable; none for an opening and for
-    a join, and where a read and a copy wait for each other."""
+    """A stream waits for the newest mark of an event.  ``weights``: weights that may be read after it; empty for openings,
+    for joins, and for waits between reads and copies."""
 
     stream: Stream
     event: int
@@ -55,9 +55,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Copy:
-    """Chunks ``[first, end)`` of a weight are copied into its slot, started by ``window``; None for resident chunks, which a
-    prologue copies.  ``next_step``: whether they serve the next step (wrap-around).  ``ring``: the byte of the ring at which
-    their read begins; None for a copy from anywhere else, and for one that reads a file itself."""
+    """Copies chunks ``[first, end)`` of a weight into its slot.  ``window``: window that starts the copy, or None for
+    resident chunks, which are copied by a prologue.  ``next_step``: whether the chunks are for the next step (wrap-around).
+    ``ring``: byte of the ring at which their read begins, or None if the copy is not from the ring, as when it reads a file
+    itself."""
 
     stream: Lane
     weight: str
@@ -70,7 +71,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Read:
-    """Chunks ``[first, end)`` of a weight are read from a file into the ring, from byte ``ring`` on, for their next copy."""
+    """Reads chunks ``[first, end)`` of a weight from a file into the ring, from byte ``ring`` on, for their next copy."""
 
     stream: ClassVar[Stream] = "read"
     weight: str
@@ -81,7 +82,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Run:
-    """A region runs.  ``region``: its index."""
+    """Runs a region.  ``region``: its index."""
 
     stream: ClassVar[Stream] = "compute"
     region: int
@@ -89,7 +90,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Start:
-    """A collective starts when compute has reached this point.  ``collective``: its index."""
+    """Starts a collective when compute has reached this point.  ``collective``: its index."""
 
     stream: ClassVar[Stream] = "collective"
     collective: int
@@ -105,7 +106,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Evict:
-    """The last reader of a weight has finished: from here on its slot may be overwritten."""
+    """Marks that the last reader of a weight has finished: from here on, its slot may be overwritten."""
 
     stream: ClassVar[Stream] = "compute"
     weight: str
@@ -113,8 +114,8 @@ class Evict:
 
 @dataclass(frozen=True)
 class Release:
-    """Values are dropped that no later op reads, except the region that runs next, if this is directly before its Run: it
-    takes them along.  ``values``: the names of their nodes."""
+    """Drops values that no later op reads.  If a Run follows directly, its region still reads them and takes them over.
+    ``values``: names of their nodes."""
 
     stream: ClassVar[Stream] = "compute"
     values: tuple[str, ...]
@@ -122,8 +123,8 @@ class Release:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Any other node of a program is evaluated, such as an element of the outputs of a region.  ``value``: its name.
-    ``stream``: "collective" for an element of the results of a collective, before its end."""
+    """Evaluates any other node of a program, such as an element of the outputs of a region.  ``value``: its name.
+    ``stream``: "collective" for an element of the results of a collective before its end, otherwise "compute"."""
 
     stream: Stream
     value: str
@@ -131,12 +132,12 @@ class Evaluate:
 
 Op = Record | Wait | Copy | Read | Run | Start | Finish | Evict | Release | Evaluate
 Step = tuple[Op, ...]
-# The ops that are no work of compute or of a collective.
+# The ops that belong neither to compute nor to a collective.
 Transfer = Record | Wait | Copy | Read
 
 
 def weights_of(op: Op) -> tuple[str, ...]:
-    """The weights that an op moves, awaits or evicts."""
+    """The weights that an op copies, reads, waits for or evicts."""
     if isinstance(op, Copy | Read | Evict):
         return (op.weight,)
     return op.weights if isinstance(op, Wait) else ()
@@ -158,17 +159,17 @@ def reads(ops: Iterable[Op]) -> Iterator[Read]:
 
 
 def marks(ops: Iterable[Op]) -> Step:
-    """What records and awaits events among ops."""
+    """The ops that record events or wait for them."""
     return tuple(op for op in ops if isinstance(op, Record | Wait))
 
 
-# The transfer ops of a step with their events: those before each region and each start of a collective, and those after each
-# region.
+# The transfer ops of a step with their events: two mappings, for the ops before each region and each start of a collective,
+# and for the ops after each region.
 Transfers = tuple[Mapping[Op, Sequence[Op]], Mapping[Op, Sequence[Evict]]]
 
 
 def transfers(step: Step) -> Transfers:
-    """The transfer ops of a step without joins, by what they are next to."""
+    """The transfer ops of a step without joins, grouped by the op that they precede or follow."""
     before, after = dict[Op, list[Op]](), dict[Op, list[Evict]]()
     waiting = list[Op]()
     for op in step:
@@ -189,27 +190,27 @@ def used_lanes(ops: Iterable[Op]) -> list[Lane]:
 
 
 def join(lanes: Mapping[Lane, int]) -> Iterator[Op]:
-    """Let compute wait for all copies issued so far.  ``lanes``: those that are used, with an event for each."""
+    """The ops that make compute wait for all copies issued so far.  ``lanes``: used lanes, with an event for each."""
     yield from (Record(lane, event) for lane, event in lanes.items())
     yield from (Wait("compute", event) for event in lanes.values())
 
 
-# The place of a copy in the order of issue: window, urgency, weight, first chunk; of resident chunks, before all others.
+# The place of a copy in the order of issue: window, urgency, weight, first chunk.  Resident chunks come before all others.
 _Place = tuple[int, int, int, int]
-# A copy as compute finds it where it waits: its turn and its place.  The turn is 0 for a copy of this step, -1 for one of the
-# step before, and -2 for resident chunks.
+# A copy as seen from a point at which compute waits: its turn and its place.  The turn is 0 for a copy of this step, -1 for
+# a copy of the previous step, and -2 for resident chunks.
 _Newest = tuple[int, _Place]
 
 
 def order(problem: Problem, plan: Plan) -> Step:
-    """The step of a program under a plan, with calls that are issued one op at a time: without joins."""
+    """The step of a program under a plan without joins, for calls that are issued one op at a time."""
     scheduler = Scheduler(problem, plan.chunk_bytes)
     return scheduler.step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
 
 
 class _Streamed(NamedTuple):
-    """A weight that may be streamed.  ``position``: in the order of names.  ``kept``: the place of its resident chunks.
-    ``first``, ``last``: the regions that read it first and last."""
+    """A weight that may be streamed.  ``position``: its position in the order of names.  ``kept``: place of its resident
+    chunks.  ``first``, ``last``: first and last region that read it."""
 
     name: str
     lane: Lane
@@ -220,20 +221,21 @@ class _Streamed(NamedTuple):
     evict: Evict
 
 
-# The place of a copy, and whether it serves the next step.
+# The place of a copy, and whether it is for the next step.
 _Issued = tuple[_Place, bool]
 
 
 class _Arrival(NamedTuple):
-    """What compute awaits: a copy, by its place, and the weights that are readable then."""
+    """An arrival that compute waits for: the place of a copy, and the weights that may be read after it."""
 
     place: _Place
     weights: tuple[str, ...]
 
 
 class _Placed(NamedTuple):
-    """``opened``: the copies of each window, in the order of issue.  ``awaited``: for each region that is the first to read
-    weights, their lanes, newest copies and names.  ``evicted``: by the region that reads them last."""
+    """Copies and weights by region.  ``opened``: copies of each window, in the order of issue.  ``awaited``: for each
+    region that is the first to read weights, their lanes, newest copies and names.  ``evicted``: evicts by the region that
+    reads the weights last."""
 
     opened: dict[int, list[tuple[_Place, Copy]]]
     awaited: dict[int, list[tuple[Lane, _Newest, str]]]
@@ -241,7 +243,7 @@ class _Placed(NamedTuple):
 
 
 class Scheduler:
-    """Orders the ops of the steps of a problem."""
+    """Puts the ops of a step in order, for one problem."""
 
     def __init__(self, problem: Problem, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
@@ -271,11 +273,12 @@ class Scheduler:
         *,
         kept: bool = False,
     ) -> Step:
-        """The step in which each chunk is copied in its window.
+        """The step for a choice of windows.
 
-        ``windows``: streamed weight -> the window of each chunk.  ``joins``: as in a Plan.  ``kept``: whether a weight whose
-        chunks all stay in the arena is awaited too, for a cold start.  Within a window, chunks are in the order in which they
-        are needed.  Events are numbered in the order in which the step names them, those of reads last.
+        ``windows``: windows of the chunks of each streamed weight.  ``joins``: as in a Plan.  ``kept``: whether compute
+        also waits for weights whose chunks are all resident, which is needed for a cold start.  Within a window, chunks are
+        copied in the order in which they are needed.  Events are numbered in the order of their occurrence in the step;
+        events of reads come last.
         """
         placed, starts, finishes = self._place(windows, kept), self._starts, self._finishes
         read = {k: list(self._read(awaited)) for k, awaited in placed.awaited.items()}
@@ -302,10 +305,10 @@ class Scheduler:
         return tuple(self._with_reads(ops, events) if self._in_files else ops)
 
     def _with_reads(self, ops: Sequence[Op], events: _Events) -> Iterator[Op]:
-        """The ops with the reads for their copies, each after the copy that frees its bytes of the ring."""
+        """The ops with reads inserted, each after the copy that frees its bytes of the ring."""
         copied = [op for op in copies(ops) if op.weight in self._in_files]
         slots, count = ring_slots([self._nbytes(op) for op in copied]), len(copied)
-        following = [list[int]() for _ in copied]  # copy -> the reads after it
+        following = [list[int]() for _ in copied]  # for each copy, the reads after it
         for number, slot in enumerate(slots):
             following[slot.after].append(number)
         copying, due = -1, list[int]()
@@ -350,20 +353,21 @@ class Scheduler:
                 placed.awaited.setdefault(weight.first, []).append((weight.lane, newest, weight.name))
                 placed.evicted.setdefault(weight.last, []).append(weight.evict)
         for copies in placed.opened.values():
-            copies.sort()  # by place: no two are equal
+            copies.sort()  # by place; places are unique
         return placed
 
     def _read(self, awaited: Sequence[tuple[Lane, _Newest, str]]) -> Iterator[_Arrival]:
-        """What compute awaits before a region that is the first to read these weights: the newest of their copies in each
-        lane."""
+        """The arrivals that compute waits for before a region that is the first to read these weights: in each lane, the
+        newest of their copies."""
         for lane in self._lanes:
             if mine := [(newest, name) for moves, newest, name in awaited if moves == lane]:
                 yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
 
     def _held(self, names: Iterable[str], before: int, issued: Mapping[str, Sequence[_Issued]]) -> Iterator[_Arrival]:
-        """What compute awaits at a barrier before a region, in the order of its weights, whose lanes may alternate.
+        """The arrivals that compute waits for at a barrier before a region, in the order of its weights.  Their lanes may
+        alternate.
 
-        Nothing for a weight of which compute finds no copy that it has not awaited in the step before.
+        A weight is left out if there is no copy of it that compute has not already waited for in the previous step.
         """
         found = {name: max(newest) for name in names if (newest := list(_found(issued.get(name, ()), before)))}
         for _, run in groupby(found, key=self._lane.__getitem__):
@@ -371,7 +375,7 @@ class Scheduler:
             yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
 
     def _issued(self, placed: _Placed, windows: Mapping[str, Windows]) -> dict[str, list[_Issued]]:
-        """The copies of each weight, and that of its resident chunks."""
+        """The copies of each weight, including the copy of its resident chunks."""
         issued = {w.name: [(w.kept, False)] if None in windows.get(w.name, ()) else [] for w in self._weights}
         for copies in placed.opened.values():
             for place, copy in copies:
@@ -380,7 +384,7 @@ class Scheduler:
 
 
 def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
-    """The copies that compute finds before a region."""
+    """The copies that have been issued before a region."""
     for place, next_step in issued:
         if place[0] < before:
             yield (0 if place[0] >= 0 else -2), place
@@ -389,7 +393,8 @@ def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
 
 
 def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collection[_Place], events: _Events) -> None:
-    """Open a window: each lane waits for its opening before its first copy.  ``marked``: the copies that are awaited."""
+    """Add the ops of a window.  Each lane waits for the opening of the window before its first copy.  ``marked``: copies
+    that compute waits for."""
     opening, waiting = events[copies[0][1].window], set[Lane]()
     ops.append(Record("compute", opening))
     for place, copy in copies:
@@ -402,8 +407,8 @@ def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collecti
 
 
 class _Events(dict[object, int]):
-    """The number of the event of a window, of the arrival of a copy (by its place), of a join, or of a read or the copy that
-    it waits for."""
+    """Numbers events: the opening of a window, the arrival of a copy (by its place), a join, a read, and the copy that a
+    read waits for."""
 
     def __missing__(self, what: object) -> int:
         number = self[what] = len(self)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from helpers import run_python
-from wording import PATTERNS, TERMS, anchor, faults, findings, former, unlinked
+from wording import PATTERNS, TERMS, anchor, faults, findings, former, module_faults, prose_of, unlinked
 
 from chunkflow_compile.cli.parsers import COMMANDS
 from chunkflow_compile.options import ALIASES, Options
@@ -25,6 +25,20 @@ from chunkflow_compile.passes.names import STAGES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The packages whose docstrings and comments are worded like the pages.
+WORDED = (
+    "chunkflow_compile/bench",
+    "chunkflow_compile/catalog",
+    "chunkflow_compile/cli",
+    "chunkflow_compile/frontend",
+    "chunkflow_compile/lowering",
+    "chunkflow_compile/placed",
+    "chunkflow_compile/private_torch",
+    "chunkflow_compile/report",
+    "chunkflow_compile/servers",
+    "chunkflow_compile/simulate",
+    "chunkflow_compile/weights",
+)
 # Of the README: what a newcomer reads in a few minutes.
 MOST_LINES = 220
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -215,6 +229,19 @@ def test_a_page_is_worded_as_the_field_writes(page: Path) -> None:
     """No pattern, no former sentence, and a link to the glossary at the first use of a term: ``tests/wording.py PAGE``."""
     found = [fault.removeprefix(f"{ROOT}/") for fault in faults(page)]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("package", WORDED)
+def test_docstrings_and_comments_are_worded_as_the_field_writes(package: str) -> None:
+    found = [fault for path in sorted((ROOT / package).rglob("*.py")) for fault in module_faults(path)]
+    assert not found, "\n".join(fault.removeprefix(f"{ROOT}/") for fault in found)
+
+
+def test_a_module_is_read_as_a_page() -> None:
+    source = '''"""A function of
+    its own."""\n\nx = 1  # a line a block\n\n\ndef f() -> None:\n    """``x``: of it."""\n    return "card"\n'''
+    found = [(f.line, f.words) for f in findings(prose_of(source))]
+    assert found == [(1, "of its own"), (4, "a line a block"), (8, "`x`: of")]
 
 
 def test_a_page_with_one_of_each_pattern_has_one_finding_of_each() -> None:

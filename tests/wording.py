@@ -1,12 +1,16 @@
 """Wording: patterns that pages do not use, each with better wording, and sentences of former pages that must not return.
 
-``python tests/wording.py docs/guide.md`` checks single pages.  The patterns are those that a regular expression can decide.
+``python tests/wording.py docs/guide.md`` checks single pages, or the docstrings and comments of modules and of packages.  The
+patterns are those that a regular expression can decide.
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -227,6 +231,23 @@ def _block(numbered: list[tuple[int, str]]) -> Block:
     return Block(numbered[0][0], text, _TARGET.sub(lambda m: " " * len(m[0]), masked).replace("[", " "))
 
 
+def prose_of(source: str) -> str:
+    """A module as a page: its docstrings and comments, each on its line, and blank lines for the code."""
+    lines, code = [""] * source.count("\n"), source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
+            text = node.body[0]
+            lines[text.lineno - 1 : text.end_lineno] = [
+                line.replace('"""', " ") for line in code[text.lineno - 1 : text.end_lineno]
+            ]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not re.match(r"#!|# (?:type|noqa|ruff|pragma)\b", token.string):
+            lines[token.start[0] - 1] = token.string.lstrip("#")
+    return "\n".join(lines).replace("``", "`")
+
+
 def findings(page: str) -> list[Finding]:
     """The patterns that the prose of a page uses, in the order of its lines."""
     found = []
@@ -289,7 +310,13 @@ def faults(path: Path) -> list[str]:
     return [f"{path}:{each}" for each in (*findings(page), *former(page), *links)]
 
 
+def module_faults(path: Path) -> list[str]:
+    """The findings in the docstrings and comments of a module."""
+    return [f"{path}:{each}" for each in findings(prose_of(path.read_text()))]
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        for line in faults(Path(name)):
-            print(line)
+    for name in map(Path, sys.argv[1:]):
+        for path in sorted(name.rglob("*.py")) if name.is_dir() else [name]:
+            for line in faults(path) if path.suffix != ".py" else module_faults(path):
+                print(line)

@@ -1,5 +1,5 @@
-"""Models of their own with the same weights: plain torch.compile, by kind, a pipeline, diffusers' repeated blocks and group
-offload."""
+"""Alternatives, each a separate model with the same weights: torch.compile alone, compilation by block type, a pipeline,
+and diffusers' compile_repeated_blocks and group offload."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.private_torch import dynamo
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# The second is the first, measured as an arm of its own: how far the two differ is the noise of a page.
+# Both run the same alternative, measured as two arms.  Their difference shows the noise of a measurement.
 INDUCTOR, INDUCTOR_AGAIN = "inductor", "inductor-again"
 GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED = "diffusers-group-offload", "diffusers-group-offload-compiled"
 REPEATED, BY_KIND, APPLY = "diffusers-repeated-blocks", "by-kind", "apply"
-# A step as one CUDA graph: ours with its copies, and torch's with all weights on the device.
+# A step as one CUDA graph: ChunkFlow's graph includes its copies, torch's runs with all weights on the device.
 GRAPH, INDUCTOR_GRAPH = "graph", "inductor-graph"
-# The pipeline's budget counts what the other arms hold as activations: made last, it finds them as they stay.
+# The budget of the pipeline counts the device memory of the other arms as activations.  So the pipeline is made last, when
+# that memory no longer changes.
 ALTERNATIVES = (
     INDUCTOR,
     INDUCTOR_AGAIN,
@@ -30,23 +32,23 @@ ALTERNATIVES = (
     GROUP_OFFLOAD_COMPILED,
     APPLY,
 )
-# Those whose weights lie in host memory.
+# The alternatives with weights in host memory.
 OFFLOADED = (BY_KIND, GRAPH, APPLY, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
-# Recompilations that Dynamo allows of one function.  The hooks of group offload are one function for all blocks, and the
-# documentation of diffusers raises the limit to this.
+# The number of recompilations that Dynamo allows per function.  The hooks of group offload are one function for all blocks;
+# the documentation of diffusers raises the limit to this value.
 RECOMPILE_LIMIT = 1000
 
 
 def alternative_of(arm: str) -> str:
-    """The alternative that an arm runs."""
+    """The name of the alternative that an arm runs."""
     return INDUCTOR if arm == INDUCTOR_AGAIN else arm
 
 
 def alternative_calls(alternative: str, device: str) -> Mapping[str, Mapping[str, Any]]:
-    """The calls that make an alternative, in order, with their keyword arguments.  ``device``: its type.
+    """The calls that set up an alternative, in order, with their keyword arguments.  ``device``: device type.
 
-    Group offload is as the documentation of diffusers recommends it where speed counts: copies beside compute, and no wait
-    of the host.  Its hooks would break a full graph, so diffusers compiles each block.
+    Group offload is configured as the documentation of diffusers recommends for speed: copies overlap with compute, and the
+    host does not wait.  Its hooks would break a full graph, so diffusers compiles each block.
     """
     if alternative == INDUCTOR:
         return {"torch.compile": {"fullgraph": True, "dynamic": False}}
@@ -83,11 +85,12 @@ def describe_calls(calls: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def make_alternative(alternative: str, model: nn.Module, device: torch.device) -> Callable[..., Any]:
-    """The model as a callable.  Those of :data:`OFFLOADED` are in host memory, the others on ``device``.
+    """The model as a callable.  For the alternatives in :data:`OFFLOADED`, it must be in host memory, for the others on
+    ``device``.
 
-    Raises ChunkflowError if the alternative needs a method of diffusers that the model has not.
+    Raises ChunkflowError if the alternative needs a diffusers method that the model does not have.
     """
-    import torch  # --help shows the names of the peers
+    import torch  # --help shows the names of the alternatives
 
     import chunkflow_compile
 
@@ -98,7 +101,7 @@ def make_alternative(alternative: str, model: nn.Module, device: torch.device) -
         return chunkflow_compile.compile(model, **calls["chunkflow_compile.compile"])
     if alternative == APPLY:
         pipe = chunkflow_compile.apply(pipeline_of(model), **calls["chunkflow_compile.apply"])
-        return lambda **inputs: pipe.transformer(**inputs)  # a step of a generation; what begins one is no part of it
+        return lambda **inputs: pipe.transformer(**inputs)  # a step of a generation, without the work at its beginning
     if not all(hasattr(model, name) for name in calls if "." not in name):
         raise ChunkflowError(
             f"--arms {alternative}: {type(model).__name__} is not a model of diffusers. Leave this arm out."
@@ -110,14 +113,14 @@ def make_alternative(alternative: str, model: nn.Module, device: torch.device) -
         return model
 
     def call(**inputs: Any) -> Any:
-        with torch._dynamo.config.patch(**limits):
+        with dynamo.config.patch(**limits):
             return model(**inputs)
 
     return call
 
 
 def pipeline_of(transformer: nn.Module) -> Any:
-    """A pipeline of diffusers with no other component."""
+    """A diffusers pipeline whose only component is this transformer."""
     from diffusers import DiffusionPipeline
 
     class OneModel(DiffusionPipeline):  # type: ignore[misc]
@@ -126,7 +129,7 @@ def pipeline_of(transformer: nn.Module) -> Any:
             self.register_modules(transformer=transformer)
 
         def __call__(self, steps: Sequence[Mapping[str, Any]]) -> list[Any]:
-            """A step for each element, the keyword arguments of the transformer."""
+            """Run one step per element of ``steps``, which are keyword arguments of the transformer."""
             return [self.transformer(**inputs) for inputs in steps]
 
     return OneModel(transformer)

@@ -1,4 +1,5 @@
-"""Arms: the names on the command line, as policies and settings of the passes.  All else is equal."""
+"""Arms: names on the command line that stand for policies and settings of the passes.  Apart from these, all arms are
+equal."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ from chunkflow_compile.runtime.codes import Code
 
 from .alternatives import ALTERNATIVES
 
-# misjudged: policy chunkflow, planned as if compute took twice as long and the link were twice as fast.  replanned: the
-# same, planned again after two steps.
+# misjudged: policy chunkflow, planned as if compute took twice as long and the emulated link were twice as fast.
+# replanned: the same, replanned after two steps.
 MISJUDGED, REPLANNED = "misjudged", "replanned"
 WRONG_BY = 2.0
 REPLAN_AFTER = 2
 
 
 class ArmForm(NamedTuple):
-    """What the regions of an arm are lowered for: the names of packed weights, whether weights are hoisted, and the number of
-    groups of heads in which exchanges run."""
+    """The form in which the regions of an arm are lowered.  ``packed``: names of packed weights.  ``hoisted``: whether
+    weights are hoisted.  ``groups``: number of groups of heads in which exchanges run."""
 
     packed: frozenset[str] = frozenset()
     hoisted: bool = False
@@ -40,7 +41,7 @@ class ArmForm(NamedTuple):
 
 
 RAW, HOISTED = ArmForm(), ArmForm(hoisted=True)
-# The code of a resident step in each form, and its measured times.
+# For each form, the code of a resident step and its measured times.
 Measured = Mapping[ArmForm, tuple[Code, Timings]]
 _FORMS: Mapping[str, Mapping[str, Any]] = {
     "pack": {"pack": True},
@@ -54,12 +55,12 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """``policy``: None for an alternative, which does not run ChunkFlow.
+    """One arm of a measurement.  ``policy``: policy of ChunkFlow, or None for an alternative.
 
-    ``residency``: a share of the blocks, 0 to 1, whose bytes are added to the budget; None for the budget without them.
-    ``pack``: whether weights are packed; "auto" where that is predicted to be faster, by measured times.  ``peers``: the same
-    for those on the devices of the ranks, whose pieces are added to the budget.  ``hoist``: whether weights are hoisted.
-    ``groups``: the number of groups of heads in which exchanges run.
+    ``residency``: share of the blocks, 0 to 1, whose bytes are added to the budget; None to add nothing.  ``pack``: whether
+    weights are packed; "auto" means if that is predicted to be faster from measured times.  ``peers``: whether weights are
+    sharded over the devices of the ranks, in the same way; the bytes of the shards are added to the budget.  ``hoist``:
+    whether weights are hoisted.  ``groups``: number of groups of heads in which exchanges run.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Arm:
 
 
 def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
-    """The arms with these names.  Raises ChunkflowError for an unknown or repeated name."""
+    """The arms with the given names.  Raises ChunkflowError for an unknown or repeated name."""
     if len(set(names)) < len(names):
         raise ChunkflowError(f"--arms {','.join(names)} names an arm twice: name each arm once.")
     return tuple(_parse(name) for name in names)
@@ -114,10 +115,10 @@ def _parse(name: str) -> Arm:
 def goal_of(
     arm: Arm, layerwise: Plan, problem: Problem, timings: Timings, rate: float, most: float = 1.0
 ) -> tuple[Goal, Timings]:
-    """The goal of an arm that is not an alternative, and the times that it is planned from.
+    """The goal of an arm that is not an alternative, and the times from which it is planned.
 
-    ``layerwise``: the plan whose bytes are the budget of every arm.  ``rate``: bytes/s of the link.  ``most``: largest
-    share of all weight bytes for the budget, before those of ``arm.residency`` are added.
+    ``layerwise``: plan whose device bytes are the budget of every arm.  ``rate``: bandwidth from host to device in bytes/s.
+    ``most``: maximum budget as a share of all weight bytes, before the bytes for ``arm.residency`` are added.
     """
     assert arm.policy is not None
     if arm.policy not in BUDGETED:
@@ -134,7 +135,7 @@ def goal_of(
 
 
 def form_of(arm: Arm, measured: Measured, goal: Goal) -> ArmForm:
-    """The form that an arm runs: where the arm leaves it open, as choice.py decides."""
+    """The form that an arm runs.  If the arm leaves it open, choice.py decides."""
     if arm.hoist:
         return HOISTED
     if arm.groups > 1:
@@ -145,14 +146,14 @@ def form_of(arm: Arm, measured: Measured, goal: Goal) -> ArmForm:
     (raw, raw_times), (_, packed_times) = measured[RAW], measured[packed]
 
     def plan(problem: Problem) -> Plan:
-        times = raw_times if problem.digest == raw.program.problem.digest else packed_times  # a share has neither
+        times = raw_times if problem.digest == raw.program.problem.digest else packed_times  # a subset has neither
         return make_plan(problem, replace(raw.settings, goal=goal, timings=times, likes=()))
 
     return ArmForm(to_pack(raw.cut, plan))
 
 
 def on_peers_of(arm: Arm, code: Code, goal: Goal, timings: Timings) -> frozenset[str]:
-    """The weights of an arm that lie on the devices of the ranks: where it leaves that open, as choice.py decides."""
+    """The weights that an arm shards over the devices of the ranks.  If the arm leaves this open, choice.py decides."""
     if arm.peers != "auto":
         return streamable(code.cut) if arm.peers else frozenset()
 
@@ -165,7 +166,7 @@ def on_peers_of(arm: Arm, code: Code, goal: Goal, timings: Timings) -> frozenset
 
 
 def block_bytes(problem: Problem) -> int:
-    """Weight bytes of the largest block."""
+    """The weight bytes of the largest block."""
     used = [w for w in problem.weights if w.uses]
     blocks = (sum(w.nbytes for w in used if begin <= w.uses[0] <= end) for begin, end in block_regions(problem))
     return max(blocks, default=0)

@@ -1,4 +1,4 @@
-"""The model of a measurement, compiled: all arms of a compilation are plans of the same regions."""
+"""The compiled model of a measurement.  All arms of a compilation are plans for the same regions."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from chunkflow_compile.weights.pieces import Pieces
 from .pace import paced
 
 T = TypeVar("T")
-# Resident steps whose median compute sets the bandwidth of the link.
+# The number of resident steps whose median compute time sets the bandwidth of the emulated link.
 COMPUTE_STEPS = 4
-# Resident steps before the arms are planned.  The first pays for first touches; the others are measured.
+# The number of resident steps before the arms are planned.  The first touches memory for the first time and is not counted;
+# the others are measured.
 CALIBRATION = 3
 
 
-class Compiled:
-    """A compilation of an offloaded model.  There may be several, with other options, on the same weights.
+class Compilation:
+    """A compilation of an offloaded model.  There may be several with the same weights and different options.
 
-    ``call``: the compiled model.  ``arena``: of all compilations of the model.
+    ``call``: compiled model.  ``arena``: arena that all compilations of the model share.
     """
 
     def __init__(
@@ -42,29 +43,30 @@ class Compiled:
         processes: int,
         options: Mapping[str, Any],
     ) -> None:
-        """Lower every region, and run one step.  ``inputs``: of a step.  ``processes``: that measure the same."""
+        """Lower every region, and run one step.  ``inputs``: function from a step number to the inputs of the step.
+        ``processes``: number of processes that measure the same."""
         self.call = torch.compile(model, backend="chunkflow", fullgraph=True, options=dict(options))
         self.call(**inputs(0))
         self._model, self._inputs, self._processes = model, inputs, processes
         newest = programs(model)[-1]
         self.arena = newest.arena
         self._current = newest.call.current
-        self._pieces: dict[str, Pieces] = {}  # of weights by name, once they were sharded
+        self._pieces: dict[str, Pieces] = {}  # shards by weight name, once weights have been sharded
 
     @property
     def program(self) -> SingleCall:
-        """The program of the newest call."""
+        """The program of the latest call."""
         return next(p for p in programs(self._model) if p.call.current is self._current)
 
     @property
     def code(self) -> Code:
-        """That of the next call."""
+        """The code that the next call runs."""
         return self._current.code
 
     def use(self, code: Code) -> None:
-        """Let the next call run this code, on weights in the form that it reads and where it reads them.
+        """Make the next call run this code, with the weights in the form and the place that it expects.
 
-        The programs of other compilations end, so that they hold no memory while this one is measured.
+        The programs of other compilations are ended, so that they occupy no memory while this one is measured.
         """
         for program in programs(self._model):
             if program.call.current is not self._current:
@@ -74,7 +76,7 @@ class Compiled:
                 continue
             if buffer.compressed and name not in code.packed:
                 buffer.unpack()
-                buffer.form = Form.COMPRESSIBLE  # by the call of another arm
+                buffer.form = Form.COMPRESSIBLE  # left by another arm
             if buffer.pieces is not None:
                 self._pieces[name] = buffer.pieces
             buffer.pieces = self._pieces.get(name) if name in code.on_peers else None
@@ -83,20 +85,21 @@ class Compiled:
         self._current.code = code
 
     def compute_s(self) -> list[float]:
-        """Seconds of each region of a resident step, mean over the ranks."""
+        """Seconds per region of a resident step, averaged over the ranks."""
         self._repeat(COMPUTE_STEPS)
         steps = self.program.measurements[-COMPUTE_STEPS:]
         mine = [median(column) for column in zip(*(m.windows.compute_s for m in steps), strict=True)]
         return [fmean(column) for column in zip(*gather(mine, self._processes), strict=True)]
 
     def calibrate(self) -> Timings:
-        """The measured times of the resident step that runs now."""
+        """Run the current resident step several times and return its measured times."""
         self._repeat(CALIBRATION)
         program = self.program
         return step_timings(program.plan, program.measurements[-CALIBRATION + 1 :], self._processes)
 
     def calibrate_with(self, code: Code, pace: float | None) -> tuple[Code, Timings]:
-        """The code of another resident step, held to its own pace if it is to be, and its measured times."""
+        """Run the code of another resident step.  Return the code and its measured times.  ``pace``: factor by which its
+        regions are slowed down to a fixed duration, or None."""
         self.use(code)
         if pace is not None:
             self.use(paced(code, self.compute_s(), pace))
@@ -104,13 +107,13 @@ class Compiled:
         return self.code, timings
 
     def _repeat(self, steps: int) -> None:
-        """Run the same step several times: if weights are hoisted, the first computes the row of all."""
+        """Run the same step several times.  If weights are hoisted, the first one computes the row for all."""
         for _ in range(steps):
             self.call(**self._inputs(0))
 
 
 def step_timings(resident: Plan, steps: Sequence[StepMeasurement], processes: int) -> Timings:
-    """Seconds of regions and collectives with all weights resident, mean over the ranks."""
+    """Seconds of regions and collectives with all weights resident, averaged over the ranks."""
     mine = measured(resident, steps).timings()
     everyone = gather(mine, processes)
     return replace(
@@ -121,7 +124,7 @@ def step_timings(resident: Plan, steps: Sequence[StepMeasurement], processes: in
 
 
 def gather(mine: T, processes: int) -> list[T]:
-    """The values of ``mine`` on all ranks, by rank."""
+    """Gather the value ``mine`` from all ranks, in the order of ranks."""
     everyone = [mine] * processes
     if processes > 1:
         dist.all_gather_object(everyone, mine)

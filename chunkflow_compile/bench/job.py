@@ -19,12 +19,13 @@ from .link import TO_BE_DERIVED, LinkError, LinkLoad
 from .pace import PACE
 from .regimes import Regime
 
-# The arm that the others are compared with: the same program with all weights on the device.
+# The arm with which the others are compared: the same program with all weights on the device.
 RESIDENT = "resident"
-# Steps of ``replanned`` before the measured ones: those that it plans from, and the first with the new plan.
+# The number of steps of ``replanned`` before the measured ones: the steps from which it replans, and the first step with
+# the new plan.
 REHEARSAL = REPLAN_AFTER + 1
-# "processes": one process per rank, gloo between them.  "loopback": one process for all ranks, which exchanges data
-# with host memory instead of other ranks, by the copy engines; "loopback-kernels": by kernels, as NCCL does.
+# "processes": one process per rank, connected by gloo.  "loopback": one process stands for all ranks and exchanges data
+# with host memory instead of other ranks, using the copy engines.  "loopback-kernels": the same, using kernels like NCCL.
 Transport = Literal["processes", "loopback", "loopback-kernels"]
 
 
@@ -32,15 +33,15 @@ Transport = Literal["processes", "loopback", "loopback-kernels"]
 class Job:
     """The input of each rank.
 
-    ``model``: a preset or file.py:function, in place of the regime's model; ``sizes``: sizes of the preset.
-    ``lowering``: of the regions.  ``device``: "threads" (the CPU, where the host runs ahead of every stream), "cpu" or
-    "cuda".  ``link``: the link to emulate, None to use the device's own.  ``load``: the load of the link, which sets its
-    bandwidth; None to use the bandwidth in ``link``.  ``pace``: how many times as long as measured a region is held,
-    None for as long as it takes.  ``hardware``: profile of the machine, None for the default of the device.
-    ``folder``: a temporary folder where the ranks meet and write their results.  ``dump``: folder for the dumped
-    programs.  ``seconds``: time for the whole job; rounds after the first that would not fit are not run.  ``log``: file
-    to which each turn adds a line of JSON at once, so an interrupted job keeps its figures.  ``lines``: whether progress is
-    also told where stderr is no terminal, in lines.
+    ``model``: a preset or file.py:function, instead of the regime's model; ``sizes``: sizes of the preset.  ``lowering``:
+    lowering of the regions.  ``device``: "threads" (the CPU, where the host runs ahead of every stream), "cpu" or "cuda".
+    ``link``: link to emulate, or None to use the device's own.  ``load``: load of the emulated link, which sets its
+    bandwidth, or None to use the bandwidth in ``link``.  ``pace``: duration of a region as a multiple of its measured time,
+    or None to leave it unchanged.  ``hardware``: profile of the machine, or None for the default of the device.
+    ``folder``: temporary folder through which the ranks find each other and return their results.  ``dump``: folder for
+    dumped programs.  ``seconds``: time limit for the whole job; after the first round, rounds that would exceed it are not
+    run.  ``log``: file to which each turn immediately appends a line of JSON, so that an interrupted job keeps its figures.
+    ``lines``: whether to print progress as lines if stderr is not a terminal.
     """
 
     regime: Regime
@@ -68,29 +69,31 @@ class Job:
 
     @property
     def turn(self) -> int:
-        """Measured steps in one turn of an arm, in a row.
+        """The number of consecutive measured steps per turn of an arm.
 
-        On the CPU one: other processes slow its cores for seconds at a time, and would slow all steps of a longer turn.
-        On a GPU three: no other process uses it, and a pause comes only after three steps.
+        One on the CPU: other processes slow down its cores for seconds at a time, and would slow down all steps of a longer
+        turn.  Three on a GPU: no other process uses it, and there is a pause only after three steps.
         """
         return 3 if self.device == "cuda" else 1
 
     @property
     def marks_apart(self) -> bool:
-        """Whether the parts of a step are measured in a step of their own, because the marks between them take time."""
+        """Whether the parts of a step are measured in a separate step, because the marks between them take time."""
         return self.device == "cuda"
 
 
 def link_of(
     regime: Regime, bandwidth: float = TO_BE_DERIVED, order: str = "fair", one_port: bool = False
 ) -> LinkEmulation:
-    """The link of a regime to emulate.  ``bandwidth``: bytes/s.  ``one_port``: whether its ranks share a port in any case."""
+    """The link to emulate for a regime.  ``bandwidth``: bytes/s.  ``one_port``: whether its ranks share a port even if the
+    regime does not ask for it."""
     shared = "port" if one_port or regime.one_port else ""
     return LinkEmulation(bandwidth=bandwidth, order=order, shared=shared, peers=regime.peers * bandwidth)
 
 
 def job_of(regime: Regime, steps: int, **other: Any) -> Job:
-    """A regime on its ranks: the link is what its load makes of it, and regions are held to their pace."""
+    """The job for a regime on its ranks: the load of the regime sets the bandwidth of the emulated link, and regions have
+    fixed durations."""
     return Job(
         regime=regime,
         link=link_of(regime),
@@ -107,11 +110,12 @@ def job_of(regime: Regime, steps: int, **other: Any) -> Job:
 class ArmRun:
     """The steps of one arm on one rank.
 
-    ``settings``: the calls that make the arm.  ``steps_s``: seconds of a step in each turn.  ``host_s``: seconds of the
-    host in a call.  ``host_waits``: how often its clock stood still in one, at least; if never, ``host_s`` are upper
-    bounds.  ``peak_bytes``: peak of the device's allocator in the steps of a turn, with their inputs and outputs and
-    without the bytes of other arms; None on the CPU.  ``difference``: largest difference from the outputs of the
-    resident arm, over their largest value; None without that arm.  ``program``: None for an alternative.
+    ``settings``: calls that set up the arm, as text.  ``steps_s``: seconds per step in each turn.  ``host_s``: host time of
+    calls in seconds.  ``host_waits``: minimum number of pauses of the host clock per call; if 0, ``host_s`` are upper
+    bounds.  ``peak_bytes``: peak of the device's allocator in the steps of a turn, including their inputs and outputs and
+    excluding the bytes of other arms; None on the CPU.  ``difference``: maximum difference from the outputs of the resident
+    arm, divided by their maximum value; None without that arm.  ``program``: program of the arm, or None for an
+    alternative.
     """
 
     settings: str
@@ -127,7 +131,7 @@ class ArmRun:
 class ProgramRun:
     """The program of an arm that runs ChunkFlow.
 
-    ``folder``: its dump.  ``predicted``: its step, simulated with the times of the resident arm in the same run.
+    ``folder``: folder of its dump.  ``predicted``: simulated step, with the times of the resident arm in the same run.
     """
 
     plan: Plan
@@ -140,8 +144,8 @@ class ProgramRun:
 class RankRun:
     """The result of a rank.
 
-    ``total_bytes``: bytes of all weights.  ``link``: the accuracy of the emulated link.  ``load``: the load that set its
-    bandwidth, None if the bandwidth was passed.  ``machine``: name of the device.
+    ``total_bytes``: bytes of all weights.  ``link``: accuracy of the emulated link.  ``load``: load that set its bandwidth,
+    or None if the bandwidth was given.  ``machine``: name of the device.
     """
 
     arms: Mapping[str, ArmRun]

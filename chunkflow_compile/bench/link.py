@@ -1,6 +1,7 @@
-"""The emulated link of a measurement: the bandwidth that its load sets, and how exactly it is emulated.
+"""The emulated link of a measurement: the bandwidth for a given load, and the accuracy of the emulation.
 
-A link of fixed bandwidth is nearly full on one machine and idle on another.  A fixed load means the same on both.
+An emulated link with a fixed bandwidth is nearly full on one machine and mostly idle on another.  A fixed load has the same
+meaning on both.
 """
 
 from __future__ import annotations
@@ -14,21 +15,23 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.runtime.link import LANES, LaneName, Port
 
-# Bytes/s in place of the bandwidth of a link until its load sets it.
+# A placeholder for the bandwidth of an emulated link, in bytes/s, until the load sets it.
 TO_BE_DERIVED = 1e9
 _TRANSFER = 1 << 20
-# Seconds of link time in a measurement: long compared with the milliseconds by which a thread wakes up late.
+# The duration of the transfers in a measurement, in seconds.  It is long compared with the milliseconds by which a thread
+# may wake up late.
 _TRANSFERS_S = 0.25
 
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """The load of a link.
+    """The load of an emulated link.
 
-    ``share``: the share of the resident step for which the link would be busy if every weight streamed once a step.
-    Above 1, such a step takes longer than the resident one.  ``measured_s``: measured compute of a resident step,
-    seconds, mean over the ranks.  ``pace``: how many times as long regions are held, None if they are not.
-    ``peers``: how many times its bandwidth a second port has, through which collectives pass; 0 if they share the link.
+    ``share``: share of the resident step in which the emulated link would be busy if every weight were streamed once per
+    step.  Above 1, such a step takes longer than the resident one.  ``measured_s``: measured compute time of a resident
+    step in seconds, averaged over the ranks.  ``pace``: duration of regions as a multiple of their measured times, or None
+    if they are not held.  ``peers``: bandwidth of a second port for collectives, as a multiple of the first port's
+    bandwidth; 0 if collectives share the first port.
     """
 
     share: float
@@ -58,7 +61,7 @@ class LinkLoad:
         weights = sum(w.nbytes for w in problem.weights if w.keep is None)
         exchanged = sum(c.nbytes for c in problem.collectives)
         uncontended_s = self.compute_s + len(problem.collectives) * EXCHANGE_S
-        beside = 0 if self.peers else exchanged  # A on the left, where collectives cross the same link
+        beside = 0 if self.peers else exchanged  # A on the left side, if collectives use the same link
         needed = weights + beside - self.share * exchanged / (self.peers or 1)
         if needed <= 0:
             most = 1 + weights / exchanged
@@ -71,7 +74,8 @@ class LinkLoad:
 
 @dataclass(frozen=True)
 class LinkError:
-    """Bytes/s.  ``requested``: as asked for.  ``alone``: reached by copies alone.  ``shared``: by all lanes together."""
+    """The accuracy of an emulated link, in bytes/s.  ``requested``: requested bandwidth.  ``alone``: bandwidth reached by
+    copies alone.  ``shared``: bandwidth reached by all lanes together."""
 
     requested: float
     alone: float
@@ -86,7 +90,8 @@ class LinkError:
 
 
 def link_error(link: LinkEmulation) -> LinkError:
-    """Measure ``link`` on private ports.  On a shared port, the traffic of other ranks would appear as an error."""
+    """Measure the accuracy of ``link`` on private ports.  On a shared port, the traffic of other ranks would appear as an
+    error."""
     link = replace(link, shared="", latency_s=0.0)
     count = max(4, round(_TRANSFERS_S * link.bandwidth / _TRANSFER))
     copies, port = chain(Port(link), "copy", count), Port(link)
@@ -96,7 +101,7 @@ def link_error(link: LinkEmulation) -> LinkError:
 
 
 def chain(port: Port, lane: LaneName, count: int) -> float:
-    """Bytes/s of ``count`` transfers of 1 MiB in one lane, each sent when the one before has ended."""
+    """The bandwidth in bytes/s of ``count`` transfers of 1 MiB in one lane, each sent after the previous one has ended."""
     start = since = port.clock.now()
     for _ in range(count):
         since = port.send(lane, _TRANSFER, since)

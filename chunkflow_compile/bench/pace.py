@@ -1,8 +1,8 @@
 """Regions of a fixed duration on shared processors.
 
-Other processes slow the cores of a machine for seconds at a time, and a copy thread takes time from compute; a GPU's
-compute is as fast in every step, and its copies have engines of their own.  A paced region computes as usual and then
-sleeps until its duration is over, so the duration holds as long as the slack covers what slowed it.
+Other processes slow down the cores of a machine for seconds at a time, and a copy thread takes time from compute.  On a
+GPU, compute is equally fast in every step, and copies have separate engines.  A paced region computes as usual and then
+sleeps until its duration is over.  So it has the fixed duration unless it is slowed down by more than its slack.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from chunkflow_compile.runtime.codes import Code
     from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
-# Durations over the measured ones.  On two shared cores, most steps were at most 1.4 times as long as the median.
+# Fixed durations as a multiple of the measured ones.  On two shared cores, most steps took at most 1.4 times the median.
 PACE = 1.5
 
 
 def paced(code: Code, compute_s: Sequence[float], pace: float, clock: HostClock = MONOTONIC) -> Code:
-    """``code`` with each region as long as ``pace`` times its measured compute.
+    """``code`` with fixed durations for its regions: ``pace`` times their measured compute times.
 
-    ``compute_s``: seconds of each region of a step, in program order.  Regions that share their code share the mean.
-    ``clock``: by which they last.
+    ``compute_s``: seconds per region of a step, in program order.  Regions that share their code get the mean.  ``clock``:
+    clock that measures the durations.
     """
     names = [str(n.target) for n in code.program.module.graph.nodes if n.op == "call_module"]
     taken: dict[str, list[float]] = {}
     for name, seconds in zip(names, compute_s, strict=True):
         taken.setdefault(name, []).append(seconds)
-    late_s = 0.0  # by which the region before has ended late; it shortens the next ones, by its own duration at most
+    late_s = 0.0  # delay of the previous region; it shortens the following ones, each by at most its own duration
 
     def hold(region: LoweredRegion, duration_s: float) -> LoweredRegion:
         def run(inputs: list[Any]) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""The ranks of a measurement: one process each, or one process that stands for all."""
+"""The ranks of a measurement: one process per rank, or one process that stands for all ranks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from chunkflow_compile.weights.progress import off
 from .job import Job, RankRun
 from .turns import Turns, count_steps
 
-# A rank may wait in a collective while another compiles, which takes less than a minute on a slow core.
+# A rank may wait in a collective while another one compiles, which takes less than a minute on a slow core.
 TIMEOUT = timedelta(minutes=5)
-# Seconds between two lines of progress: a log shows that the job goes on, and stays short.
+# Seconds between two lines of progress, so that a log shows that the job is running, and stays short.
 _LINE_EVERY_S = 5.0
 
 
-class Progress(tqdm):  # type: ignore[type-arg]
-    """The progress bar of a job.  Where stderr is no terminal, ``lines`` asks for a line on what begins, not too often.
+class JobProgress(tqdm):  # type: ignore[type-arg]
+    """The progress bar of a job.  ``lines``: whether to print a line when a part of the job begins, but not too often, if
+    stderr is not a terminal.
 
-    ``show``: whether there is any, as on the first rank.  ``now``: clock, seconds.
+    ``show``: whether to show progress, as on the first rank.  ``now``: clock in seconds.
     """
 
     def __init__(self, total: int, show: bool, lines: bool, now: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +72,8 @@ def run_job(job: Job) -> list[RankRun]:
 
 
 def _wait(ranks: ProcessContext) -> None:
-    """Wait for all ranks.  An interrupt ends them first, so that none writes to a folder that is removed."""
+    """Wait for all ranks.  An interrupt terminates them first, so that none of them writes to the temporary folder after it
+    is removed."""
     try:
         while not ranks.join():
             pass
@@ -97,7 +99,7 @@ def _run_rank(rank: int, job: Job) -> None:
         with (
             quiet_imports(),
             torch.no_grad(),
-            Progress(count_steps(job), show=rank == 0, lines=job.lines) as progress,
+            JobProgress(count_steps(job), show=rank == 0, lines=job.lines) as progress,
         ):
             torch.save(Turns(job, rank, progress).run(), Path(job.folder) / f"rank{rank}.pt")
         dist.barrier()
@@ -106,9 +108,9 @@ def _run_rank(rank: int, job: Job) -> None:
 
 
 def _pin_to_cores(rank: int, ranks: int) -> None:
-    """Pin a rank to processors of its own, or to one that it shares where there are fewer processors than ranks.
+    """Pin a rank to separate processors, or to a shared one if there are fewer processors than ranks.
 
-    Threads that move between processors slow the other rank by a tenth.
+    Threads that move between processors slow down the other rank by a tenth.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     first = rank * len(cores) // ranks

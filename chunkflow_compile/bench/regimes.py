@@ -1,8 +1,8 @@
-"""Regimes: named configurations in which the link limits the step, or does not.
+"""Regimes: named configurations, some of which are limited by the emulated link.
 
-Each sets the load of its link: the share of the resident step for which the link would be busy if every weight streamed
-once a step.  The bandwidth follows from the compute measured at the start, so a regime means the same on a machine of
-another speed.
+Each regime sets the load of its emulated link: the share of the resident step in which this link would be busy if every
+weight were streamed once per step.  The bandwidth is derived from the compute time measured at the start, so a regime has
+the same meaning on faster and slower machines.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from chunkflow_compile.catalog.sizes import Size
 from .alternatives import ALTERNATIVES
 
 OWN_ARMS = ("resident", "layerwise", "layerwise-barrier", "chunkflow")
-# On a GPU: also the alternatives to ChunkFlow.
+# The arms on a GPU, which include the alternatives to ChunkFlow.
 GPU_ARMS = ("resident", "layerwise", "chunkflow", *ALTERNATIVES)
 BUDGETS = (0, 20, 40, 60)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """A small model of ``family``, the load of its link (``share`` of :class:`LinkLoad`), and the default arms.  Without
-    a family, for a model that a :class:`Job` names.
+    """A small model of ``family``, the load of its emulated link (``share`` in :class:`LinkLoad`), and the default arms.  A
+    regime without a family is for a model named in a :class:`Job`.
 
-    ``ranks``: on an emulated link.  ``one_port``: whether they share one.  ``peers``: how many times its bandwidth a second
-    port has, through which a rank pulls from the others and collectives pass; 0 if there is one for all.
-    ``shows``: what the measurement demonstrates.  ``most``: largest share of all weight bytes for the budget of
-    chunkflow, which is otherwise the bytes of layerwise.  ``dtype``: of the model.  ``group_bytes``: the option.
+    ``ranks``: number of ranks on an emulated link.  ``one_port``: whether they share a port.  ``peers``: bandwidth of a
+    second port for pulls from other ranks and for collectives, as a multiple of the first port's bandwidth; 0 if one port
+    is used for everything.  ``shows``: purpose of the measurement, as text.  ``most``: maximum budget of chunkflow as a
+    share of all weight bytes; below it, the budget is the device bytes of layerwise.  ``dtype``: dtype of the model.
+    ``group_bytes``: option of that name.
     """
 
     family: str = ""
@@ -46,10 +47,11 @@ class Regime:
     peers: float = 0.0
 
 
-# 512 wide: a projection has 1 MiB in float32, which is enough to stream it, and larger weights have several chunks.
+# Width 512: a projection has 1 MiB in float32, which is large enough for streaming, and larger weights have several chunks.
 _WAN_WIDTH: Mapping[str, Any] = {"heads": 8, "head_dim": 64, "text": 64}
 _CHUNK = 1 << 20
-# 768 wide: 1.1 MiB in bfloat16; cut so that a region reads one weight, as of models whose weights are larger.
+# Width 768: a projection has 1.1 MiB in bfloat16.  The model is cut so that a region reads one weight, as in models with
+# larger weights.
 _PACKED_WIDTH: Mapping[str, Any] = {"heads": 12, "head_dim": 64, "text": 64}
 _PACKED: Mapping[str, Any] = {
     "family": "wan",
@@ -67,7 +69,7 @@ REGIMES: Mapping[str, Regime] = {
         chunk_bytes=_CHUNK,
         arms=OWN_ARMS,
         shows="the link has time to spare: all copies are hidden, in a quarter of the weight memory",
-        most=0.25,  # layerwise takes more: two of six blocks, and the weights outside blocks
+        most=0.25,  # layerwise needs more: two of six blocks, and the weights outside blocks
     ),
     "contention": Regime(
         family="wan",
@@ -130,7 +132,7 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "hoisted": Regime(
         family="qwen-image",
-        size=Size(layers=12, heads=8, head_dim=64, height=16, width=16, text=128),  # a text this long is not slow
+        size=Size(layers=12, heads=8, head_dim=64, height=16, width=16, text=128),  # a text of this length is not slow
         load=4.0,
         chunk_bytes=_CHUNK,
         arms=("resident", "chunkflow", "chunkflow+hoist"),
@@ -158,8 +160,8 @@ REGIMES: Mapping[str, Regime] = {
     ),
 }
 
-# The regimes of ``chunkflow demo``: contention shows speed, compute-rich shows memory.  With the same frames in both, the
-# second finds the regions of the first in Inductor's cache.
+# The regimes of ``chunkflow demo``: contention shows speed, compute-rich shows memory.  Both have the same number of
+# frames, so the second one finds the regions of the first in Inductor's cache.
 DEMO: Mapping[str, Regime] = {
     name: replace(
         REGIMES[name], size=replace(REGIMES[name].size, frames=5), arms=("resident", "layerwise", "chunkflow")

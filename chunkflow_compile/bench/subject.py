@@ -1,4 +1,4 @@
-"""The model that is measured, with random weights, and the inputs of each step."""
+"""The measured model, with random weights, and the inputs of each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .job import REHEARSAL, Job
 
 
 def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
-    """The model on ``device``, split over the ranks, and a function from a step, at least -REHEARSAL, to its inputs.
+    """The model on ``device``, split over the ranks, and a function from a step number (at least -REHEARSAL) to the inputs
+    of the step.
 
     Weights and inputs are the same in every run and on every rank.
     """
@@ -28,9 +29,9 @@ def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], di
 
 
 def build_on_host(job: Job, weights: Mapping[str, torch.Tensor]) -> nn.Module:
-    """The model in host memory with copies of these weights, by their names.  Nothing of it is ever on a device.
+    """The model in host memory with copies of these weights, by name.  No part of it is ever on a device.
 
-    To draw billions of weights at random on the host would take minutes.
+    Drawing billions of random weights on the host would take minutes.
     """
     from accelerate import init_empty_weights
 
@@ -67,7 +68,7 @@ def _split(job: Job, model: nn.Module) -> nn.Module:
 
 
 def _inputs_of_step(inputs: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The inputs of another step: every floating-point tensor is scaled down a little, as latents lose noise."""
+    """The inputs of another step: every floating-point tensor is scaled down a little, similar to latents that lose noise."""
     return {
         k: v / (1 + 0.01 * (step + REHEARSAL)) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in inputs.items()

@@ -15,23 +15,23 @@ from chunkflow_compile.units import size
 from .job import RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad
 
-# Share by which compute overruns its fixed duration on a busy machine.  On two idle cores it keeps it within a hundredth.
+# If compute exceeds its fixed duration by this share, the machine was busy.  On two idle cores, it exceeds it by less than
+# 1 %.
 _OVERRUN = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecord:
-    """The result of a measurement; figures by arm.
+    """The result of a measurement, with figures by arm.
 
-    ``settings``: the calls that make each arm.  ``predicted``: the simulated figures in the form of ``record``.
-    ``steps_s``: seconds of a step in each turn, of the rank that was slowest in it.  ``compute_s``: seconds of its compute,
-    the same way, none of an alternative.  ``inflation``: how much longer
-    collectives took than with all weights resident, 0.05 for 5 %, without the time that one rank waited for another; None
-    without a resident arm, or without collectives.
-    ``host_s``: seconds of the host in a call, upper bounds for the arms in ``host_bounds``.  ``copy_rate``: bytes/s while
-    a copy ran.  ``peak_bytes``: peak of the device's allocator, None on the CPU.  ``difference``: largest difference from
-    the outputs of the resident arm, over their largest value.  ``link``: the accuracy of the emulated link on the worst
-    rank.
+    ``settings``: calls that set up each arm, as text.  ``predicted``: simulated figures in the form of ``record``.
+    ``steps_s``: seconds per step in each turn, on the rank that was slowest in it.  ``compute_s``: seconds of compute per
+    step, on the slowest rank; empty for an alternative.  ``inflation``: slowdown of collectives compared with all weights
+    resident, 0.05 for 5 %, without the time in which one rank waits for another; None without a resident arm or without
+    collectives.  ``host_s``: host time per call in seconds; for the arms in ``host_bounds``, an upper bound.
+    ``copy_rate``: bytes/s while copies run.  ``peak_bytes``: peak of the device's allocator, or None on the CPU.
+    ``difference``: maximum difference from the outputs of the resident arm, divided by their maximum value.  ``link``:
+    accuracy of the emulated link on the worst rank.
     """
 
     record: ComparisonRecord
@@ -61,28 +61,28 @@ class BenchRecord:
 
     @property
     def off(self) -> dict[str, float]:
-        """By what share of the measured step each predicted one is off, 0.05 for 5 % too long."""
+        """The relative error of each predicted step: 0.05 if the prediction is 5 % longer than the measured step."""
         steps = {name: arm.step_s for name, arm in self.record.arms.items()}
         return {n: p.step_s / s - 1 for n, p in self.predicted.items() if p.step_s and (s := steps[n])}
 
     def ratio(self, arm: str, base: str) -> float:
-        """The step time of ``arm`` divided by that of ``base``: the median of the ratios of all rounds.
+        """The ratio of the step times of ``arm`` and ``base``: the median over all rounds.
 
-        A round holds one step of every arm.  Other processes that slow the machine for some seconds slow both arms of a
-        round, and hardly change their ratio.
+        A round contains one step of every arm.  If other processes slow down the machine for some seconds, they slow down
+        both arms in a round and hardly change their ratio.
         """
         return median(self.ratios(arm, base))
 
     def ratios(self, arm: str, base: str) -> list[float]:
-        """The step time of ``arm`` divided by that of ``base``, in each round."""
+        """The ratio of the step times of ``arm`` and ``base`` in each round."""
         return [a / b for a, b in zip(self.steps_s[arm], self.steps_s[base], strict=True)]
 
     def middle(self, arm: str, base: str) -> tuple[float, float]:
-        """The middle half of the ratios of all rounds: far apart, its ends say that the machine was busy."""
+        """The first and third quartile of the ratios of all rounds.  If they are far apart, the machine was busy."""
         return _quartiles(self.ratios(arm, base))
 
     def host(self, arm: str) -> str:
-        """The host's own work in a call of an arm."""
+        """The host time per call of an arm, as text."""
         return f"{'at most ' if arm in self.host_bounds else ''}{seconds(self.host_s[arm])}"
 
     def to_json(self) -> str:
@@ -101,7 +101,7 @@ class BenchRecord:
 
 
 def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
-    """The record of a job: medians over the steps, of the slowest rank."""
+    """The record of a job: medians over the steps of the slowest rank."""
     arms = {name: [rank.arms[name] for rank in ranks] for name in ranks[0].arms}
     ran = {name: [run.program for run in arm if run.program is not None] for name, arm in arms.items()}
     programs = {name: runs for name, runs in ran.items() if runs}
@@ -130,7 +130,7 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
 
 
 def _title(job: Job) -> str:
-    """The model and its link, in one line."""
+    """The model and its emulated link, in one line."""
     size, link = job.regime.size, "" if job.link is None else ", on an emulated link"
     if job.link is not None and job.link.shared:
         link += " that all ranks share"
@@ -154,7 +154,7 @@ def conditions(job: Job, record: BenchRecord) -> str:
 
 
 def why_busy(record: BenchRecord) -> str:
-    """What shows that other processes used the processors in a measurement, in a clause; "" if nothing does."""
+    """A clause on the evidence that other processes used the processors during a measurement; empty if there is none."""
     signs = []
     held_s = record.load.compute_s if record.load is not None and record.load.pace is not None else None
     over = [s / held_s - 1 for steps in record.compute_s.values() for s in steps] if held_s else []
@@ -196,7 +196,7 @@ def _percent(share: float | None) -> str:
 
 
 def _copy_rate(ranks: Sequence[ProgramRun]) -> float | None:
-    """Bytes/s while copies ran, with or without collectives beside them, of the slowest rank."""
+    """The copy rate of the slowest rank in bytes/s, while copies ran, with or without concurrent collectives."""
     rates = [
         sum(m.moved_bytes for m in rank.measurements) / seconds
         for rank in ranks
@@ -206,7 +206,7 @@ def _copy_rate(ranks: Sequence[ProgramRun]) -> float | None:
 
 
 def _measured_record(ranks: Sequence[ArmRun], programs: Sequence[ProgramRun], total: int) -> ArmRecord:
-    """``programs``: of the ranks, none of an alternative."""
+    """The measured figures of an arm.  ``programs``: programs of the ranks; empty for an alternative."""
     record = ArmRecord(step_s=max(median(r.steps_s) for r in ranks), weights_total_bytes=total)
     if not programs:
         return record
@@ -230,7 +230,8 @@ def _predicted(ranks: Sequence[ProgramRun], total: int) -> ArmRecord:
 
 
 def _collective_seconds(ranks: Sequence[ProgramRun]) -> float:
-    """Seconds of collectives in a step, each timed on the rank that reached it last, because the others waited."""
+    """Seconds of collectives per step.  Each collective is timed on the rank that reached it last, because the others
+    waited."""
     steps_s: list[float] = []
     for step in zip(*(r.measurements for r in ranks), strict=True):
         columns = zip(*(m.windows.collective_s for m in step), strict=True)
@@ -239,7 +240,7 @@ def _collective_seconds(ranks: Sequence[ProgramRun]) -> float:
 
 
 def _compute_seconds(ranks: Sequence[ProgramRun]) -> tuple[float, ...]:
-    """Seconds of compute in each step, of the rank that computed longest."""
+    """Seconds of compute in each step, on the rank that computed longest."""
     steps = zip(*(r.measurements for r in ranks), strict=True)
     return tuple(max(sum(m.windows.compute_s) for m in step) for step in steps)
 

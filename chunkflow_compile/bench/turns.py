@@ -1,7 +1,7 @@
-"""One rank's part of a measurement: a model is compiled once, and every arm is a plan on the same lowered regions.
+"""The work of one rank in a measurement: a model is compiled once, and every arm is a plan for the same lowered regions.
 
-The arms take turns in random order.  The plan is switched between two calls.  A turn runs a warm-up step, because the
-first step of a plan starts cold, and then the measured steps, in a row.
+The arms take turns in random order.  The plan is switched between two calls.  A turn runs a warm-up step, because the first
+step of a plan is a cold start, and then the measured steps, one after the other.
 """
 
 from __future__ import annotations
@@ -54,27 +54,28 @@ from .alternatives import (
     make_alternative,
 )
 from .arms import HOISTED, RAW, REPLAN_AFTER, REPLANNED, Arm, ArmForm, Measured, form_of, goal_of, on_peers_of
-from .compiled import Compiled, gather, step_timings
+from .compiled import Compilation, gather, step_timings
 from .host import SAMPLES, HostTime, executors_of, host_time
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad, link_error
 from .pace import paced
 from .subject import build, build_on_host, first
 
-# Calls before the first one that counts.  Blocks that are compiled by kind run as a cycle from the third on, those of a
-# pipeline are planned again after the first, and a graph is recorded in the fourth; torch's is in the third.
+# The number of calls before measured ones.  Blocks that are compiled by block type run as a cycle from the third call on,
+# the blocks of a pipeline are replanned after the first call, and a CUDA graph is recorded in the fourth call (by torch, in
+# the third).
 CYCLE = {BY_KIND: 3, APPLY: 6, GRAPH: PASSES + 1, INDUCTOR_GRAPH: 3}
-# The least share of the compute of all arms that must have a copy beside it: with less, the slowdown would be noise.
+# The minimum share of compute that overlaps with copies, over all arms.  With less, the slowdown would be noise.
 _LEAST_COPYING = 0.05
 
 
 def count_steps(job: Job) -> int:
-    """The length of the progress bar."""
+    """The number of steps on the progress bar."""
     return 2 + len(job.arms) * (1 + job.steps) + REHEARSAL * (REPLANNED in [a.name for a in job.arms])
 
 
 class Share(NamedTuple):
-    """The compute of an arm's step, seconds, and the share of it, 0 to 1, with a copy beside it."""
+    """The compute time of an arm's step in seconds, and the share of it, 0 to 1, that overlaps with copies."""
 
     compute_s: float
     copying: float
@@ -82,7 +83,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Alternative:
-    """A model of its own.  ``held``: bytes that it keeps on the device."""
+    """A separate model that runs an alternative.  ``held``: bytes that it occupies on the device."""
 
     model: nn.Module
     call: Callable[..., Any]
@@ -91,17 +92,17 @@ class Alternative:
 
 @dataclass(eq=False)
 class RunningArm:
-    """An arm while it is measured: how it is called, and what its turns have shown so far.
+    """An arm while it is measured: how to call it, and the results of its turns so far.
 
-    ``settings``: the calls that make it.  ``code``: its program, None for an alternative; planning again changes it.
-    ``form``: that of its code, which is of ``compiled``.  ``outputs``: by step.
+    ``settings``: calls that set it up, as text.  ``compiled``: its compilation.  ``code``: its code in this compilation, or
+    None for an alternative; replanning changes it.  ``form``: form of its code.  ``outputs``: outputs by step.
     """
 
     name: str
     settings: str
     code: Code | None = None
     form: ArmForm = RAW
-    compiled: Compiled | None = None
+    compiled: Compilation | None = None
     alternative: Alternative | None = None
     steps_s: list[float] = field(default_factory=list)
     host: list[HostTime] = field(default_factory=list)
@@ -111,14 +112,14 @@ class RunningArm:
 
     @property
     def call(self) -> Callable[..., Any]:
-        """Runs one step."""
+        """The function that runs one step."""
         runs = self.compiled or self.alternative
         assert runs is not None
         return runs.call
 
 
 class Turns:
-    """One rank's part of a job."""
+    """The work of one rank in a job."""
 
     def __init__(self, job: Job, rank: int, progress: tqdm[NoReturn]) -> None:
         self.job = job
@@ -161,11 +162,11 @@ class Turns:
             for arm in order.sample(arms, len(arms)):
                 self._turn(arm, range(begin, min(begin + job.turn, job.steps)))
             now = time.monotonic()
-            another = now + (now - round_began) - self._began  # when another round would end
+            another = now + (now - round_began) - self._began  # the time at which another round would end
             if job.seconds is not None and max(gather(another, self.job.processes)) > job.seconds:
                 break
         if RESIDENT in self.arms:
-            # timed in the same minutes as the arms: the machine's speed changes
+            # timed within the same minutes as the arms, because the machine's speed changes
             for name in (arm.name for arm in job.arms if arm.policy == RESIDENT):
                 resident = self.arms[name]
                 assert resident.code is not None
@@ -190,10 +191,10 @@ class Turns:
 
     @property
     def _pack(self) -> Pack:
-        return "auto" if any(arm.pack for arm in self.job.arms) else False  # raw at first
+        return "auto" if any(arm.pack for arm in self.job.arms) else False  # uncompressed at first
 
-    def _compilation(self, **options: Any) -> Compiled:
-        """``options``: those in which the compilations of a job differ."""
+    def _compilation(self, **options: Any) -> Compilation:
+        """Compile the model.  ``options``: the options in which the compilations of a job differ."""
         options |= {
             "hardware": str(self.profile),
             "chunk_bytes": self.job.regime.chunk_bytes,
@@ -203,12 +204,12 @@ class Turns:
             "group_bytes": self.job.regime.group_bytes,
             "pack": self._pack,
         }
-        return Compiled(self.model, self.inputs, self.job.processes, options)
+        return Compilation(self.model, self.inputs, self.job.processes, options)
 
     def _hold_pace(self) -> LinkLoad | None:
-        """Measure the compute of a resident step, before a link is emulated, and give regions their pace.
+        """Measure the compute time of a resident step, before a link is emulated, and give regions their fixed durations.
 
-        Returns the load of the link if the job asks for one.
+        Returns the load of the emulated link if the job sets one.
         """
         job = self.job
         if job.load is None and job.pace is None:
@@ -221,13 +222,15 @@ class Turns:
         return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace, job.regime.peers)
 
     def _calibrate_raw(self) -> tuple[Code, Timings]:
-        """The resident step, and its measured times, from which layerwise is planned: all goals depend on its bytes."""
+        """The resident step and its measured times.  Also plans layerwise from these times, because all goals depend on its
+        bytes."""
         code, timings = self._compiled.code, self._compiled.calibrate()
         self._layerwise = code.remade(goal=code.settings.goal.aimed_at(Goal(policy="layerwise")), timings=timings)
         return code, timings
 
     def _calibrate_packed(self) -> tuple[Code, Timings]:
-        """A resident step with all weights packed that can be, held to its own pace, and its measured times."""
+        """A resident step with all packable weights packed and with fixed durations for its regions, and its measured
+        times."""
         self.progress.set_description("measure packed regions")
         code = self._compiled.code
         goal = replace(code.settings.goal, pack=packable(code.cut))
@@ -256,9 +259,9 @@ class Turns:
         return found
 
     def _calibrate_hoisted(self, raw: Code, timings: Timings) -> tuple[Code, Timings]:
-        """The same of the hoisted model without its preamble.  The table of rows fits the smallest budget of its arms."""
+        """The same for the hoisted model without its preamble.  The table of rows fits in the smallest budget of its arms."""
         self.progress.set_description("compile the hoisted model")
-        self.profile.write_text(self.hardware.to_json())  # with the emulated link
+        self.profile.write_text(self.hardware.to_json())  # includes the emulated link
         goals = (self._goal_of(arm, raw, timings)[0] for arm in self.job.arms if arm.hoist)
         memory = min(goal.memory for goal in goals if goal.memory is not None)
         hoisted = self._forms[HOISTED] = self._compilation(hoist=True, weight_memory=memory)
@@ -268,7 +271,7 @@ class Turns:
         return hoisted.calibrate_with(code.remade(goal=resident), self.job.pace)
 
     def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
-        """Emulate ``link`` from the next call on, with the bandwidth that ``load`` sets, and measure its accuracy."""
+        """Emulate ``link`` from the next call on, with the bandwidth set by ``load``, and measure its accuracy."""
         self.progress.set_description("measure the link")
         code = self._compiled.code
         if load is not None:
@@ -307,19 +310,19 @@ class Turns:
         return Alternative(model, call, self._allocated() - before)
 
     def _slowdown(self) -> float:
-        """The factor by which copies stretched compute, over all ranks."""
+        """The factor by which copies slow down compute, over all ranks."""
         mine = {
             name: Share(
                 compute_s=median(sum(m.windows.compute_s) for m in arm.measurements),
                 copying=median(copying_share(m.step_s, m.exposed_h2d_s, m.copy_s) for m in arm.measurements),
             )
             for name, arm in self.arms.items()
-            if arm.measurements and arm.form == RAW  # another form has other compute
+            if arm.measurements and arm.form == RAW  # compute differs in other forms
         }
         return seen_slowdown(gather(mine, self.job.processes))
 
     def _make_programs(self, measured: Measured) -> None:
-        """Plan each arm that is not an alternative, all of one form with the same regions."""
+        """Plan each arm that is not an alternative.  Arms of the same form share their regions."""
         code, timings = measured[RAW]
         for arm in self.job.arms:
             if arm.policy is None:
@@ -334,7 +337,7 @@ class Turns:
                 times = form_times if arm.pack or arm.hoist or arm.groups > 1 else times
                 names = on_peers_of(arm, base, goal, times)
                 there = on_peers(base.cut, names, base.settings.ranks).problem
-                times = replace(times, problem=there.digest)  # regions are the same
+                times = replace(times, problem=there.digest)  # the regions are the same
                 planned = base.remade(goal=replace(base.settings.goal.aimed_at(goal), peers=names), timings=times)
             calls = self._calls_of(planned, form)
             planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
@@ -343,13 +346,14 @@ class Turns:
             self.progress.update()
 
     def _goal_of(self, arm: Arm, code: Code, timings: Timings) -> tuple[Goal, Timings]:
-        """``code``, ``timings``: of the raw resident step."""
+        """The goal of an arm, and the times from which it is planned.  ``code``, ``timings``: code and times of the
+        uncompressed resident step."""
         problem = code.program.problem
         rate = self.hardware.shared_by(problem.ranks).copy_rate
         return goal_of(arm, self._layerwise.program.plan, problem, timings, rate, self.job.regime.most)
 
     def _calls_of(self, code: Code, form: ArmForm) -> str:
-        """The call that a code is of, without the profile and the measured times that it is planned from."""
+        """The call that makes a code, as text, without the profile and the measured times from which it is planned."""
         settings = code.settings
         options: dict[str, Any] = {"policy": settings.goal.policy, "lowering": self.job.lowering}
         options["chunk_bytes"] = settings.chunk_bytes
@@ -361,22 +365,22 @@ class Turns:
         return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})
 
     def _rehearse(self, arm: RunningArm) -> None:
-        """Run the steps from which an arm plans again, and the first ones of its new plan."""
+        """Run the steps from which an arm replans, and the first steps with its new plan."""
         assert arm.code is not None
         self._compiled.use(arm.code)
         for step in (-REHEARSAL, *range(-REHEARSAL, 0)):
             self.progress.set_description(f"{arm.name}: plan again")
             self._compiled.call(**self.inputs(step))
-            _ = self._compiled.program.measurements  # waits for them, because the next step may plan again
+            _ = self._compiled.program.measurements  # wait for the measurements, because the next step may replan
         arm.code = self._compiled.code
         self.progress.update(REHEARSAL)
 
     def _turn(self, arm: RunningArm, steps: Sequence[int]) -> None:
-        """Run a turn of one arm: a warm-up step, then ``steps`` in a row.
+        """Run a turn of one arm: a warm-up step, then ``steps`` one after the other.
 
-        Where weights are hoisted, a warm-up step for each of ``steps`` computes its row, so that these find theirs.
-        Where marks take time, none of ``steps`` is marked: one before them is measured in their place, and the host in one
-        after them.
+        If weights are hoisted, there is one warm-up step for each of ``steps``, which computes the row that the step needs.
+        If marks take time, none of ``steps`` is marked: an additional step before them measures the parts, and a step after
+        them measures host time.
         """
         compiled, call, apart = arm.compiled, arm.call, self.job.marks_apart
         if compiled is not None and arm.code is not None:
@@ -386,13 +390,14 @@ class Turns:
         before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
         for step in steps if arm.form.hoisted else ():
             call(**self.inputs(step))
-        if apart and self._compiled.arena.programs:  # of a program that goes on; a new one has its first steps marked
+        # for a program that already exists: the first steps of a new one are marked anyway
+        if apart and self._compiled.arena.programs:
             self._compiled.arena.streams.measure(2)
         call(**before)
         if apart:
             call(**before)
             self._compiled.arena.streams.measure(0)
-        dist.barrier()  # so that no rank's step has the time by which another is late
+        dist.barrier()  # so that a rank's step does not include waiting for another rank
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         watch = Stopwatch(self.device)
@@ -405,7 +410,7 @@ class Turns:
         arm.steps_s.append(seconds)
         arm.host += host
         figures = {"seconds": seconds, "host": median(h.seconds for h in host), "waits": min(h.waits for h in host)}
-        self._tell(arm=arm.name, step=steps[0], steps=len(steps), **figures)
+        self._append_to_log(arm=arm.name, step=steps[0], steps=len(steps), **figures)
         arm.outputs |= {step: first(output).cpu() for step, output in zip(steps, outputs, strict=True)}
         self.progress.update(len(steps))
         if compiled is not None:
@@ -413,14 +418,14 @@ class Turns:
             arm.code = compiled.code
 
     def _host_times(self, arm: RunningArm, call: Callable[[], Any]) -> list[HostTime]:
-        """What calls of an arm take the host."""
+        """The host times of calls of an arm."""
         own = [] if arm.compiled is None else [arm.compiled.program.executor]
         executors = own if arm.alternative is None else executors_of(arm.alternative.model)
         wait = partial(torch.cuda.synchronize, self.device)
         return [host_time(call, executors, wait) for _ in range(SAMPLES)]
 
-    def _tell(self, **figures: Any) -> None:
-        """Add a line to the log."""
+    def _append_to_log(self, **figures: Any) -> None:
+        """Append a line to the log."""
         if self._log is not None:
             with self._log.open("a") as file:
                 file.write(json.dumps(figures) + "\n")
@@ -429,11 +434,11 @@ class Turns:
         if self.device.type != "cuda":
             return 0
         gc.collect()
-        torch.cuda.current_stream(self.device).synchronize()  # not for copies that the next step reads
+        torch.cuda.current_stream(self.device).synchronize()  # do not wait for copies that only the next step reads
         return torch.cuda.memory_allocated(self.device)
 
     def _foreign(self, arm: RunningArm) -> int:
-        """Bytes that other arms hold on the device while this one runs, before its inputs are made."""
+        """Bytes that other arms occupy on the device while this one runs, before its inputs are made."""
         if self.device.type != "cuda":
             return 0
         if arm.alternative is None:
@@ -460,7 +465,7 @@ class Turns:
         )
 
     def _program(self, code: Code, measurements: Sequence[StepMeasurement], timings: Timings) -> ProgramRun:
-        if code.folder is not None:  # of all turns; a program writes those of its own turn
+        if code.folder is not None:  # measurements of all turns; a program writes only its own turn
             text = measured(code.program.plan, measurements).to_json()
             (code.folder / MEASURED_FILE).write_text(text)
         return ProgramRun(
@@ -482,10 +487,10 @@ def in_groups(compute_s: Sequence[float], problem: Problem) -> list[float]:
 
 
 def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
-    """The factor, at least 1, by which copies stretched compute, over all arms and ranks.
+    """The factor, at least 1, by which copies slow down compute, over all arms and ranks.
 
-    ``ranks``: for each rank, the arms by name.  Each arm is compared with the resident arm of its rank.  1 if so few
-    copies ran that the factor would be noise.
+    ``ranks``: for each rank, the arms by name.  Each arm is compared with the resident arm of its rank.  The factor is 1 if
+    there were so few copies that it would be noise.
     """
     pairs = [(arm, arms[RESIDENT].compute_s) for arms in ranks for arm in arms.values()]
     more = sum(arm.compute_s - resident_s for arm, resident_s in pairs)
@@ -495,7 +500,8 @@ def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
 
 
 def _relative_difference(value: torch.Tensor, right: torch.Tensor) -> float:
-    """0 for equal bits; otherwise the largest difference over the largest value of ``right``, and at least 1e-30."""
+    """0 if all bits are equal; otherwise the maximum difference divided by the maximum value of ``right``, and at least
+    1e-30."""
     if torch.equal(value, right):
         return 0.0
     off = (value.float() - right.float()).abs().max() / right.float().abs().max()

@@ -1,7 +1,7 @@
-"""The published configurations of the transformers of presets, with their sources.
+"""The published configurations of the presets' transformers, with their sources.
 
-Most are ``transformer/config.json`` of the model's repository.  The defaults of the diffusers classes are the published sizes
-of FLUX.1, FLUX.2-dev, HunyuanVideo, Qwen-Image, Z-Image and LTX-Video 0.9.
+Most are the ``transformer/config.json`` in the model's repository.  The defaults of the diffusers classes are the
+published sizes of FLUX.1, FLUX.2-dev, HunyuanVideo, Qwen-Image, Z-Image and LTX-Video 0.9.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ CONFIGS: Mapping[str, Config] = {
         "cross_attention_dim": 2048,
         "caption_channels": 4096,
     },
-    # hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v, whose configuration is in the script of diffusers that
-    # converted it, convert_hunyuan_video1_5_to_diffusers.py: 480p_t2v.  It has 8.3 billion parameters.
+    # hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v.  The configuration is 480p_t2v in the conversion script
+    # of diffusers, convert_hunyuan_video1_5_to_diffusers.py.  The model has 8.3 billion parameters.
     "hunyuanvideo-1.5": {
         "in_channels": 65,
         "out_channels": 32,
@@ -122,8 +122,8 @@ CONFIGS: Mapping[str, Config] = {
         "target_size": 640,
         "task_type": "t2v",
     },
-    # meituan-longcat/LongCat-Image.  The defaults of the class are not its sizes: they have 19 and 38 layers, 11.9 billion
-    # parameters, and the transformer that is published has 6.27 billion (12.54 GB).
+    # meituan-longcat/LongCat-Image.  The defaults of the class (19 and 38 layers, 11.9 billion parameters) are not its
+    # sizes: the published transformer has 6.27 billion parameters (12.54 GB).
     "longcat-image": {
         "in_channels": 64,
         "num_layers": 10,
@@ -133,8 +133,8 @@ CONFIGS: Mapping[str, Config] = {
         "joint_attention_dim": 3584,
         "pooled_projection_dim": 3584,
     },
-    # MiniMaxAI/MiniMax-H3: the defaults of the class, and MINIMAX_H3_TRANSFORMER_CONFIG in the script of diffusers that
-    # converts it, convert_minimax_h3_to_diffusers.py.
+    # MiniMaxAI/MiniMax-H3: the defaults of the class, and MINIMAX_H3_TRANSFORMER_CONFIG in the conversion script of
+    # diffusers, convert_minimax_h3_to_diffusers.py.
     "minimax-h3": {
         "num_attention_heads": 56,
         "attention_head_dim": 128,
@@ -149,7 +149,7 @@ CONFIGS: Mapping[str, Config] = {
         "time_embed_hidden_dim": 5376,
         "time_embed_dim": 2688,
     },
-    # Lightricks/LTX-2 (2.0): the defaults of the class but for rope_type, as in the script of diffusers that converted it,
+    # Lightricks/LTX-2 (2.0): the defaults of the class, except for rope_type, as in the conversion script of diffusers,
     # convert_ltx2_to_diffusers.py.
     "ltx-2": {
         "in_channels": 128,

@@ -1,4 +1,4 @@
-"""What an eager call takes: FLOPs, memory traffic, and the most bytes alive beside the weights.  Without values."""
+"""The cost of an eager call: FLOPs, memory traffic, and peak activation memory.  No values are computed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from .weightless import Build, default_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class EagerCost:
-    """Of one call.  ``weights``: bytes of the model; ``small``: of its weights below the default ``min_bytes``, which stay on
-    the device.  ``activations``: most bytes alive at once beside them, inputs included;
-    a compiled call, which fuses ops, takes less, and workspaces of kernels are not counted.  ``flops``; ``traffic``: bytes
-    that ops read and write.  ``passes``: how often it calls the largest part of the model, such as the decoder of a VAE that
-    decodes chunks of frames one after the other."""
+    """The cost of one call.
+
+    ``weights``: bytes of the model.  ``small``: bytes of its weights below the default ``min_bytes``, which stay on the
+    device.
+    ``activations``: peak bytes of all other live tensors, inputs included.  A compiled call takes less, because it fuses
+    ops.  Workspaces of kernels are not counted.
+    ``flops``: floating-point operations.  ``traffic``: bytes that ops read and write.  ``passes``: number of calls of the
+    largest submodule, such as the decoder of a VAE that decodes chunks of frames one after the other.
+    """
 
     weights: int
     small: int
@@ -36,12 +40,13 @@ class EagerCost:
     passes: int = 1
 
     def seconds(self, hardware: Hardware) -> float:
-        """Of products, and of all that ops read and write, one after the other."""
+        """The predicted time of the matrix products, plus the time of the memory traffic, without overlap."""
         return self.flops / hardware.flops("bfloat16") + self.traffic / hardware.memory_rate
 
 
 def eager_cost(build: Build, dtype: torch.dtype, method: str = "__call__") -> EagerCost:
-    """The cost of a call without weights.  ``build``: returns a model, and the keyword arguments of its ``method``."""
+    """Compute the cost of a call without weights.  ``build``: returns a model, and the keyword arguments for its
+    ``method``."""
     with FakeTensorMode(allow_non_fake_inputs=True), default_dtype(dtype), torch.no_grad():
         model, inputs = build()
         call = getattr(model.eval(), method)
@@ -68,11 +73,11 @@ def _bytes(module: nn.Module) -> int:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that ops make and that are still referred to."""
+    """Counts the bytes of the storages that ops create and that are still referenced."""
 
     def __init__(self, weights: set[int]) -> None:
         super().__init__()
-        self._counted = weights  # storages that are counted already, and those of the weights
+        self._counted = weights  # storages that are counted already, and the storages of the weights
         self._now = self.most = self.traffic = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,7 +86,7 @@ class _LiveBytes(TorchDispatchMode):
             self._add(tensor)
         outputs = func(*args, **(kwargs or {}))
         fresh = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and self._add(t)]
-        if fresh:  # a view moves nothing
+        if fresh:  # a view moves no data
             self.traffic += sum(t.nbytes for t in (*inputs, *fresh))
         return outputs
 

@@ -16,9 +16,12 @@ from .sizes import Config, Shape, build_model
 
 @dataclass(frozen=True)
 class Family:
-    """A diffusers class.  ``inputs(config, shape, generator)``: keyword arguments of one denoising step; latents and
-    text are random, drawn from ``generator`` unless it is None.  ``prepare``: prepares a model whose call cannot be traced as
-    it is."""
+    """A diffusers class.
+
+    ``inputs(config, shape, generator)``: returns the keyword arguments of one denoising step; latents and text are
+    random, drawn from ``generator`` unless it is None.  ``prepare``: adapts a model whose call cannot be traced
+    otherwise, or None.
+    """
 
     name: str
     class_name: str
@@ -26,14 +29,14 @@ class Family:
     prepare: Callable[[Any], None] | None = None
 
     def build(self, config: Config) -> nn.Module:
-        """A model with random weights, in evaluation mode."""
+        """Build a model with random weights, in evaluation mode."""
         model = build_model(self.class_name, **config)
         if self.prepare is not None:
             self.prepare(model)
         return model
 
     def model_and_inputs(self, config: Config, shape: Shape, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
-        """A model, and the inputs of one step, those in floating point in ``dtype``."""
+        """Build a model and the inputs of one step; floating-point inputs are in ``dtype``."""
         model, inputs = self.build(config), self.inputs(config, shape, None)
         tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
         return model, {**inputs, **{k: v.to(dtype) for k, v in tensors.items()}}
@@ -52,7 +55,7 @@ def _wan_inputs(config: Config, shape: Shape, generator: torch.Generator | None)
 
 
 def _wan_image_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """With the tokens of the first frame: 257 of CLIP's ViT-H/14."""
+    """Add the image tokens of the first frame: 257 from CLIP's ViT-H/14."""
     image = torch.randn(shape.batch, 257, config["image_dim"], generator=generator)
     return {**_wan_inputs(config, shape, generator), "encoder_hidden_states_image": image}
 
@@ -98,7 +101,7 @@ def _qwen_inputs(config: Config, shape: Shape, generator: torch.Generator | None
 
 
 def _sd3_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """Latents in patches of two by two."""
+    """The latents are not packed: the model divides them into patches of two by two."""
     latent = (shape.batch, config["in_channels"], 2 * shape.height, 2 * shape.width)
     text = (shape.batch, shape.text, config["joint_attention_dim"])
     return {
@@ -111,7 +114,7 @@ def _sd3_inputs(config: Config, shape: Shape, generator: torch.Generator | None)
 
 
 def _flux2_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """With coordinates of four axes; guidance is an input only of a model that embeds it."""
+    """The coordinates have four axes.  Guidance is an input only if the model embeds it."""
     batch, tokens, text = shape.batch, shape.height * shape.width, shape.text
     one = torch.arange(1)
     axes = (one, torch.arange(shape.height), torch.arange(shape.width), one), (one, one, one, torch.arange(text))
@@ -128,7 +131,8 @@ def _flux2_inputs(config: Config, shape: Shape, generator: torch.Generator | Non
 
 
 def _z_image_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """A list of latents in patches of two by two, and one of texts.  Both in the default dtype: they are no tensors."""
+    """Inputs are a list of latents, which the model divides into patches of two by two, and a list of texts.  As they are
+    lists, not tensors, they keep the default dtype."""
     latent = (config["in_channels"], 1, 2 * shape.height, 2 * shape.width)
     text = (shape.text, config["cap_feat_dim"])
     return {
@@ -140,14 +144,15 @@ def _z_image_inputs(config: Config, shape: Shape, generator: torch.Generator | N
 
 
 def _z_image_tables(model: Any) -> None:
-    """The tables of its rotary embedding, which it makes under a device of its own, as Dynamo does not support."""
+    """Compute the tables of the rotary embedding in advance: the model computes them in a device context, which Dynamo
+    does not support."""
     rope, device = model.rope_embedder, next(model.parameters()).device
     tables = rope.precompute_freqs_cis(rope.axes_dims, rope.axes_lens, theta=rope.theta)
     rope.freqs_cis = [table.to(device) for table in tables]
 
 
 def _ltx_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """At 25 frames a second."""
+    """For video at 25 frames per second."""
     tokens = shape.frames * shape.height * shape.width
     text = (shape.batch, shape.text, config["caption_channels"])
     return {
@@ -164,8 +169,8 @@ def _ltx_inputs(config: Config, shape: Shape, generator: torch.Generator | None)
 
 
 def _hunyuan15_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """For a prompt without an image (729 tokens of zeros), and without text to be drawn, which ByT5 would encode in 256
-    tokens."""
+    """For a prompt without an image (729 tokens of zeros), and without quoted text to render, which ByT5 would encode in
+    256 tokens."""
     latent = (shape.batch, config["in_channels"], shape.frames, shape.height, shape.width)
     text = (shape.batch, shape.text, config["text_embed_dim"])
     return {
@@ -181,8 +186,10 @@ def _hunyuan15_inputs(config: Config, shape: Shape, generator: torch.Generator |
 
 
 def _without_branches(model: Any) -> None:
-    """Give a HunyuanVideo-1.5 a forward that can be traced.  Its own branches on whether there is an image, and moves as many
-    tokens as a mask says."""
+    """Replace the forward of a HunyuanVideo-1.5 by one that can be traced.
+
+    The original forward branches on whether there is an image, and moves a number of tokens that depends on a mask.
+    """
     model.forward = MethodType(_hunyuan15_forward, model)
 
 
@@ -197,8 +204,10 @@ def _hunyuan15_forward(
     image_embeds: torch.Tensor,
     return_dict: bool = False,
 ) -> tuple[torch.Tensor]:
-    """The outputs of the forward of the class, bit for bit, for latents in patches of one element.  It does not zero masked
-    tokens, which nothing reads."""
+    """Compute the same outputs as the forward of the class, bit for bit, for latents in patches of one element.
+
+    Unlike the original, it does not zero masked tokens, which nothing reads.
+    """
     latent = hidden_states.shape[2:]
     rotary, temb = self.rope(hidden_states), self.time_embed(timestep)
     hidden_states = self.x_embedder(hidden_states)
@@ -220,15 +229,15 @@ def _hunyuan15_forward(
 
 
 def _longcat_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """Those of FLUX without pooled text and guidance."""
+    """The inputs of FLUX without pooled text and guidance."""
     inputs = _flux_inputs(config, shape, generator)
     return {name: value for name, value in inputs.items() if name not in ("pooled_projections", "guidance")}
 
 
 def _minimax_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """One sequence of text, audio in stereo with 40 latents per second, and video at 24 frames per second in patches.  Text
-    and video have one timestep, and audio another."""
-    frames = (shape.frames - 2) // 5 * 17 + 5  # of the output
+    """Inputs are one sequence of text, stereo audio with 40 latents per second, and patches of video at 24 frames per
+    second.  Text and video have one timestep, and audio has another."""
+    frames = (shape.frames - 2) // 5 * 17 + 5  # frames of the output
     sizes = shape.text, 2 * round(40 * frames / 24), shape.frames * shape.height * shape.width
     text, audio, video = torch.arange(sum(sizes)).split(sizes)
     tags = torch.cat([torch.full_like(text, 1), torch.full_like(audio, 2), torch.zeros_like(video)])
@@ -251,8 +260,8 @@ def _minimax_inputs(config: Config, shape: Shape, generator: torch.Generator | N
 
 
 def _ltx2_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """Video at 24 frames per second, and audio with 25 latents per second.  No text is masked, because the connectors of the
-    pipeline replace padding."""
+    """For video at 24 frames per second, and audio with 25 latents per second.  No text is masked, because the connectors
+    of the pipeline replace padding."""
     batch, tokens = shape.batch, shape.frames * shape.height * shape.width
     audio = round(25 * (8 * (shape.frames - 1) + 1) / 24)
     text, mask = (batch, shape.text, config["caption_channels"]), torch.ones(batch, shape.text, dtype=torch.long)

@@ -1,7 +1,7 @@
 """Well-known diffusion transformers at their published sizes, traced without weights, for any Ulysses degree.
 
-The configurations and their sources are in ``configs``.  Imports torch when a model is made, because ``--help`` shows the
-names.
+The configurations and their sources are in ``configs``. torch is imported only when a model is built, because ``--help``
+lists the names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSizes:
-    """Output sizes: pixels of ``height`` by ``width``, ``frames`` of video (1 for an image), ``batch`` samples,
-    ``text`` tokens of the prompt."""
+    """Sizes of the output: ``height`` and ``width`` in pixels, ``frames`` of video (1 for an image), ``batch`` samples,
+    and ``text`` tokens of the prompt."""
 
     height: int
     width: int
@@ -37,15 +37,15 @@ class OutputSizes:
     text: int = 512
 
     def __str__(self) -> str:
-        """The pixels of a sample, such as 81 frames of 720x1280."""
+        """Format the size of a sample: "81 frames of 720x1280"."""
         return f"{f'{self.frames} frames of ' if self.frames > 1 else ''}{self.height}x{self.width}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The calls that a case measured or planned: those of the transformer of preset ``model`` at ``sizes``.
+    """The calls of the transformer of preset ``model`` at ``sizes``, as a benchmark case measured or planned them.
 
-    ``timestep``, ``forwards`` and ``branches``: as in :class:`Preset`.
+    ``timestep``, ``forwards``, ``branches``: as in :class:`Preset`.
     """
 
     model: str
@@ -55,12 +55,12 @@ class Workload:
     branches: int = 1
 
     def __str__(self) -> str:
-        """Pixels and the form of a call, such as 81 frames of 704x1280, one timestep per token."""
+        """Format the sizes and the form of a call: "81 frames of 704x1280, one timestep per token"."""
         return f"{self.sizes}, one timestep per {self.timestep}{self._branches_text}"
 
     @property
     def label(self) -> str:
-        """The same, without the timestep where there is one per sample, as most models take it."""
+        """The same, without the timestep if there is one per sample, as for most models."""
         return str(self) if self.timestep == "token" else f"{self.sizes}{self._branches_text}"
 
     @property
@@ -69,21 +69,23 @@ class Workload:
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> Workload:
-        """The inverse of ``dataclasses.asdict``."""
+        """Inverse of ``dataclasses.asdict``."""
         return Workload(**{**body, "sizes": OutputSizes(**body["sizes"])})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model, called as its pipeline in diffusers calls it.
+    """A model, and how its diffusers pipeline calls it.
 
-    ``sizes``: the usual output.  ``forwards``: calls of the transformer per denoising step.  ``branches``: branches of
-    classifier-free guidance per call, so a call passes ``branches`` samples for each of ``sizes.batch``.  A pipeline that
-    calls the transformer once per branch has 2 forwards of 1 branch; one that joins both branches in one batch has 1
-    forward of 2; one whose guidance is distilled into the model has 1 of 1.  ``timestep``: whether a call passes one
-    timestep per sample or one per token.  ``spatial``: pixels per latent element, patches of packed latents (FLUX) included.
-    ``temporal``, ``latents``, ``last``: a video of ``temporal`` k + ``last[0]`` frames has ``latents`` k + ``last[1]`` latent
-    frames.
+    ``sizes``: the usual output.  ``forwards``: calls of the transformer per denoising step.
+    ``branches``: branches of classifier-free guidance per call, so that a call passes ``branches`` samples for each of
+    ``sizes.batch``.  A pipeline that calls the transformer once per branch has 2 forwards of 1 branch.  A pipeline that
+    concatenates both branches to one batch has 1 forward of 2 branches.  A pipeline whose model is guidance-distilled has
+    1 forward of 1 branch.
+    ``timestep``: whether a call passes one timestep per sample or one per token.  ``spatial``: pixels per latent element,
+    including the patches of packed latents (FLUX).
+    ``temporal``, ``latents``, ``last``: a video of ``temporal`` k + ``last[0]`` frames has ``latents`` k + ``last[1]``
+    latent frames.
     """
 
     name: str
@@ -100,11 +102,11 @@ class Preset:
 
     @property
     def heads(self) -> int:
-        """Attention heads of the blocks."""
+        """The number of attention heads in a block."""
         return int(self.config.get("num_attention_heads") or self.config["n_heads"])
 
     def workload(self, sizes: OutputSizes | None = None) -> Workload:
-        """The calls of this model at ``sizes``, or at its usual sizes."""
+        """The calls of this model at ``sizes``, by default at its usual sizes."""
         return Workload(
             model=self.name,
             sizes=sizes or self.sizes,
@@ -114,13 +116,14 @@ class Preset:
         )
 
     def under(self, cfg_parallel: int) -> Preset:
-        """The same model, called once per branch if ``cfg_parallel`` gives each branch of guidance ranks of its own."""
+        """Return the preset for ``cfg_parallel`` groups of ranks: with one group per branch of guidance, each call
+        computes one branch."""
         return self if cfg_parallel == 1 else replace(self, forwards=self.forwards * self.branches, branches=1)
 
     def shape(self, sizes: OutputSizes) -> Shape:
-        """The shape of one call for an output of ``sizes``.
+        """Return the shape of one call for an output of ``sizes``.
 
-        Raises ChunkflowError if the VAE cannot decode to such pixels or frames.
+        Raises ChunkflowError if the VAE cannot decode to this number of pixels or frames.
         """
         for name, value, step in (("height", sizes.height, self.spatial), ("width", sizes.width, self.spatial)):
             if value < step or value % step:
@@ -143,7 +146,7 @@ class Preset:
         )
 
     def build(self, sizes: OutputSizes | None, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
-        """The model in bfloat16 with random weights on ``device``, and the inputs of one call."""
+        """Build the model in bfloat16 with random weights on ``device``, and the inputs of one call."""
         import torch
 
         from .weightless import default_dtype
@@ -161,9 +164,9 @@ class Preset:
     ) -> Traced:
         """Trace the forward of one of ``degree`` ranks in bfloat16, in one process and without weights.
 
-        ``quantize``: how the linear layers of the blocks are quantised.  ``cfg_parallel``: 2 if other ranks compute the
-        other branch of classifier-free guidance, and the two exchange what they predict.
-        Raises ChunkflowError if there is a process group already, or if the degree does not divide the heads.
+        ``quantize``: how the linear layers of the blocks are quantised, or None.  ``cfg_parallel``: 2 if other ranks
+        compute the other branch of classifier-free guidance and the two exchange their predictions, otherwise 1.
+        Raises ChunkflowError if there is a process group already, or if the degree does not divide the number of heads.
         """
         import torch
 
@@ -180,7 +183,7 @@ class Preset:
     def _model_and_inputs(
         self, sizes: OutputSizes | None, quantize: Quantisation | None = None
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Made in the default dtype, on the default device; inputs in bfloat16."""
+        """Build the model in the default dtype, on the default device, and inputs in bfloat16."""
         import torch
 
         from .families import FAMILIES
@@ -263,7 +266,8 @@ PRESETS: Mapping[str, Preset] = {
             name="qwen-image",
             family="qwen-image",
             config=CONFIGS["qwen-image"],
-            sizes=OutputSizes(height=1024, width=1024, text=64),  # prompts are not padded: some forty words
+            # prompts are not padded; 64 tokens are about forty words
+            sizes=OutputSizes(height=1024, width=1024, text=64),
             forwards=2,
             spatial=16,
         ),
@@ -295,7 +299,7 @@ PRESETS: Mapping[str, Preset] = {
             name="sd3.5-large",
             family="sd3",
             config=CONFIGS["sd3.5-large"],
-            sizes=OutputSizes(height=1024, width=1024, text=333),  # 77 of CLIP and 256 of T5
+            sizes=OutputSizes(height=1024, width=1024, text=333),  # 77 from CLIP and 256 from T5
             forwards=1,
             spatial=16,
             branches=2,
@@ -353,14 +357,15 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """The preset called ``name``.  Raises ChunkflowError if there is none."""
+    """Return the preset called ``name``.  Raises ChunkflowError if there is none."""
     if name not in PRESETS:
         raise ChunkflowError(f"There is no preset {name!r}: use one of {', '.join(PRESETS)}.")
     return PRESETS[name]
 
 
 def weight_bytes(name: str, min_bytes: int = DEFAULT_MIN_BYTES) -> int:
-    """Bytes of the weights of a preset that stream, in bfloat16.  Raises ChunkflowError if there is no such preset."""
+    """Return the bytes of the weights of a preset that are streamed, in bfloat16.  Raises ChunkflowError if there is no
+    such preset."""
     import torch
 
     model, _ = preset(name).build(None, torch.device("meta"))

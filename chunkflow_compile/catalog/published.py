@@ -1,7 +1,7 @@
-"""Whole pipelines at their published sizes, without weights: encoders, transformers, VAE, and how often each is called.
+"""Whole pipelines at their published sizes, without weights: encoders, transformer, VAE, and how often each is called.
 
-Configurations are from the models' repositories (``text_encoder/config.json``, ``vae/config.json``).  Imports torch when a
-model is made, as ``presets`` does.
+Configurations are from the models' repositories (``text_encoder/config.json``, ``vae/config.json``). torch is imported
+only when a model is built, as in ``presets``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """A text encoder of transformers.  ``tokens``: of a prompt.  ``calls``: in a generation."""
+    """A text encoder from transformers.  ``tokens``: tokens per prompt.  ``calls``: calls per generation."""
 
     name: str
     class_name: str
@@ -30,7 +30,7 @@ class Encoder:
     calls: int = 1
 
     def model_and_inputs(self) -> tuple[nn.Module, dict[str, Any]]:
-        """The encoder, and the arguments of a call."""
+        """Build the encoder, and the arguments of a call."""
         import torch
 
         inputs = {"input_ids": torch.zeros(1, self.tokens, dtype=torch.long), "return_dict": False}
@@ -39,9 +39,14 @@ class Encoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A pipeline.  ``transformer``: its preset.  ``experts``: how many of them take turns.  ``vae``: its class.
-    ``channels``, ``scale``: of its latents, and pixels for each of their elements.  ``tiled``: it decodes in tiles, as in
-    the model's own example.  ``steps``: of a generation, as in the model's repository."""
+    """A published pipeline.
+
+    ``transformer``: the preset of its transformer.  ``experts``: the number of transformers of this size, each used for a
+    part of the steps.
+    ``vae``: the class of its VAE.  ``channels``: channels of the latents.  ``scale``: pixels per latent element.
+    ``tiled``: whether it decodes in tiles, as in the model's own example.
+    ``steps``: denoising steps per generation, as in the model's repository.
+    """
 
     transformer: Preset
     experts: int = 1
@@ -58,7 +63,7 @@ class Published:
         return self.transformer.name
 
     def vae_and_latents(self, sizes: OutputSizes) -> tuple[nn.Module, dict[str, Any]]:
-        """The VAE, and the arguments with which its ``decode`` makes an output of ``sizes``."""
+        """Build the VAE, and the arguments with which its ``decode`` generates an output of ``sizes``."""
         import torch
 
         vae: Any = build_model(self.vae, **self.vae_config)
@@ -71,7 +76,7 @@ class Published:
 
 
 def published(name: str) -> Published:
-    """The pipeline called ``name``.  Raises ChunkflowError if there is none."""
+    """Return the pipeline called ``name``.  Raises ChunkflowError if there is none."""
     if name not in PUBLISHED:
         raise ChunkflowError(f"There is no pipeline {name!r}: use one of {', '.join(PUBLISHED)}.")
     return PUBLISHED[name]
@@ -100,7 +105,7 @@ _LLAMA_8B: Config = {
     "num_key_value_heads": 8,
     "use_cache": False,
 }
-# The language model of Qwen2.5-VL 7B, which encodes text; its vision tower (1.3 GB) is not called for a text.
+# The language model of Qwen2.5-VL 7B, which encodes text; its vision tower (1.3 GB) is not called for text.
 _QWEN_7B: Config = {
     "vocab_size": 152064,
     "hidden_size": 3584,
@@ -110,7 +115,7 @@ _QWEN_7B: Config = {
     "num_key_value_heads": 4,
     "use_cache": False,
 }
-# Mistral Small 3 of 24B; its vision tower is not called for a text.
+# Mistral Small 3 24B; its vision tower is not called for text.
 _MISTRAL_24B: Config = {
     "vocab_size": 131072,
     "hidden_size": 5120,
@@ -218,7 +223,7 @@ PUBLISHED: Mapping[str, Published] = {
                 Encoder(name="text_encoder_2", class_name="CLIPTextModel", config=_CLIP_L, tokens=77),
             ),
             vae="AutoencoderKLHunyuanVideo",
-            tiled=True,  # whole frames take 50 GiB
+            tiled=True,  # decoding whole frames takes 50 GiB
             channels=16,
             scale=8,
             steps=50,

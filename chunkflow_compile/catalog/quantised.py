@@ -1,8 +1,8 @@
-"""Quantised variants of a model for planning: the linear layers of its blocks with the bytes and ops of a quantiser.
+"""Quantised variants of a model for planning: the linear layers of its blocks get the bytes and ops of a quantiser.
 
 The layers have the layouts of weight-only quantisation in torchao (int8, fp8) and bitsandbytes (nf4).  They dequantise in
-forward and multiply in the type of the input, so what crosses the link is quantised, and the FLOPs are those of the plain
-model.
+forward and multiply in the dtype of the input.  So the copied weights are quantised, and the FLOPs are the same as
+without quantisation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .sizes import Quantisation
 
-# Elements of a weight that share a scale in nf4; the default of bitsandbytes.
+# Number of elements that share a scale in nf4; the default of bitsandbytes.
 _NF4_GROUP = 64
 
 
-class _Rows(nn.Module):
-    """One byte an element, of ``dtype``, and a scale for each output."""
+class _ScaledRows(nn.Module):
+    """A linear layer with one byte per element, of ``dtype``, and one scale per output."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Rows(nn.Module):
 
 
 class _Nf4(nn.Module):
-    """Two elements a byte, a table of 16 values, and a float32 scale for each 64 elements."""
+    """A linear layer with two elements per byte, a table of 16 values, and one float32 scale per 64 elements."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class _Nf4(nn.Module):
 
 
 _LAYERS: Mapping[str, Callable[[nn.Linear], nn.Module]] = {
-    "int8": partial(_Rows, dtype=torch.int8),
-    "fp8": partial(_Rows, dtype=torch.float8_e4m3fn),
+    "int8": partial(_ScaledRows, dtype=torch.int8),
+    "fp8": partial(_ScaledRows, dtype=torch.float8_e4m3fn),
     "nf4": _Nf4,
 }
 
@@ -64,7 +64,8 @@ _LAYERS: Mapping[str, Callable[[nn.Linear], nn.Module]] = {
 def quantised(model: nn.Module, kind: Quantisation) -> nn.Module:
     """Replace the linear layers in the blocks of ``model``; return it.
 
-    Raises ChunkflowError for an unknown kind, or if a layer's weight is not a whole number of nf4 groups.
+    Raises ChunkflowError for an unknown ``kind``, or if the elements of a layer's weight cannot be divided into nf4
+    groups.
     """
     if kind not in _LAYERS:
         raise ChunkflowError(f"There is no quantisation {kind!r}: use one of {', '.join(_LAYERS)}.")

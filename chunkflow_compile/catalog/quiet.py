@@ -1,4 +1,4 @@
-"""Silence for what libraries say of themselves when they are first imported."""
+"""Suppression of the messages that libraries log when they are first imported."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-# torchao, which diffusers and transformers import wherever it is installed, says which of its kernels were not built for
-# this torch; torch, which of its functions torchao should not call; and diffusers, which names of torchao it misses.
+# diffusers and transformers import torchao wherever it is installed. torchao then reports the kernels that were not built
+# for this torch, torch reports functions that torchao should not call, and diffusers reports names that torchao lacks.
 _LOGGERS = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Drop the warnings of these loggers meanwhile: no command's result depends on them.  Errors are kept."""
+    """A context that drops the warnings of these loggers, because no command's result depends on them.  Errors are kept."""
 
     def keep(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
@@ -29,7 +29,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def quiet_diffusers() -> None:
-    """Let diffusers, where it is installed, log errors only: warnings about missing GPUs do not belong in a table."""
+    """Let diffusers, if it is installed, log errors only: warnings about missing GPUs do not belong in a table."""
     with contextlib.suppress(ImportError):
         import diffusers
 

@@ -1,6 +1,6 @@
-"""What a model is made by: its sizes, its configuration, and how its layers are quantised.
+"""The parameters from which a model is built: its sizes, its configuration, and how its layers are quantised.
 
-Imports no torch until a model is made.
+torch is imported only when a model is built.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from torch import nn
 
 Quantisation = Literal["int8", "fp8", "nf4"]
-# Form of the timestep argument of a transformer: one value per sample, or one per token (``expand_timesteps`` of Wan).
+# The timestep argument of a transformer: one value per sample, or one per token (``expand_timesteps`` of Wan).
 Timestep = Literal["sample", "token"]
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of one call of a transformer: the latent, before it is cut into patches, the text tokens, and whether the
-    call passes one timestep per sample or one per token."""
+    """Sizes of one call of a transformer: of the latent before it is divided into patches, and of the text in tokens.
+
+    ``timestep``: whether the call passes one timestep per sample or one per token.
+    """
 
     batch: int = 1
     frames: int = 1
@@ -35,8 +37,11 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Shape):
-    """Sizes of a small model, and of a call of it.  ``layers``: blocks of the first kind; ``singles``: of the second, if the
-    class has two.  Width is ``heads * head_dim``."""
+    """Sizes of a small model and of a call.
+
+    ``layers``: blocks of the first type.  ``singles``: blocks of the second type, if the class has two.  The width is
+    ``heads * head_dim``.
+    """
 
     layers: int = 2
     singles: int = 2
@@ -49,15 +54,15 @@ class Size(Shape):
 
     @property
     def rope(self) -> tuple[int, int, int]:
-        """Dimensions of a head by axis: half for time, a quarter each for height and width, all even."""
+        """The dimensions of a head per axis: half for time, a quarter each for height and width, all even."""
         quarter = self.head_dim // 4 // 2 * 2
         return self.head_dim - 2 * quarter, quarter, quarter
 
 
 def build_model(class_name: str, **config: Any) -> nn.Module:
-    """A model of a class of diffusers or of transformers with random weights, in evaluation mode.
+    """Build a model of a class from diffusers or transformers with random weights, in evaluation mode.
 
-    Raises ChunkflowError if one of them is not installed.
+    Raises ChunkflowError if the library is not installed.
     """
     check_installed(class_name, "diffusers")
     import diffusers

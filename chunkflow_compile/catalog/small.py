@@ -15,7 +15,7 @@ TEXT_WIDTH = 32
 
 
 def _blocks(size: Size, **own: Any) -> Config:
-    """The fields that all classes have, and a class's ``own``."""
+    """Return the fields that all classes share, and the class-specific fields ``own``."""
     sizes = {"num_layers": size.layers, "num_attention_heads": size.heads, "attention_head_dim": size.head_dim}
     return {**sizes, **own}
 
@@ -73,13 +73,13 @@ SMALL_MODELS: Mapping[str, Callable[[Size], Config]] = {
 
 
 def small_model(name: str, size: Size, seed: int = 0) -> nn.Module:
-    """A random model in evaluation mode; the same seed gives the same weights on every rank."""
+    """Build a random model in evaluation mode; the same seed gives the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return FAMILIES[name].build(SMALL_MODELS[name](size))
 
 
 def small_inputs(name: str, size: Size, seed: int) -> dict[str, Any]:
-    """Random inputs of one denoising step of ``small_model(name, size)``; the timestep depends on the seed too."""
+    """Return random inputs for one denoising step of ``small_model(name, size)``; the timestep depends on the seed, too."""
     inputs = FAMILIES[name].inputs(SMALL_MODELS[name](size), size, torch.Generator().manual_seed(seed))
     return {**inputs, "timestep": inputs["timestep"] / (1 + seed % 50)}

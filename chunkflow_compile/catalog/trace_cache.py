@@ -1,8 +1,8 @@
-"""What the planning commands have traced, in this user's cache folder, so that each model is traced once.
+"""A cache for the traces of the planning commands, in the cache folder of the user, so that each model is traced once.
 
-An entry is a file of three lines of JSON: the key, which is all that the value depends on; a digest of the value; and the
-value.  A file that is anything else, or whose key is another, is ignored and written again.  A folder that cannot be written
-means that nothing is kept.  Imports no torch until an entry is made.
+An entry is a file of three lines of JSON: the key, which contains everything that the value depends on, a digest of the
+value, and the value.  A file with any other content, or with another key, is ignored and overwritten.  If the folder
+cannot be written, nothing is cached. torch is imported only when an entry is created.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 # ``CHUNKFLOW_CACHE=0`` in the environment turns the cache off.
 VARIABLE = "CHUNKFLOW_CACHE"
-# Most bytes of all entries; those that were used last are kept.  An entry takes half a megabyte to two.
+# Maximum bytes of all entries together; the most recently used entries are kept.  An entry takes between half a megabyte
+# and two.
 MOST_BYTES = 128 << 20
-# Of the form of an entry: raised when a file of the form before could be read as another value.
+# Version of the format of an entry: raised when a file in the previous format could be misread as another value.
 _SCHEMA = 1
 
 Value = TypeVar("Value")
@@ -36,9 +37,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry(Generic[Value]):
-    """One value in the cache.  ``kind``: what it is.  ``key``: all that it depends on, but for the versions of the packages,
-    which are added.  ``write``: the value in JSON's types; ValueError for a value that cannot be kept.  ``read``: the value
-    from them."""
+    """One value in the cache.
+
+    ``kind``: what the value is.  ``key``: everything that it depends on, apart from the versions of the packages, which
+    are added.
+    ``write``: converts the value to JSON types; raises ValueError for a value that cannot be cached.  ``read``: the
+    inverse.
+    """
 
     kind: str
     key: Mapping[str, Any]
@@ -46,7 +51,7 @@ class Entry(Generic[Value]):
     read: Callable[[Any], Value]
 
     def get(self, make: Callable[[], Value]) -> Value:
-        """The value that is kept, or else the one that ``make`` returns, which is kept from then on."""
+        """Return the cached value.  If there is none, return the result of ``make``, and cache it."""
         if (found := self.find()) is not None:
             return found
         value = make()
@@ -54,19 +59,20 @@ class Entry(Generic[Value]):
         return value
 
     def find(self) -> Value | None:
-        """The value that is kept, or None."""
+        """Return the cached value, or None."""
         path = self._path
-        with contextlib.suppress(Exception):  # whatever a file holds that is no entry, it must not end a command
+        with contextlib.suppress(Exception):  # a file with unexpected content must not end a command
             if path is not None:
                 key, digest, body = path.read_text().split("\n", 2)
                 if key == self._key and digest == _digest(body):
                     value = self.read(json.loads(body))
-                    os.utime(path)  # so that it is not the first to be removed
+                    os.utime(path)  # so that it is not removed first
                     return value
         return None
 
     def keep(self, value: Value) -> None:
-        """Write the value, at once for other processes; do nothing if that is not possible."""
+        """Write the value atomically, so that other processes never see a partial file; do nothing if that is not
+        possible."""
         path = self._path
         with contextlib.suppress(OSError, ValueError):
             if path is not None:
@@ -81,7 +87,7 @@ class Entry(Generic[Value]):
 
     @property
     def _path(self) -> Path | None:
-        """None if nothing is to be kept."""
+        """The file of this entry; None if caching is disabled or not possible."""
         if os.environ.get(VARIABLE) == "0":
             return None
         with contextlib.suppress(ChunkflowError):
@@ -90,7 +96,7 @@ class Entry(Generic[Value]):
 
 
 def _versions() -> dict[str, Any]:
-    """What a trace depends on, other than the model and its sizes."""
+    """Return everything that a trace depends on apart from the model and its sizes."""
     import torch
 
     return {
@@ -102,7 +108,7 @@ def _versions() -> dict[str, Any]:
         "transformers": _version("transformers"),
         "chunkflow": chunkflow_compile.__version__,
         "source": _source_digest(),
-        # such as the backend of attention
+        # such as the attention backend
         "settings": {name: value for name, value in os.environ.items() if name.startswith("DIFFUSERS_")},
     }
 
@@ -115,7 +121,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _source_digest() -> str:
-    """A digest of the source of this package, which changes more often than its version where it is worked on."""
+    """Return a digest of this package's source, which changes more often than its version during development."""
     digest = hashlib.sha256()
     for root in _roots():
         for path in sorted(root.rglob("*.py")):
@@ -127,7 +133,7 @@ def _source_digest() -> str:
 def _roots() -> Iterator[Path]:
     from chunkflow_compile import passes
 
-    for package in (chunkflow_compile, passes):  # the passes are not inside the package in a source tree
+    for package in (chunkflow_compile, passes):  # in a source tree the passes are not inside the package
         yield from map(Path, package.__path__)
 
 
@@ -136,7 +142,7 @@ def _digest(text: str) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole: another process sees the old one or the new one."""
+    """Write a file atomically: another process sees either the old file or the new one."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
         try:
             file.write(text)
@@ -148,10 +154,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the files used longest ago, as far as all together are larger than :data:`MOST_BYTES`."""
+    """Remove the least recently used files until the others take at most :data:`MOST_BYTES`."""
     found = list[tuple[float, str, int]]()
     for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed it
             state = path.stat()
             found.append((state.st_mtime, path.name, state.st_size))
     total = 0

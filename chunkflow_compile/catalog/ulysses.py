@@ -16,7 +16,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.groups import group_of
 from chunkflow_compile.weights.modules import hooks_of
 
-# The input of a transformer that plans of diffusers split only if it has a value per token.
+# The input of a transformer that the plans of diffusers split only if it has one value per token.
 _TIMESTEP = "timestep"
 
 
@@ -24,17 +24,18 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
     """Split the sequence of a diffusers transformer over ``degree`` ranks; return ``model``.
 
     torch.distributed must be initialised.  Without ``group``, every rank calls this, and the ranks are split into
-    consecutive groups: 0 to degree - 1, and so on.  ``group``: the ranks that share a sequence, this one among them, as
-    a process group or as one dimension of a DeviceMesh (``mesh["ulysses"]``); ``degree`` may then be left out.  Ranks of
-    other groups may hold other models.  Two dimensions, ``mesh["ring", "ulysses"]``, split attention both ways.  A degree of
-    1 leaves the model as it is.
+    consecutive groups: 0 to degree - 1, and so on.  A degree of 1 leaves the model unchanged.
+    ``group``: the ranks that share a sequence, this one among them, as a process group or as one dimension of a
+    DeviceMesh (``mesh["ulysses"]``); ``degree`` may then be omitted.  Ranks of other groups may use other models.  With
+    two dimensions, ``mesh["ring", "ulysses"]``, attention is split both ways.
 
-    Calls ``model.enable_parallelism`` with a plan that traces into one graph.  The model need not have been called
-    before, because one that does not fit the device could not be.  Raises ChunkflowError, before it waits for another
-    rank, if there is no process group, if the degree does not divide the number of ranks or is not that of the group, if
-    this rank is not in the group, if the degree does not divide the number of attention heads, or if the model cannot be
-    split or is split already.  A call whose tokens the degree does not divide raises the AssertionError of diffusers, under
-    ``fullgraph=True`` inside an error of Dynamo.
+    Calls ``model.enable_parallelism`` with a plan that can be traced into one graph.  The model need not have been called
+    before, because a model that does not fit on the device could not be.
+    Raises ChunkflowError, before it waits for another rank, in these cases: there is no process group, the degree does
+    not divide the number of ranks or differs from the size of the group, this rank is not in the group, the degree does
+    not divide the number of attention heads, or the model cannot be split or is split already.
+    If the degree does not divide the number of tokens of a call, the call raises the AssertionError of diffusers; with
+    ``fullgraph=True`` it is inside an error of Dynamo.
     """
     degree = _checked_degree(degree, group)
     if degree == 1:
@@ -45,8 +46,8 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
         # The last gather of a model calls this function, and Dynamo does not trace into torch._utils before 2.13.
         torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
     config = _ring_and_ulysses(model, group) if _has_ring(group) else _ulysses(degree, group)
-    # Without an accelerator, diffusers (0.42) divides by the number of devices, 0.  During this call, the model's own
-    # resolver is shadowed by one that needs no device.
+    # Without an accelerator, diffusers (0.42) divides by the number of devices, which is 0.  During this call, the
+    # model's own resolver is therefore replaced by one that needs no device.
     if not torch.accelerator.is_available():
         model.__dict__["_resolve_parallel_config"] = lambda config: _resolve_on_cpu(model, config)
     try:
@@ -61,9 +62,9 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
 
 
 def _split_timesteps(model: Any) -> None:
-    """Split one timestep per token (Wan2.2 5B) as the tokens are, and leave one per sample whole.
+    """Split the timestep like the tokens if there is one per token (Wan2.2 5B); keep it whole if there is one per sample.
 
-    The hook of diffusers for this split warns of one per sample, and a warning breaks the graph.
+    The hook of diffusers for this split warns if there is one per sample, and a warning breaks the graph.
     """
     from diffusers.hooks.context_parallel import ContextParallelSplitHook
     from diffusers.hooks.hooks import HookRegistry
@@ -87,7 +88,7 @@ def _ulysses(degree: int, group: Any) -> Any:
     from diffusers import ContextParallelConfig
 
     ranks = _group_of(degree) if group is None else _process_group(group)
-    mesh: Any = _Sequence(DeviceMesh.from_group(ranks, _device_type(), mesh_dim_names=("ulysses",)))
+    mesh: Any = _SingleGroupMesh(DeviceMesh.from_group(ranks, _device_type(), mesh_dim_names=("ulysses",)))
     return ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
 
 
@@ -96,7 +97,8 @@ def _has_ring(group: Any) -> bool:
 
 
 def _ring_and_ulysses(model: nn.Module, mesh: DeviceMesh) -> Any:
-    """Raises ChunkflowError if the model's attention cannot go round a ring."""
+    """Return a configuration for both dimensions.  Raises ChunkflowError if the model's attention does not support ring
+    attention."""
     from diffusers import ContextParallelConfig
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
@@ -114,27 +116,28 @@ def _ring_and_ulysses(model: nn.Module, mesh: DeviceMesh) -> Any:
 
 
 def _group_of(degree: int) -> dist.ProcessGroup:
-    """The process group of this rank, if the ranks are split into consecutive groups of ``degree``.
+    """Return the process group of this rank if the ranks are split into consecutive groups of ``degree``.
 
-    Every rank must call it.  The groups are created once, however many models are split over them.
+    Every rank must call this.  The groups are created once, even if several models are split over them.
     """
     wanted = f"chunkflow ulysses {degree}"
-    groups: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map  # those of this rank
+    groups: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map  # the groups of this rank
     for group in groups:
         if group.group_desc == wanted:
             return group
-    # this sets the device, if none is set
+    # this also sets the device if none is set
     world = init_device_mesh(_device_type(), (dist.get_world_size(),)).get_group()
     if degree == world.size():
         return world
-    # ranks of a group give up after the time that the user chose for all of them
+    # ranks of the group use the timeout that the user chose for all ranks
     timeout = None if (all_ranks := group_of()) is None else all_ranks.timeout
     mine: dist.ProcessGroup = dist.new_subgroups(degree, timeout=timeout, group_desc=wanted)[0]
     return mine
 
 
 def _checked_degree(degree: int | None, group: Any) -> int:
-    """The degree.  Raises ChunkflowError if this rank cannot be split so; other ranks are not asked."""
+    """Return the degree.  Raises ChunkflowError if this rank cannot be split over it; does not communicate with other
+    ranks."""
     if degree is None and group is None:
         raise ChunkflowError(
             "enable_ulysses needs a degree, the number of ranks that share a sequence, or their group."
@@ -166,7 +169,8 @@ def _checked_degree(degree: int | None, group: Any) -> int:
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:
-    """The process group of what the user calls a group.  Raises ChunkflowError if it is none that this rank is in."""
+    """Return the process group for the user's ``group`` argument.  Raises ChunkflowError if it is not a group with this
+    rank in it."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             named = [f"mesh[{name!r}]" for name in group.mesh_dim_names or ()] or ["a mesh with mesh_dim_names"]
@@ -184,7 +188,7 @@ def _process_group(group: Any) -> dist.ProcessGroup:
         )
     try:
         ranks = dist.get_process_group_ranks(group)
-    except (KeyError, ValueError) as error:  # torch no longer knows it
+    except (KeyError, ValueError) as error:  # the group was destroyed
         raise ChunkflowError(
             "enable_ulysses: the group has ended: destroy_process_group was called after it was created. Create it again."
         ) from error
@@ -200,10 +204,10 @@ def _not_in(ranks: Collection[int]) -> ChunkflowError:
     )
 
 
-class _Sequence:
-    """What diffusers asks of a mesh of (1, degree) ranks, ring and Ulysses, where there is one process group.
+class _SingleGroupMesh:
+    """The part of a mesh of (1, degree) ranks, ring and Ulysses, that diffusers uses, with one process group.
 
-    A real mesh would create groups for the ring and for both dimensions together, on all ranks of the job.
+    A real mesh would create groups for the ring and for both dimensions combined, on all ranks of the job.
     """
 
     def __init__(self, ulysses: DeviceMesh) -> None:
@@ -216,14 +220,14 @@ class _Sequence:
         return self._ulysses
 
     def get_local_rank(self) -> int:
-        """That in the ring."""
+        """The rank in the ring dimension."""
         return 0
 
 
 def _check_heads(model: nn.Module, degree: int) -> None:
-    """Raise ChunkflowError if the heads of an attention of the model cannot be split over ``degree`` ranks."""
+    """Raise ChunkflowError if the heads of an attention layer cannot be split over ``degree`` ranks."""
     for name, module in model.named_modules():
-        splits = hasattr(getattr(module, "processor", None), "_parallel_config")  # the attention that diffusers splits
+        splits = hasattr(getattr(module, "processor", None), "_parallel_config")  # only attention that diffusers splits
         for kind in ("heads", "kv_heads") if splits else ():
             heads = getattr(module, kind, None)
             if isinstance(heads, int) and heads % degree:
@@ -235,18 +239,19 @@ def _check_heads(model: nn.Module, degree: int) -> None:
 
 
 def _look_up_arguments(metadata: Any) -> None:
-    """Look up the positions of the arguments that a hook splits before the first call: Dynamo does not trace that."""
+    """Look up the positions of the arguments that a hook splits, before the first call, because Dynamo cannot trace the
+    lookup."""
     if metadata is not None and metadata.cached_parameter_indices is None:
         names = list(inspect.signature(metadata._cls.forward).parameters)[1:]  # without self
         metadata.cached_parameter_indices = {name: i for i, name in enumerate(names)}
 
 
 def parallel_plan(model: nn.Module) -> dict[str, Any]:
-    """How a model's sequence is split and gathered, as a ``cp_plan`` of diffusers.
+    """Return how a model's sequence is split and gathered, in the format of ``cp_plan`` in diffusers.
 
-    diffusers' own plan, with two changes.  HunyuanVideo has none, so one is defined here.  Wan's plan also splits the
-    timestep, which :func:`_split_timesteps` does instead.  Raises ChunkflowError if the model cannot be split, or is split
-    already.
+    This is diffusers' own plan with two changes.  HunyuanVideo has no plan, so one is defined here.  Wan's plan also
+    splits the timestep, which :func:`_split_timesteps` does instead.  Raises ChunkflowError if the model cannot be split,
+    or is split already.
     """
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 

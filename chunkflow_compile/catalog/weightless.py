@@ -1,4 +1,4 @@
-"""Tracing without weights: fake tensors, and any number of ranks in one process."""
+"""Tracing without weights: with fake tensors, and for any number of ranks in one process."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def trace_without_weights(
 ) -> Traced:
     """Trace one call on one rank, of the model and keyword arguments that ``build`` returns.
 
-    There are ``degree`` ranks for each of ``cfg_parallel`` branches of classifier-free guidance, which are exchanged at
-    the end of the call if there are two.  ``build`` runs with fake tensors, in a process group of all ranks that does
-    nothing; a model with ``enable_parallelism`` is split over the first ``degree``.  ``dtype``: that of the parameters.
-    Raises ChunkflowError if there is a process group already, or if collectives of the model are of both branches.
+    There are ``degree`` ranks for each of ``cfg_parallel`` branches of classifier-free guidance; two branches are
+    exchanged at the end of the call.  ``build`` runs with fake tensors, in a fake process group of all ranks; a model
+    with ``enable_parallelism`` is split over the first ``degree``.  ``dtype``: the dtype of the parameters.
+    Raises ChunkflowError if there is a process group already, or if a collective of the model spans both branches.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_ranks(degree * cfg_parallel), torch.no_grad():
-        with fake, default_dtype(dtype):  # fake parameters cannot be converted afterwards
+        with fake, default_dtype(dtype):  # fake parameters cannot be converted to another dtype afterwards
             model, inputs = build()
         if degree > 1 and hasattr(model, "enable_parallelism"):
-            enable_ulysses(model, degree)  # not under fake: a device mesh reads real tensors
+            enable_ulysses(model, degree)  # outside the fake mode, because a device mesh reads real tensors
         pair = None
         if cfg_parallel > 1:
             pair = dist.new_group([branch * degree for branch in range(cfg_parallel)])
@@ -62,7 +62,7 @@ def trace_without_weights(
 
 
 def load_build(name: str) -> Build:
-    """The function of ``file.py:function``.  Raises ChunkflowError if there is no such file or function."""
+    """Return the function named by ``file.py:function``.  Raises ChunkflowError if there is no such file or function."""
     path, _, function = name.rpartition(":")
     if Path(name).is_file():
         raise ChunkflowError(f"{name} is a file: name the function in it that returns the model, as {name}:function.")
@@ -96,7 +96,7 @@ def load_build(name: str) -> Build:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the dtype in which parameters are created."""
+    """A context in which parameters are created in ``dtype``."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -107,7 +107,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_ranks(degree: int) -> Iterator[None]:
-    """A process group of ``degree`` ranks that does nothing, for tracing only."""
+    """A context with a fake process group of ``degree`` ranks that transfers nothing, for tracing only."""
     if degree == 1 and dist.is_initialized():
         yield
         return

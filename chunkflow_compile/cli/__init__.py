@@ -1,5 +1,5 @@
-"""The command line, one file per command: arguments come in; tables, JSON and an exit code go out.
+"""The command line, with one file per command.  A command takes arguments, prints tables or JSON, and returns an exit code.
 
-Read main.py (exit codes), parsers.py (all arguments, without torch; arguments.py has those that commands share), output.py
-(stdout, stderr, --json) and target.py (the model and machine that most commands take) first, then any command.
+Start with main.py (exit codes), parsers.py (all arguments, without torch), arguments.py (arguments that several commands
+share), output.py (stdout, stderr, --json) and target.py (the model and the machine that most commands take).
 """

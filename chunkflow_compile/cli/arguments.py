@@ -1,4 +1,4 @@
-"""Arguments that several commands share.  Imports no torch, as ``parsers`` does not."""
+"""Arguments that several commands share.  Does not import torch, like ``parsers``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from chunkflow_compile.catalog.sizes import Quantisation
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, ExchangeGroups, Yield
 from chunkflow_compile.units import enough
 
-# The machine that commands plan for where none is named and there is no GPU.
+# The machine that commands plan for if no machine is named and there is no GPU.
 DEFAULT_MACHINE = "rtx-4090-pcie"
-# What the values of --pack, --peers and --hoist mean.
+# The values of --pack, --peers and --hoist as values of the options.
 FORMS: dict[str, Literal[False, True, "auto"]] = {"no": False, "yes": True, "auto": "auto"}
 KERNELS = ("cudnn", "fa3", "fa2", "efficient")
 _TUNING = {
@@ -32,7 +32,8 @@ SIZES = {
 def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_blocks: bool = False) -> None:
     """Add the options of the model and the machine.
 
-    ``or_plan``: accept a plan file instead of a model.  ``or_blocks``: accept its blocks as a cycle, and weights on the SSD.
+    ``or_plan``: whether to accept a plan file instead of a model.  ``or_blocks``: whether to add the options for planning
+    the blocks as a cycle, and for weights on the SSD.
     """
     add, models = parser.add_argument, f"{', '.join(PRESETS)}, or file.py:function for your own"
     parser.set_defaults(regional=False, host_memory=None, drive=None, disable_pass=(), hoist="no")
@@ -90,19 +91,19 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
         "the machine to plan for: a profile that chunkflow hardware lists, a JSON file, or measured (default: this "
         f"machine's GPU, or {DEFAULT_MACHINE} where there is none)"
     )
-    parser.set_defaults(hardware_note="")  # which machine was chosen, see machine.py
+    parser.set_defaults(hardware_note="")  # says which machine was chosen, see machine.py
     parser.add_argument("--hardware", metavar="HW", help=profiles)
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
-    """Add what the machine runs a region with, which decides the cost of a step."""
+    """Add the options for the kernels that run a region, because they determine the cost of a step."""
     kernel = "attention kernel (default auto: the one that torch chooses on this machine)"
     parser.add_argument("--attention", choices=("auto", *KERNELS), default="auto", help=kernel)
     add_lowering(parser)
 
 
 def add_sizes(parser: argparse.ArgumentParser, names: Iterable[str], title: str) -> argparse._ArgumentGroup:
-    """Add the sizes of a preset; ``sizes_given`` reads them."""
+    """Add options for the sizes of a preset; ``sizes_given`` reads them."""
     group = parser.add_argument_group(title)
     for name in names:
         group.add_argument(f"--{name}", type=int, metavar="N", help=SIZES[name])
@@ -110,12 +111,12 @@ def add_sizes(parser: argparse.ArgumentParser, names: Iterable[str], title: str)
 
 
 def sizes_given(arguments: argparse.Namespace) -> dict[str, int]:
-    """The sizes that a user has set, by their names."""
+    """The sizes that the user has set, by name."""
     return {name: value for name, value in vars(arguments).items() if name in SIZES and value is not None}
 
 
 def add_pack(parser: argparse.ArgumentParser) -> None:
-    """Add the option of packed weights; ``FORMS`` has what its values mean."""
+    """Add the option for packed weights; ``FORMS`` translates its values."""
     which = (
         "compress bfloat16 weights without loss, to three quarters of their size; yes: all that can be; auto: those that "
         "make a step within the budget faster (default no)"
@@ -124,7 +125,7 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
 
 
 def add_hoist(parser: argparse.ArgumentParser) -> None:
-    """Add the option of hoisted products; ``FORMS`` has what its values mean."""
+    """Add the option for hoisted products; ``FORMS`` translates its values."""
     which = (
         "compute what no latent reaches, such as modulations by the timestep, once for many steps, so that its weights are "
         "not copied in each; auto: if a step is then shorter (default no)"
@@ -133,7 +134,7 @@ def add_hoist(parser: argparse.ArgumentParser) -> None:
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:
-    """Add the option of blocks in slices."""
+    """Add the option for running blocks in slices."""
     which = (
         "split the tokens of each block into K slices, one after the other, so that fewer bytes of activations are on the "
         "GPU at a time; auto: as few as --memory needs, 1 to 16 (default auto)"
@@ -156,7 +157,7 @@ def _groups(text: str) -> ExchangeGroups:
 
 
 def _slices(text: str) -> int | Literal["auto"]:
-    """A value of --split.  Raises argparse's error for any other."""
+    """Parse a value of --split.  Raises argparse.ArgumentTypeError if it is invalid."""
     if text == "auto":
         return "auto"
     if not text.isdecimal() or int(text) < 1:
@@ -166,10 +167,10 @@ def _slices(text: str) -> int | Literal["auto"]:
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
     which = "inductor compiles the model (default); eager does not, so it starts at once and needs no C++ compiler"
-    choices = ("inductor", "eager")  # tensorrt has never run, so it is in no comparison
+    choices = ("inductor", "eager")  # tensorrt is untested, so it is not offered for comparisons
     parser.add_argument("--lowering", choices=choices, default="inductor", help=which)
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the option ``--json``, the same for every command; ``what`` it writes."""
+    """Add the option ``--json``, which is the same for every command.  ``what``: description of the output."""
     parser.add_argument("--json", metavar="FILE", help=f"write {what} to FILE as JSON; -: to stdout, without tables")

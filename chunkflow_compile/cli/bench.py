@@ -1,4 +1,4 @@
-"""``chunkflow bench``: policies side by side, measured and predicted."""
+"""``chunkflow bench``: compares policies, measured and predicted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .output import say, write_json
 
 # At this load, streaming takes ten times as long as the resident step, which is too slow to be of use.
 MOST_LOAD = 10.0
-# Slack for processors that are a tenth as fast at times.
+# Enough slack for processors that sometimes run at a tenth of their speed.
 MOST_PACE = 10.0
 
 
@@ -80,7 +80,7 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 
 def _check_device(arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:
-    """Raise ChunkflowError for arguments and arms that do not fit the device."""
+    """Raise ChunkflowError for arguments and arms that the device does not support."""
     if arguments.device == "cuda":
         check_device(torch.device("cuda"))
         if arguments.bandwidth or arguments.load or arguments.one_port or arguments.order != "fair":

@@ -1,4 +1,4 @@
-"""``chunkflow calibrate``: measures this machine into a hardware profile."""
+"""``chunkflow calibrate``: measures this machine and writes a hardware profile."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _why_no_pulls(profile: Hardware) -> str:
-    """Why ranks do not pull from each other, empty if they do or if none were measured."""
+    """Why ranks do not pull from each other; empty if they do, or if this was not measured."""
     how = profile.sources["peer_bandwidth"]
     return "" if profile.peer_bandwidth or how.startswith("not measured") else how.removeprefix("0: ")
 

@@ -1,4 +1,4 @@
-"""``chunkflow simulate --sweep-ulysses``: the step and the memory by Ulysses degree, and which degree to take."""
+"""``chunkflow simulate --sweep-ulysses``: step time and memory by Ulysses degree, and a recommended degree."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from .machine import choose_hardware, note_hardware
 from .output import say, write_json
 from .target import load_and_plan
 
-# A higher degree pays if its ranks do at least this share of what they would do on generations of their own.
+# A higher degree is recommended only if the throughput per rank is at least this share of the throughput at the lowest
+# degree.
 ENOUGH = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Degree:
-    """A step at a degree.  ``collective_s``: of it, in collectives that compute waits for.  Bytes of weights of one rank on
-    its device, and of the copy in host memory that the ranks near a NUMA node share."""
+    """A step at a Ulysses degree.  ``collective_s``: seconds of the step in which compute waits for collectives.
+    ``device_bytes``: bytes of weights on the device of a rank.  ``host_bytes``: bytes of weights in host memory, in the
+    copy that the ranks of a NUMA node share."""
 
     degree: int
     step_s: float
@@ -32,12 +34,12 @@ class Degree:
     host_bytes: int
 
     def share(self, base: Degree) -> float:
-        """Steps of a rank in the time of one at the degree of ``base``, per step of a rank there."""
+        """The throughput per rank, relative to the throughput per rank at the degree of ``base``."""
         return base.step_s * base.degree / (self.step_s * self.degree)
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    """Plan for each degree, and print the table and the sentence."""
+    """Plan for each degree, and print the recommendation and the table."""
     numbers = _degrees(arguments.sweep_ulysses)
     if arguments.ulysses != 1 or arguments.policy != "all":
         raise ChunkflowError(
@@ -47,8 +49,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     note_hardware(arguments)
     progress = Progress(2 * len(numbers))
     degrees, work = list[Degree](), dict[int, int]()
-    for degree in reversed(numbers):  # the highest is the one that may not divide the heads
-        # fewer ranks than nodes, as that of degree 1, are one on each
+    for degree in reversed(numbers):  # begin with the highest, which is most likely not to divide the heads
+        # if there are fewer ranks than nodes, as at degree 1, each is on its own node
         nodes, peers = min(degree, arguments.nodes), arguments.peers if degree > 1 else "no"  # one rank has no peers
         given = argparse.Namespace(**{**vars(arguments), "ulysses": degree, "nodes": nodes, "peers": peers})
         target, plan = load_and_plan(given, progress)
@@ -87,7 +89,8 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def recommended(degrees: Sequence[Degree]) -> str:
-    """One sentence: the fastest of the degrees that pay, and what the fastest of all costs."""
+    """A sentence that recommends the fastest degree with at least the share ``ENOUGH``, and shows the cost of the fastest
+    degree of all."""
     base = degrees[0]
     best = min((d for d in degrees if d.share(base) >= ENOUGH), key=lambda d: d.step_s)
     fastest = min(degrees, key=lambda d: d.step_s)
@@ -106,8 +109,8 @@ def _share(degree: Degree, base: Degree) -> str:
 
 
 def _note_undivided(model: str, work: Mapping[int, int]) -> None:
-    """Print a note on stderr if a rank of the highest degree has no fewer FLOPs than one of the lowest: a function that makes
-    the same inputs at each degree plans a larger problem at a higher one."""
+    """Print a note on stderr if a rank has at least as many FLOPs at the highest degree as at the lowest.  Then the user's
+    function makes the same inputs at each degree, so the whole problem is larger at a higher degree."""
     low, high = min(work), max(work)
     if low < high and work[high] >= work[low]:
         print(
@@ -118,7 +121,7 @@ def _note_undivided(model: str, work: Mapping[int, int]) -> None:
 
 
 def _degrees(text: str) -> list[int]:
-    """The degrees of a list, ascending.  Raises ChunkflowError if it is none."""
+    """Parse a list of degrees and sort it in ascending order.  Raises ChunkflowError if it is not a list of degrees."""
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:

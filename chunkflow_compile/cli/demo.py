@@ -1,4 +1,5 @@
-"""``chunkflow demo``: weight streaming on two ranks, over a nearly full link and over one with time to spare."""
+"""``chunkflow demo``: weight streaming on two ranks, over an emulated link that is nearly full and over one with time to
+spare."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _ARMS: Mapping[str, str] = {
     "layerwise": "copies the whole next block of weights while a block computes.",
     "chunkflow": "copies chunks of weights at the times that its plan has chosen.",
 }
-# By regime: its title, and what to compare.
+# The title of each regime.
 _TITLES: Mapping[str, str] = {
     "contention": "A PCIe link that is nearly full",
     "compute-rich": "A PCIe link with time to spare",
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     if dump is None:
         say(arguments, f"\nNo file is kept. To keep the programs and a picture:\n  {called('demo', '--dump', 'demo')}")
     else:
-        program = ranks[0].arms["chunkflow"].program  # of the regime that was measured last
+        program = ranks[0].arms["chunkflow"].program  # the program of the regime that was measured last
         _say_kept(arguments, dump, results, None if program is None else program.folder)
     bodies = {name: result.record.body for name, result in results.items()}
     write_json(arguments, {**bodies["compute-rich"], "regimes": bodies})
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _say_kept(
     arguments: argparse.Namespace, dump: Path, results: Mapping[str, BenchRecord], program: Path | None
 ) -> None:
-    """Draw the picture into ``dump``, and say what is there.  ``program``: the folder of a program."""
+    """Draw the picture into ``dump``, and print the paths of the picture and the program.  ``program``: folder of the
+    program."""
     try:
         draw_regimes({name: result.record for name, result in results.items()}, dump / _PICTURE)
         say(arguments, f"\npicture: {dump / _PICTURE}")
@@ -87,7 +89,8 @@ def _say_kept(
 
 
 def _figures(result: BenchRecord, busy: bool) -> str:
-    """The figures of a regime, one column per arm.  Without ratios if the machine was busy."""
+    """A table of the figures of a regime, one column per arm.  ``busy``: whether the machine was busy; then ratios are left
+    out."""
     arms = result.record.arms
     rows = [["step", *(seconds(arm.step_s) for arm in arms.values())]]
     if not busy:
@@ -126,7 +129,7 @@ def _conditions(job: Job, result: BenchRecord) -> str:
 def _meaning(results: Mapping[str, BenchRecord], busy: Mapping[str, str]) -> str:
     """The explanation below the figures of all regimes, and each result in one sentence.
 
-    ``busy``: by regime, a clause that says how other work disturbed it, or an empty one.
+    ``busy``: by regime, a clause that describes the disturbance by other processes; empty if there was none.
     """
     width = max(map(len, _ARMS)) + 3
     arms = [f"{f'  {name}':{width}} {meaning}" for name, meaning in _ARMS.items()]
@@ -162,5 +165,5 @@ def _finding(result: BenchRecord, busy: bool) -> str:
 
 
 def _filled(text: str) -> str:
-    """``text`` in lines of at most COLUMNS characters; a longer word, such as a path, gets a line of its own."""
+    """``text`` in lines of at most COLUMNS characters; a longer word, such as a path, is put on a separate line."""
     return textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False)

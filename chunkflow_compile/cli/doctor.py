@@ -1,4 +1,4 @@
-"""``chunkflow doctor``: this machine, what is missing, and how to get it."""
+"""``chunkflow doctor``: describes this machine, what is missing on it, and how to get it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import why_not_tensorrt
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.report.health import Finding, copy_rates, engines, findings, health_table, room_for
+from chunkflow_compile.report.health import Finding, copy_rates, engines, findings, health_table, host_memory_for
 
 from .output import called, say, write_json
 
@@ -27,14 +27,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         ranks = arguments.ranks
         read_time = ReadTime.here(weight_bytes(arguments.model))
-        listed += (room_for(arguments.model, read_time, ranks, machine.memory, machine.host_copies(ranks)),)
+        listed += (host_memory_for(arguments.model, read_time, ranks, machine.memory, machine.host_copies(ranks)),)
     say(arguments, health_table(listed))
     write_json(arguments, listed)
     return 1 if any(f.verdict == "missing" for f in listed) else 0
 
 
 def _profile(machine: Machine) -> Hardware | None:
-    """That of the first card, or what was measured on a machine without one; None if there is none, or it is damaged."""
+    """The profile of the first GPU or, without a GPU, the profile that was measured on this machine.  None if there is no
+    profile, or if it is damaged."""
     try:
         name = profile_of_card(machine.gpus[0].name) if machine.gpus else MEASURED if machine.profile else None
         return None if name is None else load_profile(name)

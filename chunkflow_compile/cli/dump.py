@@ -1,4 +1,4 @@
-"""``chunkflow dump``: the program at every stage of compilation, as text, files and differences."""
+"""``chunkflow dump``: the program at every stage of compilation, as text, files and diffs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out:  # before tracing, so that an unwritable folder fails early
         hardware = options_of(arguments).profile()
         writer = StageWriter(Path(arguments.out), hardware, annotate=arguments.annotate)
-    progress = Progress(1 + STAGES.index(last) + 1)  # the tracing and each stage
+    progress = Progress(1 + STAGES.index(last) + 1)  # tracing, and each stage
     target = load_target(arguments, progress, graph=True)
     traced, settings, pieces = _shown(arguments, target)
     run_to_last = stages(traced, settings, pieces=pieces, verify_each=arguments.verify_each, last=last)
@@ -60,20 +60,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shown(arguments: argparse.Namespace, target: Target) -> tuple[Traced, Settings, Cut | None]:
-    """The graph that is shown, its settings, and its cut if that is made already: the preamble, or what a step runs."""
+    """The graph to show (the preamble, or the graph that a step runs), its settings, and its cut if it was made already."""
     hoisting = target.hoisting
     if arguments.preamble:
         if hoisting is None:
             raise ChunkflowError("--preamble: nothing is hoisted. Give --hoist too, or leave it out.")
         return hoisting.halves.preamble, hoisting.preamble, hoisting.preamble_cut
-    pieces = target.cut if target.settings.goal.pack else None  # refuses a model of which no weight can be packed
+    pieces = target.cut if target.settings.goal.pack else None  # raises an error if no weight can be packed
     if hoisting is None:
         return target.traced, target.settings_of_cut, pieces
     return hoisting.halves.main, hoisting.main, pieces
 
 
 def _show(arguments: argparse.Namespace, target: Target, finished: list[Stage], writer: StageWriter | None) -> None:
-    """Print or write the stages, also of a run that failed: they show what led to the failure."""
+    """Print or write the stages, even if the run failed: they show the state before the failure."""
     heading = target.heading_of(arguments.preamble)
     if writer is None:
         stage = finished[-1]
@@ -91,7 +91,7 @@ def _show(arguments: argparse.Namespace, target: Target, finished: list[Stage], 
 
 
 def _last(arguments: argparse.Namespace) -> StageName:
-    """The stage to stop after.  Raises ChunkflowError if there is none of that name, or if its pass is disabled."""
+    """The stage to stop after.  Raises ChunkflowError if there is no stage of this name, or if its pass is disabled."""
     name = arguments.stage or STAGES[-1]
     for stage in STAGES:
         if stage == name:

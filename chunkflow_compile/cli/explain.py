@@ -1,4 +1,4 @@
-"""``chunkflow explain``: what limits a step, after a run."""
+"""``chunkflow explain``: explains, after a run, what limits a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured_folder(folder: Path) -> Path:
-    """The folder itself if it holds a plan, else the newest measured cycle in it of the lowest rank, or program."""
+    """The folder itself if it contains a plan.  Otherwise, in the subfolders of the lowest rank, the newest measured cycle
+    or, if there is none, program."""
     if not folder.is_dir():
         raise ChunkflowError(f"There is no folder {folder}: use the one that options={{'dump': DIR}} names.")
     if (folder / PLAN_FILE).exists():
@@ -41,7 +42,7 @@ def _measured_folder(folder: Path) -> Path:
 
 
 def _newest_first(folder: Path) -> tuple[int, bool, float]:
-    """By rank; cycles first, by when they were measured; then programs by number.  The newest comes first."""
+    """A sort key: by rank; then cycles by the time of their measurement, and programs by number, newest first."""
     rank, _, name = folder.name.removeprefix("rank").partition("_")
     newest = float(name) if name.isdigit() else (folder / MEASURED_FILE).stat().st_mtime
     return int(rank) if rank.isdigit() else 1 << 30, not name.startswith("cycle"), -newest

@@ -1,4 +1,4 @@
-"""The machine that a command plans for: the one that the user names, this machine's GPU, or the default."""
+"""The machine that a command plans for: the one named by the user, this machine's GPU, or the default."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .arguments import DEFAULT_MACHINE
 
 
 def choose_hardware(arguments: argparse.Namespace) -> None:
-    """Set ``--hardware``, if the user has not: to the profile of this machine's GPU, or else to DEFAULT_MACHINE."""
+    """Set ``--hardware``, unless the user has set it, to the profile of this machine's GPU or, without a GPU, to
+    DEFAULT_MACHINE."""
     if arguments.hardware is not None:
         return
     arguments.hardware, why = _of_this_machine()
@@ -25,19 +26,19 @@ def choose_hardware(arguments: argparse.Namespace) -> None:
 
 
 def note_hardware(arguments: argparse.Namespace) -> None:
-    """Print on stderr, once, which machine was chosen and why, unless the user has named it."""
+    """Print once on stderr which machine was chosen and why, unless the user has named it."""
     if arguments.hardware_note:
         print(arguments.hardware_note, file=sys.stderr)
         arguments.hardware_note = ""
 
 
 def _of_this_machine() -> tuple[str, str]:
-    """The name of a profile, and why it was chosen."""
+    """The name of the chosen profile, and the reason for the choice."""
     if not torch.cuda.is_available():
         return DEFAULT_MACHINE, "the default without a GPU; chunkflow hardware lists others"
     card = torch.cuda.get_device_name()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a card has no profile: the note says so
+        warnings.simplefilter("ignore")  # about a GPU without a profile: the note mentions it
         name = default_profile(torch.device("cuda", torch.cuda.current_device()))
     if name == MEASURED:
         return name, f"calibrated on this machine's {card}"
@@ -47,9 +48,10 @@ def _of_this_machine() -> tuple[str, str]:
 
 
 def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
-    """The machine with the attention kernel and the number of nodes that the user has set.
+    """The hardware with the attention kernel and the number of nodes that the user has set.
 
-    Raises ChunkflowError if it has no rate for the kernel, or if the nodes do not divide the ranks.
+    Raises ChunkflowError if the profile has no rate for the kernel, or if the ranks cannot be divided evenly over the
+    nodes.
     """
     if arguments.attention != "auto":
         hardware = hardware.attending_by(arguments.attention)

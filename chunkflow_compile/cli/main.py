@@ -1,4 +1,4 @@
-"""``chunkflow``: parses the command line and calls one command."""
+"""``chunkflow``: parses the command line and runs a command."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.  Return 0 if all is well, 1 on a finding, 2 on bad use, 130 if interrupted."""
+    """Run a command.  Return 0 on success, 1 on a finding, 2 for invalid arguments, 130 if interrupted."""
     given = sys.argv[1:] if argv is None else argv
     if said := _misspelt(given):
         print(f"chunkflow: {said}", file=sys.stderr)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_json(arguments)
         with quiet_imports():
-            with importing_torch():  # most commands do
+            with importing_torch():  # most commands import it
                 command = importlib.import_module(f"chunkflow_compile.cli.{arguments.command}")
             code = int(command.run(arguments))
         sys.stdout.flush()
@@ -84,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_options(said: str, options: Sequence[str]) -> str:
-    """The text of an error that names arguments of Python, with the options of the command for them: the packages below know
-    ``memory='4GiB'``, and the user has written ``--memory 4GiB``."""
+    """The text of an error with Python arguments replaced by command-line options: errors from the library name
+    ``memory='4GiB'``, but the user has written ``--memory 4GiB``."""
     names = {option.strip("-").replace("-", "_"): option for option in options}
 
     def option(match: re.Match[str]) -> str:
@@ -96,7 +96,7 @@ def _with_options(said: str, options: Sequence[str]) -> str:
 
 
 def _misspelt(argv: Sequence[str]) -> str:
-    """That the command of a command line does not exist, and which is meant; empty if it does, or if none is named."""
+    """A message for a command that does not exist, with a suggestion; empty if the command exists or none is given."""
     name = next(iter(argv), "")
     if name.startswith("-") or name in ("", *COMMANDS):
         return ""
@@ -106,7 +106,8 @@ def _misspelt(argv: Sequence[str]) -> str:
 
 
 def _unknown(words: Sequence[str], arguments: argparse.Namespace) -> str:
-    """That a command does not take the first of ``words``, and which of its options is meant."""
+    """A message for an argument that a command does not take, with a suggestion.  ``words``: unknown arguments, of which
+    the first is reported."""
     command = "chunkflow" if arguments.command is None else f"chunkflow {arguments.command}"
     name = words[0].partition("=")[0]
     if not name.startswith("-"):
@@ -137,13 +138,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Help in lines of at most PROSE_WIDTH characters, however wide the terminal is."""
-    columns = shutil.get_terminal_size().columns - 2  # as argparse does
+    """A help formatter with lines of at most PROSE_WIDTH characters, even on wider terminals."""
+    columns = shutil.get_terminal_size().columns - 2  # like argparse
     return argparse.RawDescriptionHelpFormatter(prog, width=max(40, min(columns, PROSE_WIDTH)))
 
 
 def _listed() -> str:
-    """The commands by audience, a line for each."""
+    """The commands by audience, one line per command."""
     parts = []
     for title, names in AUDIENCES.items():
         parts.append("\n".join([f"{title}:", *(f"  {name:10} {COMMANDS[name].summary}" for name in names)]))

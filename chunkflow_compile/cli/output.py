@@ -1,4 +1,4 @@
-"""Output of the commands: tables on stdout, JSON in a file or on stdout instead, progress on stderr."""
+"""Output of the commands: tables on stdout, JSON to a file or (instead of tables) to stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ STDOUT = "-"
 
 
 def check_json(arguments: argparse.Namespace) -> None:
-    """Check the file of ``--json`` before any work.  Raises ChunkflowError if it cannot be written."""
+    """Check the file given by ``--json`` before any work starts.  Raises ChunkflowError if it cannot be written."""
     if (file := getattr(arguments, "json", None)) and file != STDOUT:
         check_writable(Path(file))
 
 
 def say(arguments: argparse.Namespace, text: str) -> None:
-    """Print ``text`` at once, unless stdout is for JSON."""
+    """Print ``text`` and flush, unless stdout is used for JSON."""
     if arguments.json != STDOUT:
         print(text, flush=True)
 
 
 def write_json(arguments: argparse.Namespace, body: object) -> None:
-    """Write a value, or what is JSON already, where ``--json`` says, if it is set."""
+    """Write JSON to the destination given by ``--json``, if it is set.  ``body``: a value, or a string that is already
+    JSON."""
     text = body if isinstance(body, str) else as_json(body)
     if arguments.json == STDOUT:
         print(text, end="")
@@ -41,7 +42,7 @@ def write_json(arguments: argparse.Namespace, body: object) -> None:
 
 
 def called(*words: str) -> str:
-    """The command line of another command, to be pasted: the program is called as it was for this one."""
+    """The command line of another command, ready to paste: the program is called in the same way as for this command."""
     script = Path(sys.argv[0])
     if script.stem != "chunkflow":
         program = [sys.executable, "-m", "chunkflow_compile.cli.main"]
@@ -52,7 +53,8 @@ def called(*words: str) -> str:
 
 
 def save_traceback() -> str:
-    """Write the traceback of the error being handled to a new file; return its path, or the option that shows it."""
+    """Write the traceback of the current exception to a new file and return its path.  If that fails, return the option
+    that shows the traceback."""
     text = traceback.format_exc()
     try:
         with tempfile.NamedTemporaryFile("w", prefix="chunkflow-trace-", suffix=".txt", delete=False) as file:

@@ -1,4 +1,4 @@
-"""The commands: what ``--help`` says of each, and its arguments.  Imports no torch, so that ``--help`` answers at once."""
+"""The commands, their help pages and their arguments.  Does not import torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ SIMULATED = (*POLICIES, *ONLY_PREDICTED)
 
 @dataclass(frozen=True)
 class Command:
-    """A command, which the module of its name runs.  ``summary``: its line in the list of all.  ``description``,
-    ``epilog``: what its page says before and after ``arguments``, which the function adds."""
+    """A command, run by the module of the same name.  ``arguments``: function that adds its arguments to a parser.
+    ``summary``: its line in the list of commands.  ``description``, ``epilog``: texts of its help page before and after the
+    arguments."""
 
     arguments: Callable[[ArgumentParser], None]
     summary: str
@@ -106,7 +107,7 @@ def _plan(parser: ArgumentParser) -> None:
 def _pipeline(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("pipeline", metavar="PIPELINE", help=", ".join(PUBLISHED))
-    parser.set_defaults(nodes=1, ulysses=1, cfg_parallel=1)  # it is planned for one card
+    parser.set_defaults(nodes=1, ulysses=1, cfg_parallel=1)  # the plan is for a single GPU
     budget = "GPU memory for weights and activations, such as 12GiB (default: the minimum)"
     add("--memory", metavar="SIZE", help=budget)
     add_hardware(parser)
@@ -211,12 +212,12 @@ _NEWLINE = "\n"
 
 
 def _filled(text: str, indent: int = 2) -> str:
-    """``text`` in lines of a help page."""
+    """``text`` wrapped for a help page."""
     return textwrap.fill(text, PROSE_WIDTH, initial_indent="  ", subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _listed(rows: Mapping[str, str], width: int) -> str:
-    """Names in a column of ``width`` characters, each with what is said of it."""
+    """A list of names and descriptions, with the names in a column of ``width`` characters."""
     return _NEWLINE.join(_filled(f"{name:{width}} {said}", width + 3) for name, said in rows.items())
 
 
@@ -375,7 +376,7 @@ examples:
   chunkflow dump examples/ulysses_dit.py:planned --ulysses 2 --hardware cpu --out stages""",
     ),
 }
-# Who asks what -> the commands that answer, in the order of the help.
+# The commands by audience, in the order in which the help lists them.
 AUDIENCES: Mapping[str, tuple[str, ...]] = {
     "before you run a model (predictions, without weights or a GPU)": ("pipeline", "plan", "simulate", "hardware"),
     "this machine": ("doctor", "calibrate", "demo", "bench"),

@@ -1,4 +1,4 @@
-"""``chunkflow pipeline``: a generation of a whole pipeline within a budget, planned without weights."""
+"""``chunkflow pipeline``: plans a generation of a whole pipeline within a budget, without weights."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _components(
         traced = replace(trace_entry(key).get(call), fused=fused)
         cut = make_cut(traced)
     halves, nbytes = split(traced) if hoist else None, [weight.nbytes for weight in cut.problem.weights]
-    for expert in range(pipeline.experts):  # each takes its share of the steps
+    for expert in range(pipeline.experts):  # each expert runs its share of the steps
         mine = steps // pipeline.experts + (expert < steps % pipeline.experts)
         name = "transformer" + (f"_{expert + 1}" if expert else "")
         yield Component(
@@ -123,13 +123,14 @@ def _components(
         decoded = {"decoder of": asdict(pipeline), "sizes": asdict(sizes)}
         decode = partial(pipeline.vae_and_latents, sizes)
         cost = kept_cost(decoded, partial(eager_cost, decode, torch.bfloat16, "decode"))
-    # a decoder that keeps frames runs once for each chunk of them
+    # a decoder that caches frames runs once per chunk of frames
     vae = _component("vae", cost, cost.passes)
     yield replace(vae, seconds=cost.seconds(hardware) / cost.passes, tileable=not pipeline.tiled)
 
 
 def kept_cost(key: Mapping[str, Any], count: Callable[[], EagerCost]) -> EagerCost:
-    """What the cache has of a call, or else what is counted."""
+    """The cost of an eager call from the cache.  If it is not cached, it is counted and stored.  ``count``: counts the
+    cost."""
     return Entry(kind="cost", key=key, write=asdict, read=lambda body: EagerCost(**body)).get(count)
 
 

@@ -1,4 +1,4 @@
-"""``chunkflow plan``: a plan without weights and without a GPU, and its predicted cost."""
+"""``chunkflow plan``: makes a plan and predicts its cost, without weights and without a GPU."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def _curve(arguments: argparse.Namespace) -> int:
 
 
 def _plans_of_step(target: Target) -> Iterator[Point]:
-    """The plans of what a step runs.  If products are hoisted, the rows count, and so do the copies that compute them."""
+    """Plans for the program that a step runs.  If products are hoisted, memory includes the rows, and the time includes the
+    share for computing them."""
     settings, hoisted = target.settings_of_step, target.hoisted
     for point in plans_along(target.problem, target.hardware, settings.chunk_bytes, settings.arena):
         if hoisted is None:
@@ -108,7 +109,7 @@ def _plans_of_step(target: Target) -> Iterator[Point]:
 
 
 def _points(target: Target, plans: Iterator[Point]) -> list[Point]:
-    """The curve of these plans."""
+    """The points of the curve of memory against step time."""
     chunk_bytes = target.settings.chunk_bytes
     chunks = sum(chunk_count(w.nbytes, chunk_bytes) for w in target.raw.weights if w.keep is None)
     progress = tqdm(plans, unit="plan", total=2 * chunks, leave=False, disable=None)  # an upper bound
@@ -116,12 +117,12 @@ def _points(target: Target, plans: Iterator[Point]) -> list[Point]:
 
 
 def _cells(step_s: float, points: list[Point]) -> list[str]:
-    """A forward, and how many times as long it takes as one with all weights resident and raw."""
+    """The time of a forward, and its ratio to a forward with all weights resident and uncompressed."""
     return [seconds(step_s), f"{step_s / points[-1].resident_step_s:.3f}"]
 
 
 def _few(points: list[Point]) -> Iterator[Point]:
-    """About thirty points, with the first and the last, to read as a table; the picture shows them all."""
+    """About thirty points, including the first and the last, for the table.  The picture shows all points."""
     step = max(1, len(points) // 30)
     yield from points[:-1:step]
     yield points[-1]

@@ -1,4 +1,4 @@
-"""``chunkflow simulate``: the policies side by side on a machine, without weights."""
+"""``chunkflow simulate``: compares the policies on a machine, without weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .output import say, write_json
 from .parsers import SIMULATED
 from .target import Target, load_target, note_rates
 
-# Policies with which no weight is packed, or lies in pieces as --peers has them.
+# Policies that do not support packed weights, or weights sharded over peers (--peers).
 _RAW = ("resident", *ONLY_PREDICTED)
 
 
@@ -77,14 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _able(target: Target) -> list[Policy | OnlyPredicted]:
-    """Those of :data:`SIMULATED` that there are for this model, number of ranks and goal, each with its own prediction."""
+    """The policies in :data:`SIMULATED` that are available for this model, number of ranks and goal, and differ in their
+    predictions."""
     budget = target.settings.goal.memory is not None
-    without = {HOST_YIELD, *(() if budget else ("layerwise-prefix",))}  # the latter has no plan without a budget
+    without = {HOST_YIELD, *(() if budget else ("layerwise-prefix",))}  # the latter needs a budget
     return [p for p in SIMULATED if p not in (without | set(SHARDED if why_not(target.raw, target.degree) else ()))]
 
 
 def _arm(target: Target, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Prediction | Timeline]:
-    """A step under a policy, and what is predicted of a call."""
+    """The predicted record of a step with a policy, and the prediction for a call."""
     if policy == "distributed-layerwise" or policy == "fsdp" or policy == "group-offload":
         step = (
             play_group_offload(target.raw, target.hardware)
@@ -92,7 +93,8 @@ def _arm(target: Target, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Pre
             else play_sharded(policy, target.raw, target.hardware, target.degree)
         )
         return step.record(target.raw.total_bytes, target.forwards), step.timeline
-    # The flag of host-yield delays only copies that the host has not yet issued, and a host that runs ahead has issued them.
+    # The flag of host-yield only delays copies that the host has not issued yet, and a host that runs ahead has already
+    # issued them.
     plan = _plan(target, "layerwise" if policy == "host-yield" else policy)
     assert plan.predicted is not None
     total, hoisted = sum(weight.nbytes for weight in plan.weights), target.hoisted
@@ -108,12 +110,12 @@ def _arm(target: Target, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Pre
 
 
 def _is_raw(target: Target, policy: Policy | OnlyPredicted) -> bool:
-    """Whether a policy has the whole model, with weights as they are."""
+    """Whether a policy runs the whole model, without hoisting, with uncompressed and unsharded weights."""
     return policy in _RAW or (target.hoisted is not None and policy != "chunkflow")
 
 
 def _plan(target: Target, policy: Policy) -> Plan:
-    """The plan of a policy, for the goal of the command if it has one; without copies, no weight is packed or in pieces."""
+    """The plan of a policy, for the goal of the command if the policy has a goal."""
     goal = target.settings.goal
     if policy != "chunkflow":
         memory = goal.memory if policy in BUDGETED else None
@@ -122,7 +124,7 @@ def _plan(target: Target, policy: Policy) -> Plan:
 
 
 def _per_forward(arm: ArmRecord, forwards: int) -> ArmRecord:
-    """The record of one of the ``forwards`` of a step."""
+    """The record per forward.  ``arm``: record of a step.  ``forwards``: forwards per step."""
     return replace(
         arm,
         step_s=(arm.step_s or 0.0) / forwards,
@@ -133,9 +135,10 @@ def _per_forward(arm: ArmRecord, forwards: int) -> ArmRecord:
 
 
 def _answer(record: ComparisonRecord, fits: Mapping[str, bool], memory: int | None) -> str:
-    """The result in a sentence: of chunkflow, or of the only policy, compared with all weights resident.
+    """The result in a sentence: chunkflow, or the only policy, compared with the baseline.
 
-    ``record``: of one forward.  ``fits``: whether each policy fits the budget ``memory``, if there is one.
+    ``record``: times and bytes per forward.  ``fits``: whether each policy fits in the budget ``memory``; empty without a
+    budget.
     """
     name = "chunkflow" if "chunkflow" in record.arms else next(iter(record.arms))
     arm, resident = record.arms[name], record.arms.get("resident")
@@ -149,7 +152,8 @@ def _answer(record: ComparisonRecord, fits: Mapping[str, bool], memory: int | No
 
 
 def _taken(target: Target, policy: Policy | OnlyPredicted, arm: ArmRecord) -> int:
-    """The bytes under a policy that count against the budget, as in place: activations if the goal has them."""
+    """The bytes with a policy that count against the budget, as in place.py.  They include activations if the budget of the
+    goal covers them."""
     problem = target.raw if _is_raw(target, policy) else target.problem
     live = target.settings.goal.counted(problem.live_bytes)
     return (arm.weights_device_bytes or 0) + problem.unpacked_bytes + live
@@ -158,7 +162,7 @@ def _taken(target: Target, policy: Policy | OnlyPredicted, arm: ArmRecord) -> in
 def _policy_columns(
     calls: Mapping[str, Prediction | Timeline], fits: Mapping[str, bool], memory: int | None
 ) -> dict[str, dict[str, object]]:
-    """``fits``, ``memory``: see _answer."""
+    """Additional columns of the table.  ``fits``, ``memory``: see _answer."""
     columns: dict[str, dict[str, object]] = {}
     base = "resident" if "resident" in calls else "layerwise"
     if base in calls:

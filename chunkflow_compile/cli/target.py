@@ -1,4 +1,4 @@
-"""The arguments that the planning commands share: a model, its sizes, a machine, a goal."""
+"""Evaluates the arguments that the planning commands share: a model, its sizes, a machine, a goal."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from .output import save_traceback
 
 
 class Problems(NamedTuple):
-    """``problem``: of what runs in every step.  ``raw``: of the whole model, with no weight packed, in pieces or hoisted.
-    ``hoisted``: what is hoisted, None if nothing is.  ``why_groups``: why exchanges are in as many groups as they are, empty
-    if that is given."""
+    """The problems of a model.  ``problem``: problem of the graph that runs in every step.  ``raw``: problem of the whole
+    model, with no weight packed, sharded or hoisted.  ``hoisted``: figures of hoisting, or None.  ``why_groups``: reason for
+    the number of groups of heads, empty if the number was given."""
 
     problem: Problem
     raw: Problem
@@ -54,13 +54,12 @@ class Problems(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A model and the machine it is planned for.  ``forwards``: calls of the model on a rank per denoising step.
+    """A model and the machine for which it is planned.  ``forwards``: calls of the model per denoising step and rank.
 
-    ``trace``: traces the model, or reads what was traced before.  ``key``: all that a trace depends on, None for a user's own
-    model, of which that is not known.
-    ``cfg_parallel``: 2 if each branch of classifier-free guidance has
-    ranks of its own.  ``regional``: whether its blocks are compiled one by one, and run as a cycle.  ``host_memory``: most
-    bytes of its weights in host memory, None for all of them.
+    ``trace``: function that traces the model, or reads an earlier trace from the cache.  ``key``: everything that a trace
+    depends on, or None if that is unknown, as for a user's own model.  ``cfg_parallel``: 2 if each branch of
+    classifier-free guidance runs on separate ranks.  ``regional``: whether its blocks are compiled separately and run as a
+    cycle.  ``host_memory``: maximum bytes of its weights in host memory, or None for no limit.
     """
 
     title: str
@@ -79,8 +78,8 @@ class Target:
 
     @cached_property
     def cut(self) -> Cut:
-        """Takes a second for 10,000 nodes, more to choose weights.  Raises ChunkflowError if weights are to be packed, or to
-        lie in pieces on the ranks' devices, and none can."""
+        """The cut to plan.  It takes a second for 10,000 nodes, and longer if weights have to be selected.  Raises
+        ChunkflowError if weights must be packed or sharded over peers and no weight can be."""
         hoisting = self.hoisting
         cut = (
             choose_cut(self.traced, self.settings_of_cut)
@@ -96,17 +95,18 @@ class Target:
 
     @cached_property
     def hoisting(self) -> Hoisting | None:
-        """Both halves of the model, None if nothing is hoisted.  Raises ChunkflowError if products must be and none can."""
+        """The two halves of the model, or None if nothing is hoisted.  Raises ChunkflowError if products must be hoisted
+        and none can be."""
         return hoisting_of(self.traced, self.settings_of_cut)
 
     @cached_property
     def _groups(self) -> GroupChoice | None:
-        """The number of groups of heads that is chosen, None if it is given."""
+        """The chosen number of groups of heads, or None if the number is given."""
         return groups_for(self.traced, self.settings) if self.settings.goal.exchange_groups == "auto" else None
 
     @property
     def settings_of_cut(self) -> Settings:
-        """The settings with the number of groups of heads that is chosen."""
+        """The settings with the chosen number of groups of heads."""
         if self._groups is None:
             return self.settings
         groups = self._groups.groups
@@ -115,7 +115,7 @@ class Target:
 
     @property
     def _entry(self) -> Entry[Problems] | None:
-        """Of the cache, for the problems of the cut."""
+        """The cache entry for the problems of the cut."""
         if self.key is None:
             return None
         key = {"traced": self.key, "settings": asdict(self.settings)}
@@ -123,7 +123,7 @@ class Target:
 
     @cached_property
     def kept(self) -> Problems | None:
-        """What the cache has, so that nothing need be traced or cut; None if it has nothing."""
+        """The cached problems, with which nothing has to be traced or cut, or None."""
         return None if self._entry is None else self._entry.find()
 
     @cached_property
@@ -148,12 +148,12 @@ class Target:
 
     @cached_property
     def raw(self) -> Problem:
-        """The whole model, with no weight packed, in pieces or hoisted."""
+        """The problem of the whole model, with no weight packed, sharded or hoisted."""
         return self._where_it_runs(self._found.raw)
 
     @property
     def hoisted(self) -> HoistingFigures | None:
-        """What is hoisted, None if nothing is."""
+        """The figures of hoisting, or None if nothing is hoisted."""
         return self._found.hoisted
 
     @property
@@ -162,7 +162,7 @@ class Target:
         return self._found.why_groups
 
     def _where_it_runs(self, problem: Problem) -> Problem:
-        """In blocks, and with weights on the drive, if the command asks for it."""
+        """The problem as the command wants it to run: divided into blocks, or with weights on the SSD."""
         if self.regional:
             problem = problem.in_blocks
             if not problem.regions:
@@ -180,7 +180,8 @@ class Target:
         return self.settings.hardware
 
     def plan(self, problem: Problem | None = None, **other: Any) -> Plan:
-        """The plan for the goal of the command, or for another form of the problem, or for ``other`` settings."""
+        """The plan for the goal of the command.  ``problem``: another form of the problem.  ``other``: settings that
+        differ."""
         problem = problem or self.problem
         settings = self.settings_of_step if problem is self.problem else self.settings
         plan = make_plan(problem, replace(settings, **other), inside=self.regional)
@@ -188,7 +189,8 @@ class Target:
 
     @property
     def settings_of_step(self) -> Settings:
-        """The settings that the problem is planned with: they count the memory of rows, and leave room for the preamble."""
+        """The settings for planning the problem.  They take the memory of the rows into account and reserve memory for the
+        preamble."""
         if self.hoisted is None:
             return self.settings
         return replace(self.settings, outside=self.hoisted.outside, arena=self.hoisted.arena)
@@ -199,7 +201,7 @@ class Target:
 
     @property
     def where(self) -> str:
-        """The machine, and over how many ranks a step is split, if over several, and how."""
+        """A phrase that names the machine and, with several ranks, how a step is split over them."""
         if self.ranks == 1:
             return f"on {self.hardware.name}"
         if self.cfg_parallel == 1:
@@ -208,7 +210,7 @@ class Target:
 
     @property
     def calls(self) -> str:
-        """How often a rank calls the model in a step."""
+        """A phrase on how often a rank calls the model per step."""
         return f"{self.forwards} forward{'s' * (self.forwards != 1)} per step"
 
     @property
@@ -218,7 +220,7 @@ class Target:
         return prose(f"{self.title}; {self.where}, {self.calls}{without}")
 
     def heading_of(self, preamble: bool) -> str:
-        """The heading of what shows the preamble, or else what a step runs, which is main if products are hoisted."""
+        """The heading for output about the preamble, or about the graph that a step runs (main, if products are hoisted)."""
         if self.hoisted is None:
             return self.heading
         half = "the preamble" if preamble else "main"
@@ -226,7 +228,7 @@ class Target:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """The arguments as options of the backend, with a machine.  Raises ChunkflowError if one is invalid."""
+    """The arguments as options of the backend, including a machine.  Raises ChunkflowError if an argument is invalid."""
     choose_hardware(arguments)
     return Options(
         memory=arguments.memory,
@@ -246,8 +248,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool = False) -> Target:
-    """Check the arguments, then trace: one phase of ``progress``, up to a minute for a large model, a second if the cache has
-    it.  ``graph``: whether the command needs the graph, not only the problem.
+    """Check the arguments, then trace, as one phase of ``progress``.  It takes up to a minute for a large model, or a
+    second if the trace is cached.  ``graph``: whether the command needs the graph in addition to the problem.
 
     Raises ChunkflowError for bad arguments or a model that cannot be traced.
     """
@@ -293,9 +295,9 @@ def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool =
 
 
 def _peers(hardware: Hardware, arguments: argparse.Namespace) -> OnPeers:
-    """Whether weights lie in pieces on the devices of the ranks.  Raises ChunkflowError if they must and cannot.
+    """Whether weights may be sharded over the devices of the ranks.  Raises ChunkflowError if they must be and cannot.
 
-    Where there is a choice and they cannot, prints a note on stderr.
+    If sharding is optional and impossible, prints a note on stderr.
     """
     peers = FORMS[arguments.peers]
     if not peers or not (why := hardware.why_no_peers(arguments.ulysses)):
@@ -306,7 +308,8 @@ def _peers(hardware: Hardware, arguments: argparse.Namespace) -> OnPeers:
     return False
 
 
-# The title, the calls in a step, how the model is traced, and all that the result depends on, None if that is not known.
+# The title, the calls per step, a function that traces the model, and everything that the result depends on, or None if
+# that is unknown.
 Model = tuple[str, int, Callable[[], Traced], "Mapping[str, Any] | None"]
 
 
@@ -339,13 +342,14 @@ def _preset(arguments: argparse.Namespace, min_bytes: int) -> Model:
 def preset_call(
     model: Preset, degree: int, sizes: OutputSizes, *more: Any
 ) -> tuple[Mapping[str, Any], Callable[[], Traced]]:
-    """All that a trace of a preset depends on, and the function that traces it.  ``more``: other arguments of its trace."""
+    """Everything that a trace of a preset depends on, and the function that traces it.  ``more``: further arguments of
+    ``Preset.trace``."""
     key = {"model": asdict(model), "degree": degree, "sizes": asdict(sizes), "more": more}
     return key, partial(model.trace, degree, sizes, *more)
 
 
 def trace_entry(key: Mapping[str, Any]) -> Entry[Traced]:
-    """The entry of a traced graph in the cache."""
+    """The cache entry of a traced graph."""
     return Entry(kind="trace", key=key, write=body_of, read=traced_from)
 
 
@@ -362,7 +366,7 @@ def _problems(bodies: Sequence[Any]) -> Problems:
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
-    """Raise ChunkflowError if an option of a model is set, which a plan file already fixes."""
+    """Raise ChunkflowError if an option of a model is set although a plan file determines it."""
     parser = argparse.ArgumentParser()
     add_model(parser, or_blocks=True)
     for name, default in vars(parser.parse_args(["plan.json"])).items():
@@ -391,7 +395,7 @@ def note_rates(target: Target) -> None:
 
 
 def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
-    """Calls of the model on a rank per step.  Raises ChunkflowError if CFG parallelism cannot divide those of the step."""
+    """Calls of the model per step and rank.  Raises ChunkflowError if CFG parallelism does not divide the calls of a step."""
     ranks: int = arguments.cfg_parallel
     calls: int = arguments.forwards or default
     if ranks not in (1, BRANCHES):
@@ -409,9 +413,10 @@ def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
 
 
 def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
-    """Trace.  Raises ChunkflowError with the cause of a failure in a sentence; the full traceback goes into a file.
+    """Trace a model.  If it fails, raises ChunkflowError with the cause in a sentence and writes the full traceback to a
+    file.
 
-    What the model prints goes to stderr: stdout is for tables or JSON only.
+    The output of the model is redirected to stderr, because stdout is only for tables or JSON.
     """
     quiet_diffusers()
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
@@ -428,7 +433,7 @@ def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
 
 
 def _cause(error: Exception) -> str:
-    """The most useful line: Dynamo's reason, or the first line of the error raised inside the model."""
+    """The most useful line of an error: Dynamo's reason, or the first line of the error raised inside the model."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for start in ("got ", "Explanation: "):
         if reason := next((line for line in lines if line.startswith(start)), None):

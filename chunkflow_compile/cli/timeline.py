@@ -1,4 +1,4 @@
-"""``chunkflow timeline``: a step as a picture, or as a trace for Perfetto."""
+"""``chunkflow timeline``: draws a step as a picture, or writes a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _stalls_sentence(lanes: Lanes) -> str:
-    """The stalls in a sentence: the picture enlarges the middle by default, and stalls are often at the ends."""
+    """A sentence on the stalls.  It is needed because the picture enlarges the middle by default, and stalls are often at
+    the ends."""
     if not lanes.stalls:
         return "compute waits for no weight"
     waited = sum(s.end - s.start for s in lanes.stalls)
@@ -53,7 +54,8 @@ def _stalls_sentence(lanes: Lanes) -> str:
 
 
 def _plan_shown(arguments: argparse.Namespace, progress: Progress) -> tuple[str, Plan, HoistingFigures | None]:
-    """The title of the picture, which names the model, the plan, and what it does not show because it is hoisted."""
+    """The title of the picture, which names the model; the plan; and the figures of hoisting, because the picture does not
+    show hoisted weights."""
     if arguments.model.endswith(".json"):
         refuse_options(arguments)
         plan = read_plan(arguments.model)

@@ -1,4 +1,4 @@
-"""``chunkflow why``: one weight's story."""
+"""``chunkflow why``: explains the plan for one weight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 
 from chunkflow_compile.passes.pipeline import make_plan
-from chunkflow_compile.report.story import Story, changes, find_weight, tell
+from chunkflow_compile.report.story import Story, changes, find_weight, story_of
 from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
@@ -32,7 +32,7 @@ def _in_step(target: Target, name: str, progress: Progress) -> Story:
         plan = target.plan()
     with progress.phase("planning alternatives"):
         plan_for = partial(make_plan, target.problem, inside=target.regional)
-        return tell(weight, plan, changes(weight, target.problem.ranks, target.settings_of_step, plan_for))
+        return story_of(weight, plan, changes(weight, target.problem.ranks, target.settings_of_step, plan_for))
 
 
 def _in_preamble(target: Target, name: str, progress: Progress) -> Story:
@@ -40,4 +40,4 @@ def _in_preamble(target: Target, name: str, progress: Progress) -> Story:
     with progress.phase("planning"):
         hoisting = target.hoisting
     assert hoisting is not None
-    return tell(find_weight(hoisting.preamble_cut.problem, name), hoisting.preamble_plan, ())
+    return story_of(find_weight(hoisting.preamble_cut.problem, name), hoisting.preamble_plan, ())

@@ -1,4 +1,4 @@
-"""``enable_adapters``: a model whose LoRA adapters change without another program; ``disable_adapters`` undoes it."""
+"""``enable_adapters``: let a model switch LoRA adapters without recompilation; ``disable_adapters`` undoes it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
 from chunkflow_compile.frontend.slots import Sizes, Slotted, like, plain, slotted
 from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.placement import placements_of
+from chunkflow_compile.private_torch.dynamo import OptimizedModule
 
-# The adapter that PEFT is given to choose the class of each layer.
+# The name of a temporary adapter, for which PEFT chooses the class of each layer.
 _PROBE = "chunkflow_probe"
 # Attribute of an enabled model: the sizes of its slots.
 _SIZES = "_chunkflow_sizes"
 # Methods of diffusers and transformers that load an adapter.
 _LOADS = ("load_lora_adapter", "load_adapter", "add_adapter")
-# Components of a pipeline that adapters are for, besides text encoders.
+# Components of a pipeline that take adapters, apart from text encoders.
 ADAPTED = ("transformer", "transformer_2", "unet")
 
 
 def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | None = None, slots: int = 1) -> Any:
-    """Let a model, or the denoisers of a pipeline, change LoRA adapters without being compiled or planned again; return it.
+    """Let a model, or the denoisers of a pipeline, switch LoRA adapters without recompiling or re-planning; return it.
 
-    Call it before the model is compiled or placed.  Its layers get slots, which stream as weights do and count in ``memory``:
-    ``load_lora_weights``, ``set_adapters``, ``fuse_lora`` and the others of diffusers and PEFT work as before, and what is
-    active is copied into the slots before a call.
+    Call it before the model is compiled or placed.  Its layers get slots, which stream like weights and count towards
+    ``memory``.  The methods of diffusers and PEFT, such as ``load_lora_weights``, ``set_adapters`` and ``fuse_lora``, work as
+    before.  The active adapters are copied into the slots before a call.
 
-    ``rank``: the largest of an adapter.  ``targets``: as PEFT's ``target_modules``; by default, all linear layers of the
-    repeated blocks.  ``slots``: how many adapters may be active at once.  With a larger rank, more at once, or on other
-    layers, the model is compiled again once.
-    Raises ChunkflowError for a model that is placed or compiled already, if PEFT is missing, or if there are no such layers.
+    ``rank``: the maximum rank of an adapter.  ``targets``: names of layers, as PEFT's ``target_modules``; by default all
+    linear layers in the repeated blocks.  ``slots``: the maximum number of adapters that are active at the same time.  If an
+    adapter has a larger rank or targets other layers, or if more adapters are active, the model is recompiled once.
+    Raises ChunkflowError if the model is already placed or compiled, if PEFT is missing, or if there are no such layers.
     """
     parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in ADAPTED]
     models = [part for part in parts if isinstance(part, nn.Module)]
@@ -57,12 +57,15 @@ def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | N
 
 
 def is_enabled(model: nn.Module) -> bool:
-    """Whether its adapters change in slots."""
+    """Whether :func:`enable_adapters` was called for the model."""
     return _SIZES in model.__dict__
 
 
 def disable_adapters(model: nn.Module) -> None:
-    """Undo :func:`enable_adapters` of a model that is not placed: ordinary layers, or those of PEFT that have adapters."""
+    """Undo :func:`enable_adapters` for a model that is not placed.
+
+    Layers with adapters become PEFT's layers, and layers without adapters become ordinary layers again.
+    """
     layers = [m for m in model.modules() if isinstance(m, Slotted)]
     for layer in layers:
         _unslot(layer)
@@ -72,7 +75,8 @@ def disable_adapters(model: nn.Module) -> None:
 
 
 def _check(model: nn.Module, rank: int, slots: int) -> None:
-    """Raise ChunkflowError if a model cannot be enabled, whatever its layers are."""
+    """Raise ChunkflowError if a size is invalid, if the model is enabled, compiled or placed already, or if PEFT is
+    missing."""
     for name, value in (("rank", rank), ("slots", slots)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ChunkflowError(f"{name}={value!r} must be a positive number.")
@@ -109,7 +113,7 @@ def _enable(model: nn.Module, sizes: Sizes, targets: str | Sequence[str] | None)
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    """The names of the linear layers of the repeated blocks that have no adapter yet."""
+    """The names of the linear layers in the repeated blocks that have no adapter yet."""
     blocks = repeated_blocks(model)
     if not blocks:
         raise ChunkflowError(
@@ -125,7 +129,10 @@ def _linear_layers(model: nn.Module) -> list[str]:
 
 
 def _inject(model: Any, targets: Any) -> dict[int, torch.dtype]:
-    """Let PEFT make the layers, without an adapter; return the dtype that PEFT would give one, by the id of its layer."""
+    """Make PEFT replace the layers, without an adapter.
+
+    Returns the id of each new layer -> the dtype that PEFT would give the weights of an adapter.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=1, lora_alpha=1, target_modules=targets, inference_mode=True)
@@ -145,13 +152,13 @@ def _inject(model: Any, targets: Any) -> dict[int, torch.dtype]:
 
 
 def _delete(layer: Any, name: str) -> None:
-    """Take an adapter out of a layer, and let it choose no other."""
-    layer._active_adapter = []  # delete_adapter would choose one, and warn
+    """Delete an adapter from a layer, without PEFT activating another one."""
+    layer._active_adapter = []  # else delete_adapter activates another one, and warns
     layer.delete_adapter(name)
 
 
 def _forget(model: Any, names: Sequence[str]) -> None:
-    """Take adapters out of what PEFT notes of a model."""
+    """Remove adapters from PEFT's configuration of a model."""
     for name in names:
         getattr(model, "peft_config", {}).pop(name, None)
     if not getattr(model, "peft_config", True):
@@ -159,14 +166,14 @@ def _forget(model: Any, names: Sequence[str]) -> None:
 
 
 def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None, late: bool = False) -> None:
-    """Give a layer of PEFT its slots."""
+    """Add slots to a layer of PEFT.  ``late``: whether it was an ordinary layer until an adapter was loaded."""
     weights = [a.weight for a in layer.lora_A.values()]
     kind: Any = type(layer)
     layer.__class__ = slotted(kind)
     layer.sizes, layer.own, layer.late = sizes, False, late
     rank = max([sizes.rank, *(w.shape[0] for w in weights)])
     dtype = dtype or weights[0].dtype
-    if dtype.itemsize < 2:  # the base weight is stored in float8, and computes in another
+    if dtype.itemsize < 2:  # the base weight is stored in float8, but computes in another dtype
         dtype = torch.float32
     layer.grow(rank, max(sizes.count, len(layer.active_adapters)), dtype)
     for name in layer.lora_A:
@@ -175,7 +182,7 @@ def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None, late: bool = Fals
 
 
 def _unslot(layer: Any) -> None:
-    """Make a layer PEFT's again, with its adapters where its base weight is."""
+    """Turn a layer back into a layer of PEFT, with its adapters on the device of its base weight."""
     layer.__class__ = plain(type(layer))
     for name in ("slots", "scale"):
         del layer._buffers[name]
@@ -186,7 +193,7 @@ def _unslot(layer: Any) -> None:
 
 
 def _make_ordinary(model: nn.Module, layers: Iterable[Any]) -> None:
-    """Put the layers that PEFT has replaced in their places again."""
+    """Replace these layers of PEFT by the ordinary layers that PEFT had replaced."""
     replaced = {id(layer) for layer in layers}
     for parent in [*model.modules()]:
         for name, layer in [*parent.named_children()]:
@@ -195,16 +202,16 @@ def _make_ordinary(model: nn.Module, layers: Iterable[Any]) -> None:
 
 
 def tuned_layers(model: nn.Module) -> Iterable[Any]:
-    """The layers of PEFT in a model, of any kind of adapter."""
+    """The layers of PEFT in a model, for any type of adapter."""
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
-    except ImportError:  # then nothing has adapters
+    except ImportError:  # without PEFT there are no adapters
         return ()
     return (m for m in [*model.modules()] if isinstance(m, BaseTunerLayer))
 
 
 def _lora_layers(model: nn.Module) -> list[Any]:
-    """Those that can have slots, and have none."""
+    """The LoRA layers that can have slots, but have none yet."""
     from peft.tuners.lora import LoraLayer
 
     layers = [m for m in tuned_layers(model) if isinstance(m, LoraLayer) and not isinstance(m, Slotted)]
@@ -216,7 +223,10 @@ def _adapters(layer: Any) -> list[str]:
 
 
 def _loaded(model: Any) -> None:
-    """After adapters were loaded: layers that have one for the first time get slots too, and the others are filled again."""
+    """Update the slots after adapters were loaded.
+
+    Layers that have an adapter for the first time get slots, and the slots of all other layers are filled again.
+    """
     sizes = model.__dict__[_SIZES]
     if fresh := _lora_layers(model):
         sizes.say(
@@ -233,7 +243,10 @@ def _loaded(model: Any) -> None:
 
 @contextlib.contextmanager
 def _only_read(model: nn.Module) -> Iterator[None]:
-    """Tensors of a ``state_dict`` that a load takes and drops were not written: diffusers looks at their names."""
+    """A context for loading adapters.  It discards exports of weights by a ``state_dict`` that the load created and dropped.
+
+    diffusers only reads the names in this ``state_dict``, so the weights are not written.
+    """
     before = [(placement.store, {*placement.store.exported}) for placement in placements_of(model)]
     try:
         yield
@@ -257,9 +270,10 @@ def _then_settled(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unload(model: Any) -> None:
-    """As diffusers' ``unload_lora``, but layers that had slots from the first stay.  What is fused stays in the base weights.
+    """Unload all adapters, as diffusers' ``unload_lora`` does, but keep the layers that had slots from the start.
 
-    The others are ordinary again, as diffusers expects of one that it has widened for an adapter.
+    All other layers become ordinary layers again, because diffusers expects this of layers that it has widened for an
+    adapter.  Fused adapters stay in the base weights.
     """
     tuned = [*tuned_layers(model)]
     stay: list[Any] = [layer for layer in tuned if isinstance(layer, Slotted) and not layer.late]
@@ -274,9 +288,10 @@ def unload(model: Any) -> None:
 
 
 def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str) -> None:
-    """Make layers without adapters ordinary that diffusers will widen for an adapter, as it does with ordinary ones only.
+    """Turn layers that diffusers will widen for an adapter back into ordinary layers, because it can widen only those.
 
-    ``adapter``: its state dict, in which ``prefix`` stands for the model.  The layers get slots again when it is loaded.
+    Only layers without adapters are changed.  They get slots again when the adapter is loaded.
+    ``adapter``: the state dict of the adapter, whose keys begin with ``prefix``.
     """
     widened = list[Any]()
     layers: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, Slotted)]
@@ -291,7 +306,7 @@ def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str
 
 @functools.cache
 def _enabled(cls: Any) -> Any:
-    """The class of an enabled model, whose ways to load and unload adapters know slots."""
+    """The class of an enabled model.  Its methods to load and unload adapters also update slots."""
     loads = {name: _then_settled(getattr(cls, name)) for name in _LOADS if hasattr(cls, name)}
     unloads = {"unload_lora": unload} if hasattr(cls, "unload_lora") else {}
     return type(cls.__name__, (cls,), {**like(cls, _enabled), **loads, **unloads})

@@ -1,7 +1,7 @@
 """The backend: ``torch.compile(model, backend="chunkflow")``.
 
-Turns the Dynamo graph into a :class:`CompiledGraph` without touching a weight: describes the parameters; cuts, plans,
-rewrites and verifies the ATen graph; lowers its regions.  Weights move at the first call, after all of that has succeeded.
+It turns the Dynamo graph into a :class:`CompiledGraph` without touching a weight.  It describes the parameters; cuts, plans,
+rewrites and verifies the ATen graph; and lowers its regions.  Weights move at the first call, after all this has succeeded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import dynamo_timed
 from torch._guards import TracingContext, tracing
-from torch._inductor.exc import InductorError
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
@@ -83,6 +80,8 @@ from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights, refuse_accelerate
 from chunkflow_compile.placed.placement import Placement, placement_of, placements_around, progress_of
 from chunkflow_compile.placed.streamable import refuse_fully_sharded
+from chunkflow_compile.private_torch.dynamo import BackendCompilerFailed, dynamo_timed
+from chunkflow_compile.private_torch.inductor import InductorError
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
@@ -97,7 +96,7 @@ from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 _log = logging.getLogger(__name__)
 
 
-# What "auto" says where it cannot choose.
+# The note for pack="auto" if there is no budget to choose by.
 _NO_GOAL = (
     "pack='auto' packs nothing: which weights to pack depends on a budget, and neither memory= nor weight_memory= was given. "
     "With memory='8GiB', or pack=True, the weights have 0.76 of their bytes in host memory and on the link"
@@ -105,9 +104,11 @@ _NO_GOAL = (
 
 
 class CompilationError(ChunkflowError, BackendCompilerFailed):
-    """A ChunkflowError inside a compilation: Dynamo passes it on, and it is what Dynamo makes of the error of any backend.
+    """A ChunkflowError during compilation.
 
-    Its text is the error's own, without the backend's name before it and Dynamo's advice to report a bug after it.
+    It is also a BackendCompilerFailed, the class that Dynamo wraps the errors of backends in, so Dynamo passes it on as it
+    is.  Its text is the text of the original error, without the name of the backend and without Dynamo's advice to report a
+    bug.
     """
 
     def __str__(self) -> str:
@@ -125,12 +126,13 @@ def chunkflow(
 ) -> Any:
     """Compile a Dynamo graph; called by torch.compile.
 
-    ``options``, ``mode``, ``name``: as given to torch.compile, which passes ``name`` from 2.15 on; it changes nothing here.
-    ``by_kind``: whether the model is compiled in parts on purpose, each kind of block once.
+    ``options``, ``mode``, ``name``: as passed to torch.compile.  torch passes ``name`` from 2.15 on; it is ignored.
+    ``by_kind``: whether the model is deliberately compiled in parts, each block type once.
     A frame without weights is lowered as it is.
-    Raises ChunkflowError before any weight moves: for unknown options, settings of torch that are refused, gradients,
-    inputs on another device than the weights, weights that accelerate keeps or that are attributes of the graph, a graph
-    that torch has split into the buckets of DistributedDataParallel, or a memory budget below the least possible.
+    Raises ChunkflowError before any weight moves in these cases: unknown options, unsupported settings of torch, enabled
+    gradients, inputs that are not on the device of the weights, weights that accelerate has offloaded, weights that are
+    attributes of the graph, a graph that torch has split into the buckets of DistributedDataParallel, or a memory budget
+    below the minimum.
     """
     try:
         with awaited(example_inputs):
@@ -172,10 +174,10 @@ def _lowered(
         guard_hooks()
     warn_if_nothing_streams(index, made)
     if index.root is not None and not offloaded and (placement is None or placement.owned_arena is None):
-        warn_of_small_weights(index.root, min_bytes)  # of a pipeline, compile says it
+        warn_of_small_weights(index.root, min_bytes)  # for a pipeline, compile warns
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in offloaded]
-        if part and wanted:  # its guards then fit the other blocks too
+        if part and wanted:  # so that its guards fit the other blocks, too
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
         move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
@@ -191,7 +193,7 @@ def _compiler(
     min_bytes: int,
     placement: Placement | None,
 ) -> _Compiler:
-    """What compiles the ATen graph of a Dynamo graph, which is refused if it cannot be compiled."""
+    """The compiler for the ATen graph of a Dynamo graph.  Raises ChunkflowError if the graph cannot be compiled."""
     refuse_gradients(inputs)
     if index.root is not None:
         refuse_accelerate(index.root)
@@ -235,10 +237,11 @@ def _compiler(
 def _at_open_sizes(
     graph: GraphModule, inputs: Sequence[Any], compiler: _Compiler, fixed: set[tuple[str, ...]]
 ) -> tuple[Callable[..., Any], CompiledGraph | HoistedGraph]:
-    """The function for Dynamo, and the runner that it calls; for the sizes of this call only, if Inductor fails on symbols,
-    or if the budget is too small for whole blocks, which can be split only at fixed sizes.
+    """Compile a graph with dynamic shapes, if possible; return the function for Dynamo, and the runner that it calls.
 
-    ``fixed``: the names of the weights of such graphs, to which this one's are added.
+    The graph is compiled for the sizes of this call only in two cases: Inductor fails on dynamic shapes, or the budget is too
+    small for whole blocks, which can be split only at fixed sizes.
+    ``fixed``: weight names of the graphs that are compiled for fixed sizes.  The names of this graph are added if needed.
     """
     names = tuple(p.name for p in compiler.parameters)
     if names not in fixed:
@@ -267,12 +270,13 @@ def _at_open_sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class _Compiler:
-    """Plans, verifies and lowers the ATen graph that AOTAutograd makes of a Dynamo graph.
+    """Plans, verifies and lowers the ATen graph that AOTAutograd makes from a Dynamo graph.
 
-    ``weights``: by the names of their parameters.  ``index``: of the model around them.  ``report``: called with what is
-    being done.  ``expected``: the goal that the model is expected to get, None if that is not known.  ``pieces``: bytes of
-    this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.  ``root``: returns the
-    model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: for the user, on what was decided before it is planned.
+    ``weights``: the weights by their parameter names.  ``index``: the index of their model.  ``report``: called with the
+    current stage of the work.  ``expected``: the goal that the model is expected to get, or None if it is not known.
+    ``pieces``: bytes of this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.
+    ``root``: returns the model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: notes for the user on decisions
+    that are made before planning.
     """
 
     chosen: Options
@@ -316,19 +320,19 @@ class _Compiler:
         placement = None if self.index.root is None else placement_of(self.index.root)
         preamble = preamble_of(placement, hoisting, self.chosen, traced.repeats is not None, make)
         main = self._graph(halves.main, replace(hoisting.main, goal=unhoisted.goal), moved)
-        # compiled code keeps no model alive
+        # only weak references, so that compiled code does not keep the model alive
         later = replace(self, weights=WeakValueDictionary(self.weights), index=ModelIndex(None, {}, {}), report=str)
         whole = partial(_whole_again, later, traced, unhoisted)
         return HoistedGraph(aten, halves, preamble, main, tables, whole)
 
     @property
     def _expected_goal(self) -> Goal:
-        """The goal of the settings, or else the one that the owner of the model expects to set."""
+        """The goal in the settings.  If it sets neither a budget nor a slowdown, the model's expected goal is added."""
         goal = self.settings.goal
         return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal
 
     def _described(self, aten: GraphModule) -> Traced:
-        """The ATen graph, with what its nodes do not carry."""
+        """The ATen graph together with data that its nodes do not contain."""
         chosen = self.chosen
         repeats = None
         if self.settings.part and self.index.root is not None:
@@ -340,7 +344,8 @@ class _Compiler:
     def _graph(
         self, traced: Traced, settings: Settings, tables: HostConstants, pieces: Cut | None = None
     ) -> CompiledGraph:
-        """``tables``: among the inputs of the graph.  ``pieces``: if it is cut already."""
+        """Run the passes on a graph and lower it.  ``tables``: the tables among its inputs.  ``pieces``: the cut graph, or
+        None if it is not cut yet."""
         chosen = self.chosen
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
@@ -383,7 +388,7 @@ class _Compiler:
         return CompiledGraph(Codes(code, traced, goal), place, changed, chosen.arena, tables, chosen.pack is not False)
 
     def _refuse_pieces(self, program: Program) -> None:
-        """Raise ChunkflowError if the budget has no room for the pieces of the weights of all parts."""
+        """Raise ChunkflowError if this rank's pieces of all weights do not fit the budget."""
         memory, chosen = self.settings.goal.memory, self.chosen
         if not self.pieces or memory is None:
             return
@@ -398,13 +403,13 @@ class _Compiler:
 
 
 def _whole_again(compiler: _Compiler, traced: Traced, settings: Settings) -> CompiledGraph:
-    """The graph that was hoisted, as one program, when Dynamo is not at work."""
+    """Compile a hoisted graph as one program.  It is called while Dynamo is not compiling."""
     with tracing(TracingContext(_fake_mode(traced.graph))):
         return compiler._graph(traced, settings, HostConstants(compiler.device))
 
 
 def _fake_mode(graph: GraphModule) -> Any:
-    """That of the values in the metadata of a graph, or None."""
+    """The FakeTensorMode of the values in the metadata of a graph, or None."""
     values = (node.meta.get("val") for node in graph.graph.nodes)
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
@@ -412,7 +417,10 @@ def _fake_mode(graph: GraphModule) -> Any:
 def _lower_again(
     chosen: Options, program: Program, lowered: Mapping[str, LoweredRegion]
 ) -> Mapping[str, LoweredRegion]:
-    """The regions of another program of a graph, when Dynamo is not at work.  ``lowered``: those that are, by their keys."""
+    """Lower the regions of another program for a graph.  It is called while Dynamo is not compiling.
+
+    ``lowered``: code of regions that are already lowered, by their keys.
+    """
     missing = {name: region for name, region in program.regions.items() if region.info.key not in lowered}
     modes = (mode for region in missing.values() if (mode := _fake_mode(region.module)) is not None)
     with tracing(TracingContext(next(modes, None))), dynamo_timed("chunkflow.lowering"):
@@ -421,7 +429,7 @@ def _lower_again(
 
 
 def _check_options(chosen: Options, device: torch.device) -> None:
-    """Raise ChunkflowError if the options do not go with the device of the weights."""
+    """Raise ChunkflowError if the options do not match the device of the weights."""
     check_kind(device, chosen.device_kind())
     if chosen.arena is not None and chosen.arena.device != device:
         raise ChunkflowError(
@@ -433,7 +441,7 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 
 
 def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer | None]) -> int:
-    """Bytes of this rank's pieces of weights other than ``buffers``, of a model of which all go to the ranks' devices."""
+    """Bytes of this rank's pieces of all weights of a model except ``buffers``; 0 unless all its weights are sharded."""
     if placement is None or placement.peers is not True or (peers := placement.store.peers) is None:
         return 0
     others = set(placement.store.buffers).difference(buffers)
@@ -441,7 +449,7 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer 
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
-    """The problems and plans of the model's programs for the same goal, for other sizes of its inputs."""
+    """The problems and plans of the model's programs that have the same goal, but other input sizes."""
     if placement is None or settings.goal.policy != "chunkflow" or settings.timings is not None:
         return ()
     running = [p for p in placement.programs if not p.closed]
@@ -449,20 +457,21 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
 
 
 def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
-    """The goal that replan or a pipeline has set for the model of these weights, None if neither has."""
+    """The goal that replan or a pipeline has set for the model of these weights, or None."""
     return next((p.goal for p in placements_around(parameters.values()) if p.goal is not None), None)
 
 
 def _no_other_goal(_: Mapping[str, nn.Parameter]) -> None:
-    """The goal of a preamble does not follow that of its model."""
+    """Return None, because a preamble does not follow changes of its model's goal."""
 
 
 def _is_first_compilation() -> bool:
     """Whether Dynamo compiles this code for the first time.
 
-    Its guards are made after the backend returns.  With the weights already moved, they fit the calls that follow.  A later
-    compilation may be for a model that was restored, or another of its class: its weights move at its first call, so that
-    the guards fit such models.  From the second call on, the first compilation fits those too.
+    Dynamo makes the guards after the backend returns.  In a first compilation, the weights have been moved by then, so the
+    guards fit all later calls.  A later compilation may be for a model that was restored, or for another model of the class.
+    Its weights move only at its first call, so that its guards fit such models.  From its second call on, such a model fits
+    the guards of the first compilation.
     """
     compilation = torch._guards.CompileContext.current_compile_id()
     return compilation is not None and compilation.frame_compile_id == 0
@@ -477,9 +486,10 @@ def run_passes(
     last: StageName = "verified",
     **other: Any,
 ) -> tuple[Stage, Path | None]:
-    """Run the passes on an ATen graph, log every stage, and write it to ``dump`` if set; return the last stage and folder.
+    """Run the passes on an ATen graph and log every stage; return the last stage, and the folder of the dump or None.
 
-    ``pieces``, ``last``: as in :func:`stages`.  ``other``: fields of ``settings`` to replace.
+    ``dump``: the folder to write the stages to, or None.  ``pieces``, ``last``: see :func:`stages`.  ``other``: fields of
+    ``settings`` to replace.
     """
     settings = replace(settings, **other)
     run = logged(_timed(stages(traced, settings, pieces=pieces, last=last)), settings.hardware)
@@ -487,7 +497,7 @@ def run_passes(
 
 
 def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
-    """The stages, each counted by torch's timer of compilations."""
+    """The stages; torch's compilation timer measures each of them."""
     for name in STAGES:
         with dynamo_timed(f"chunkflow.{name}"):
             stage = next(run, None)
@@ -497,7 +507,7 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
 
 
 def _room_advice(program: Program, chosen: Options, outside: int, arena: int, goal: Goal) -> str:
-    """A sentence on what would fit, for the error when there is no room."""
+    """A sentence on the minimum memory, for the error that is raised if the arena does not fit."""
     outside += goal.counted(program.problem.live_bytes)
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside, arena)
     budget = "No budget was given" if goal.memory is None else f"The budget was {goal.option}={size(goal.memory)}"

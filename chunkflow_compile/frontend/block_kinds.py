@@ -1,10 +1,11 @@
-"""Kinds of blocks: modules of one class and one structure, which are compiled once.
+"""Block types: modules of one class and one structure, which are compiled once.
 
-The repeated blocks of a model are the elements of its outermost ``ModuleList``s.  Dynamo's guards decide at run time
-whether two blocks share a compilation; the kinds here are how many to expect.
+The repeated blocks of a model are the elements of its outermost ``ModuleList``s.  At run time, Dynamo's guards decide whether
+two blocks share a compilation.  The block types found here are the expected number of compilations.
 
-A step cache of diffusers puts hooks around blocks, or around modules inside.  A hook has a state of its own in each block,
-which Dynamo would compile into it, again and again.  So hooks stay eager, and what they call is compiled.
+A step cache in diffusers puts hooks around blocks, or around modules inside blocks.  Such a hook has its own state in each
+block, so if Dynamo compiled it, it would recompile for every block.  Therefore hooks stay eager, and the functions that they
+call are compiled.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from chunkflow_compile.weights.modules import hook_registry
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# With more of these layers, a part may have enough to fuse: embeddings of diffusers have up to seven.
+# With more layers than this, a part may have enough ops to fuse.  Embeddings in diffusers have up to seven.
 _MOST_LAYERS = 8
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Modules that are compiled once.
+    """A block type: modules that are compiled once.
 
-    ``name``: of their class.  ``members``: name -> module, in the model's order.  ``counters``: attributes that each of
-    several members has with another value and that its code reads, so that Dynamo compiles each by itself.
+    ``name``: name of their class.  ``members``: name -> module, in the order of the model.  ``counters``: attributes that the
+    code reads and whose values differ between members, such as a block index.  They force a separate compilation per member.
     """
 
     name: str
@@ -43,8 +44,10 @@ class Kind:
 
 
 def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks: name -> module.  Of a list, those are the elements of a class that it has twice or more, with
-    weights."""
+    """The repeated blocks of a model, as name -> module.
+
+    They are the elements with weights of a list that contains at least two elements of their class.
+    """
     repeated: dict[str, nn.Module] = {}
     for prefix, blocks in _lists(root, ""):
         count = Counter(type(block) for block in blocks.values())
@@ -57,9 +60,9 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats | None:
-    """The blocks of the structure of the one that holds these weights of a model; None if none holds them all.
+    """How often the block that contains these weights is repeated in the model; None if no block contains all of them.
 
-    ``goal``: of the model.
+    ``weights``: names of weights.  ``goal``: the goal of the model.
     """
     blocks = repeated_blocks(root)
     mine = next((b for name, b in blocks.items() if all(w.startswith(f"{name}.") for w in weights)), None)
@@ -74,7 +77,7 @@ def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats
 
 
 def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> dict[str, nn.Module]:
-    """The outermost modules with large weights outside the blocks, which have no block inside: name -> module."""
+    """The outermost modules with large weights that are outside the blocks and contain no block, as name -> module."""
     inside = {id(block) for block in blocks}
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -90,21 +93,24 @@ def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> 
 
 
 def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
-    """Whether a part of a model is not worth Inductor's time: a few layers of torch have all its large weights."""
+    """Whether a part of a model should run op by op, because compiling it with Inductor is not worth the time.
+
+    This is so if all its large weights are in a few standard layers of torch.
+    """
     own = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in part.modules()}
     large = [m for m, tensors in own.items() if any(t.nbytes >= min_bytes for t in tensors)]
     return len(large) <= _MOST_LAYERS and all(isinstance(m, _LAYERS) for m in large)
 
 
 def caching_hook(module: nn.Module) -> Any:
-    """The innermost hook around a module that decides at each call whether it runs; None if there is none."""
+    """The innermost hook around a module that decides in each call whether the module runs; None if there is none."""
     registry = hook_registry(module)
     hooks = () if registry is None else (registry.get_hook(name) for name in registry._hook_order)
     return next((hook for hook in hooks if _decides(hook)), None)
 
 
 def calls_of_hooks(module: nn.Module) -> Sequence[Any]:
-    """What diffusers' hooks around a module call, ``forward`` and ``original_forward`` of each."""
+    """References to the functions that diffusers' hooks around a module call: ``forward`` and ``original_forward``."""
     registry = hook_registry(module)
     return () if registry is None else registry._fn_refs
 
@@ -120,7 +126,7 @@ def _hooks_inside(module: nn.Module) -> bool:
 
 
 def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
-    """What to compile of the blocks: each whole, or its parts if one inside has a caching hook: name -> module."""
+    """The modules to compile in the blocks, as name -> module: whole blocks, or parts of blocks with caching hooks inside."""
     compiled = dict[str, nn.Module]()
     for name, block in blocks.items():
         hooked = {n: m for n, m in block.named_modules() if n and caching_hook(m) is not None and not _hooks_inside(m)}
@@ -134,7 +140,7 @@ def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, 
 
 
 def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
-    """The modules by class and structure, in the order of the first of each."""
+    """The block types of these modules, in the order of their first members."""
     groups: dict[object, dict[str, nn.Module]] = {}
     for name, module in modules.items():
         groups.setdefault(structure_of(module), {})[name] = module
@@ -142,7 +148,10 @@ def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
 
 
 def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, Mapping[str, nn.Module]]]:
-    """The outermost lists with modules of one class: name, and the elements by theirs.  A stage may hold such lists."""
+    """The outermost lists in which a class occurs at least twice: the name of each list, and its elements by name.
+
+    Such lists may also be inside other lists, for example in the stages of a model.
+    """
     for name, child in module.named_children():
         blocks = dict(elements(child))
         if isinstance(child, nn.ModuleList) and len({type(m) for m in blocks.values()}) < len(blocks):
@@ -156,14 +165,17 @@ def _large(module: nn.Module, min_bytes: int) -> bool:
 
 
 def structure_of(module: nn.Module) -> object:
-    """Class, sizes and types of everything inside.  Modules that differ in it are compiled apart."""
+    """The classes of the modules inside, and the shapes and dtypes of their parameters.
+
+    Modules with different structures are compiled separately.
+    """
     inside = tuple((name, type(m)) for name, m in module.named_modules())
     tensors = tuple((name, tuple(t.shape), t.dtype) for name, t in module.named_parameters())
     return inside, tensors
 
 
 def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """The attributes with another value in each of the modules, or in most, that their code reads."""
+    """The attributes that the code reads and that differ between most of the modules."""
     read = {name for m in modules[0].modules() for name in names_read(type(m))}
     attributes = [dict(_attributes(m)) for m in modules]
     values = {name: {repr(of_one.get(name)) for of_one in attributes} for name in attributes[0]}
@@ -171,7 +183,8 @@ def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The plain attributes of a module, of its modules, and of what helps them, such as an attention processor."""
+    """The attributes with simple values of a module, its submodules, and their helper objects, such as attention
+    processors."""
     for prefix, inner in module.named_modules():
         for name, value in inner.__dict__.items():
             path = f"{prefix}.{name}".lstrip(".")
@@ -182,7 +195,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def names_read(cls: type) -> Iterator[str]:
-    """The names of attributes and variables that the methods of a class use; none of torch's own."""
+    """The names of attributes and variables that the methods of a class use, except methods from torch."""
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins"):
             continue

@@ -1,4 +1,4 @@
-"""``compile``: places a model and compiles it by kind, one block of each, in place; ``restore`` undoes it."""
+"""``compile``: place a model and compile each of its block types once, in place; ``restore`` undoes it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Unpack
@@ -40,17 +38,17 @@ from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.offload import bring_back, group_of_peers, offload, refuse_applied, target_of
 from chunkflow_compile.placed.placement import Placement, placement_of, placements_of, unwrap
-from chunkflow_compile.releases import backend_of
+from chunkflow_compile.private_torch.dynamo import backend_of, compile_lock, maybe_mark_dynamic
 from chunkflow_compile.report.record import check_folder
 from chunkflow_compile.units import Size
 
 _log = logging.getLogger(__name__)
 
-# Values of the option cudagraphs with which a whole model is one call.
+# Values of the option cudagraphs for which a model is compiled as one call.
 _WHOLE = (True, "collectives")
 
-# Dynamo's default is 8, and beyond it a module runs eagerly.  Blocks that count themselves need one compilation each, and
-# torch's own modules are compiled through one function.
+# Dynamo's default is 8; beyond the limit, a module runs eagerly.  Blocks whose code reads a block index need one compilation
+# per block, and torch's own modules are all compiled through one function.
 _RECOMPILE_LIMIT = 256
 
 
@@ -66,9 +64,10 @@ def compile(
     dynamic: bool | None = None,
     **options: Unpack[BackendOptions],
 ) -> nn.Module:
-    """``chunkflow_compile.compile`` for a model: place it and compile it by kind, in place; return it.
+    """``chunkflow_compile.compile`` for a model: place it and compile each block type once, in place; return it.
 
-    The calls of its parts run as a cycle, as the whole model would in one program, without the time to trace every block.
+    The calls of its parts run as a cycle, in the same way as one program for the whole model would, but not every block has
+    to be traced.
     """
     _check_arguments(model, dynamic)
     given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory, "peers": peers or None}
@@ -91,7 +90,7 @@ def compile(
 
 
 def _check_arguments(model: nn.Module, dynamic: bool | None) -> None:
-    """Raise ChunkflowError for what cannot be compiled by kind."""
+    """Raise ChunkflowError if the model cannot be compiled in this way."""
     root = unwrap(model)
     refuse_applied(root)
     check_dynamic(dynamic)
@@ -106,7 +105,7 @@ def _check_arguments(model: nn.Module, dynamic: bool | None) -> None:
 
 
 def refuse_no_peers(peers: OnPeers, share: Any, device: torch.device, chosen: Options) -> None:
-    """Raise ChunkflowError if weights are to lie on the devices of ranks that cannot read each other's, by the profile."""
+    """Raise ChunkflowError for peers=True if, by the profile, the ranks cannot read each other's devices."""
     group = group_of_peers(peers, share, device)
     if group is not None and peers is True:
         chosen.on(device).profile().check_peers(len(group.ranks))
@@ -115,7 +114,10 @@ def refuse_no_peers(peers: OnPeers, share: Any, device: torch.device, chosen: Op
 def check_options(
     options: Mapping[str, Any], mode: str | None, caller: Callable[..., Any], refused: Collection[str] = ()
 ) -> Options:
-    """The options of ``caller``, as :func:`parse_options`, before any weight moves: their files can be read, and written."""
+    """Parse and check the options of ``caller`` before any weight moves, including that their files can be read or written.
+
+    ``refused``: see :func:`parse_options`.  Raises ChunkflowError for invalid options.
+    """
     if theirs := [name for name in ("backend", "fullgraph", "options", "recompile_limit") if name in options]:
         raise ChunkflowError(
             f"{theirs[0]} is an argument of torch.compile: pass options of ChunkFlow by name, such as memory='8GiB'."
@@ -128,18 +130,18 @@ def check_options(
 
 
 def check_dynamic(dynamic: bool | None) -> None:
-    """Raise ChunkflowError for a value that torch.compile does not take."""
+    """Raise ChunkflowError for a value of ``dynamic`` that torch.compile does not accept."""
     if dynamic not in (None, True, False):
         raise ChunkflowError(f"dynamic={dynamic!r} must be True, False or None, as in torch.compile.")
 
 
 def compiled_whole(model: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Whether :func:`compile_by_kind` compiles a model as one call."""
+    """Whether :func:`compile_by_kind` compiles the whole model as one call."""
     return bool(_why_whole(model, options))
 
 
 def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
-    """Why a model is compiled as one call; empty if it is not."""
+    """The reason why a model is compiled as one call; empty if it is not."""
     if not repeated_blocks(model):
         return "has no repeated blocks"
     if options.get("cudagraphs") in _WHOLE:
@@ -147,21 +149,22 @@ def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
     hoist = options.get("hoist")
     if not hoist or (isinstance(hoist, bool | str) and _hoists_by_kind(model)):
         return ""
-    # Whether hoisting pays is known once the whole model is traced, which is most of the time that compiling it takes.
+    # Whether hoisting is worth it is known only after the whole model was traced, which is most of the compilation time.
     return "may have hoisted weights" if hoist == "auto" else "has hoisted weights"
 
 
 def _hoists_by_kind(model: nn.Module) -> bool:
-    """Whether blocks that are compiled by kind find the rows of earlier generations.
+    """Whether hoisting works if blocks are compiled separately, so that they find the rows of earlier generations.
 
-    Blocks take one value that the code around them has computed from all small inputs.  If the prompt is among these, each
-    prompt has other values, and only a graph of the whole model can compute its rows ahead.
+    Blocks take one value that the code around them has computed from all small inputs.  If the prompt is one of these inputs,
+    this value is different for each prompt, and only a graph of the whole model can compute its rows ahead.
 
-    The names of forward's arguments decide.  Pooled text is an argument of its own in diffusers, and a model that has the
-    argument needs it.  ``guidance`` does not count: models that never read it have the argument, and those that do are
-    usually called with the same guidance again.  A wrong guess costs time only.
+    The names of forward's arguments decide.  In diffusers, pooled text is a separate argument, and a model that has this
+    argument needs it.  ``guidance`` does not count: some models have the argument but never read it, and the others are
+    usually called with the same guidance again.  A wrong guess only costs time.
 
-    A model with a step cache is compiled by kind in any case: the cache decides between the blocks, in eager code.
+    In a model with a step cache, blocks are always compiled separately, because the cache decides between blocks in eager
+    code.
     """
     names = inspect.signature(model.forward).parameters
     if any(caching_hook(module) is not None for module in model.modules()):
@@ -178,12 +181,14 @@ def compile_by_kind(
     name: str | None = None,
     levels: bool = False,
 ) -> None:
-    """Compile a placed model, or a module of one, in place: each kind once; whole, if it has no repeated blocks, if a call
-    is to be one CUDA graph, or if weights are hoisted whose readers depend on the prompt as well.
+    """Compile a placed model, or a module in one, in place; each block type is compiled once.
 
-    ``options``: those of the backend.  ``dynamic``: as in torch.compile.  ``name``: of the model, where compilations are
-    shown; by default its class.  ``levels``: whether its blocks have several sizes within one call, as those of a VAE's
-    decoder have.
+    The model is compiled as a whole instead in three cases: it has no repeated blocks, a call is to be one CUDA graph, or
+    hoisted products also depend on the prompt.
+
+    ``options``: options of the backend.  ``dynamic``: as in torch.compile.  ``name``: name of the model in progress displays;
+    by default the name of its class.  ``levels``: whether its blocks get several sizes within one call, as in the decoder of
+    a VAE.
     """
     name = type(model).__name__ if name is None else name
     if placement.hoist:
@@ -213,9 +218,9 @@ def compile_by_kind(
 
 
 class Compiled:
-    """The compiled forward of a module that a caching hook calls.  ``eager``: the forward itself.
+    """The compiled forward of a module that a caching hook calls.  ``eager``: the original forward.
 
-    When the hook is removed, diffusers makes this the forward of the module, and another hook may take it from there.
+    When the hook is removed, diffusers sets this object as the forward of the module, and another hook may take it over.
     """
 
     def __init__(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> None:
@@ -226,13 +231,16 @@ class Compiled:
         return self._compiled(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The eager forward of the copy of the module."""
+        """Return the eager forward of the copied module."""
         return copy.deepcopy(self.eager, memo)
 
 
 def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """``chunkflow_compile.restore`` for a model: the ordinary eager model again, bit for bit; return ``model``."""
-    with compile_lock:  # no call of another thread may place it meanwhile
+    """``chunkflow_compile.restore`` for a model: turn it into an ordinary eager model again, bit for bit; return ``model``.
+
+    ``device``: see :func:`bring_back`.
+    """
+    with compile_lock:  # so that no call in another thread places it meanwhile
         roots = [unwrap(model), *(placement.root for placement in placements_of(model))]
         refuse_applied(model)
         bring_back(model, device)
@@ -242,8 +250,10 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
 
 
 def uncompile(model: nn.Module) -> None:
-    """Undo :func:`compile_by_kind` and ``module.compile(backend="chunkflow")``: the modules run eagerly again, also if a hook
-    was removed or added since."""
+    """Undo :func:`compile_by_kind` and ``module.compile(backend="chunkflow")``, so that the modules run eagerly again.
+
+    It also works if hooks were added or removed since.
+    """
     for module in model.modules():
         if is_ours(module._compiled_call_impl):
             module.__dict__.pop("_compiled_call_impl", None)
@@ -256,24 +266,25 @@ def uncompile(model: nn.Module) -> None:
 
 
 def is_ours(call: Any) -> bool:
-    """Whether the compiled call of a module is one of ChunkFlow."""
+    """Whether the compiled call of a module was made by ChunkFlow."""
     return isinstance(call, EagerForNested | Opened | CallWithProgress) or backend_of(call) in (chunkflow, _with_hooks)
 
 
 def _eager(forward: Any) -> Any:
-    """What is compiled; any other forward as it is."""
+    """The original forward of a compiled one; any other forward as it is."""
     return forward.eager if isinstance(forward, Compiled) else forward
 
 
 class Opened:
-    """The calls of a block with sizes that are left open from its second ones on.
+    """The calls of a block.  From the first change on, the sizes that change between its calls are compiled as dynamic
+    shapes.
 
-    torch leaves open what changes from call to call of one code.  Blocks of several levels have the same code and other
-    sizes within one call of the model, so here each block is held against itself.
+    torch marks sizes as dynamic if they change between two calls of the same code.  Blocks on several levels of a model run
+    the same code at different sizes within one call of the model.  So here each block is compared only with itself.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        """``call``: compiled with ``dynamic=False``."""
+        """``call``: the compiled call, made with ``dynamic=False``."""
         self._call = call
         self._first: list[torch.Size] | None = None
 
@@ -289,22 +300,23 @@ class Opened:
 
 
 def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
-    """The dimensions that differ, and of images and videos both height and width: one may differ later."""
+    """The dimensions that differ.  For images and videos, always both height and width, because the other may differ
+    later."""
     plane = range(len(sizes) - 2, len(sizes)) if len(sizes) >= 4 else ()
     return [d for d in range(len(sizes)) if d in plane or sizes[d : d + 1] != first[d : d + 1]]
 
 
 class CallWithProgress:
-    """The calls of a model, during which the progress of its compilations is shown."""
+    """The calls of a model.  They show the progress of its compilations."""
 
     def __init__(self, model: nn.Module, progress: CompileProgress) -> None:
         self._called, self._progress = model._compiled_call_impl, progress
-        self._model = weakref.ref(model)  # a model that is dropped is freed at once
+        self._model = weakref.ref(model)  # weak, so that a dropped model is freed at once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()
         call = self._called or model._call_impl
-        if torch.compiler.is_compiling():  # as a part of code that another torch.compile compiles
+        if torch.compiler.is_compiling():  # as part of other code that is being compiled
             return call(*args, **kwargs)
         placement = placement_of(model)
         with self._progress, contextlib.nullcontext() if placement is None else placement.store.first_call():
@@ -312,12 +324,13 @@ class CallWithProgress:
 
 
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
-    """The backend for a part of a model, however much of its weights a frame reads: hooks of its modules are guarded."""
+    """The backend for a part of a model.  Hooks of its modules are always guarded, no matter how many weights a frame
+    reads."""
     guard_hooks()
     return chunkflow(graph, inputs, by_kind=True, **given)
 
 
-_with_hooks.__name__ = "chunkflow"  # torch's errors have it
+_with_hooks.__name__ = "chunkflow"  # the name in torch's errors
 
 
 def _compile_module(
@@ -327,7 +340,7 @@ def _compile_module(
     backend: str | Callable[..., Any] = "chunkflow",
     levels: bool = False,
 ) -> None:
-    """Compile a module in place, at its first call.  ``levels``: as in :func:`compile_by_kind`."""
+    """Compile a module in place; this happens at its first call.  ``levels``: see :func:`compile_by_kind`."""
     opened = levels and dynamic is None
     limited = "recompile_limit" in inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if limited else {}
@@ -339,7 +352,7 @@ def _compile_module(
         return
     module.compile(**more)
     if type(module).forward.__module__.startswith("torch.nn."):
-        # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
+        # Dynamo does not compile frames of torch's own modules, such as Linear; it only traces them in calls by other code.
         module._compiled_call_impl = torch.compile(_calling(module), **more)
     call = module._compiled_call_impl
     assert call is not None
@@ -347,9 +360,9 @@ def _compile_module(
 
 
 class EagerForNested:
-    """The calls of a block, eager ones with nested tensors in C++'s layout, which end the process in Dynamo's guards.
+    """The calls of a block.  Calls with nested tensors in the C++ layout run eagerly, because they crash in Dynamo's guards.
 
-    nn.TransformerEncoder, which is not compiled itself, makes one of its input if it is given a padding mask.
+    nn.TransformerEncoder, which is not compiled itself, converts its input to such a tensor if it gets a padding mask.
     """
 
     def __init__(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> None:
@@ -363,7 +376,7 @@ class EagerForNested:
 
 
 def _calling(module: nn.Module) -> FunctionType:
-    """A function that calls a module, with one code for all modules of its structure."""
+    """A function that calls a module.  All modules with the same structure share the code object of this function."""
     call = module._call_impl
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -374,9 +387,9 @@ def _calling(module: nn.Module) -> FunctionType:
     return called
 
 
-@functools.cache  # of the process, as Dynamo's own: another model of the class runs what was compiled
+@functools.cache  # per process, like Dynamo's cache, so that another model of the class uses the same compilation
 def _copy(code: CodeType, structure: object) -> CodeType:
-    """One copy of a code for each structure: Dynamo finds, counts and keeps compilations by code."""
+    """One copy of a code object for each structure, because Dynamo finds, counts and keeps compilations by code object."""
     return code.replace()
 
 

@@ -1,4 +1,4 @@
-"""Compression: which of the weights that a plan wants compressed can be, asked before code is lowered for their form."""
+"""Compression: find out which weights can be compressed, before code is lowered for compressed weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from chunkflow_compile.weights.packed import Packed
 
 
 def compressible(cut: Cut, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """The names of the compressed weights of a cut that can be compressed.  A placed one is compressed here.
+    """The names of the weights that a cut expects compressed and whose values can be compressed.
 
-    ``weights``: by their names in the cut.  One that comes into the store later is compressed there; its values say here
-    whether they fit.
+    Weights that are already placed are compressed here.  For all other weights, it is only checked whether their values can
+    be compressed; they are compressed when they move into the host store.
+    ``weights``: the weights by their names in the cut.
     """
     with unset_fake_temporarily(), torch.no_grad():
         return frozenset(name for name in cut.packed if _compresses(weights[name]))

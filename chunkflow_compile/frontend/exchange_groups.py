@@ -20,7 +20,8 @@ from chunkflow_compile.passes.names import ExchangeGroups
 from chunkflow_compile.passes.pipeline import Settings, groups_for
 from chunkflow_compile.weights.groups import Group, StoreEnded, group_named, numbers
 
-# What ranks post: the value of the option, the number of groups that it means here, and why there is none.
+# Fields of the record that a rank posts: the value of the option, the number of groups that it means here, and the reason
+# if there is none.
 _WANTED, _GROUPS, _FAILED = "wanted", "groups", "failed"
 _NOTE = "the exchanges of attention are"
 
@@ -91,7 +92,7 @@ def _meet(group: Group, traced: Traced, mine: Mapping[str, Any]) -> int:
             "same model on all ranks."
         )
     for rank, value in values.items():
-        if value[_FAILED] and rank != group.rank:
+        if value[_FAILED] and not mine[_FAILED]:
             raise ChunkflowError(f"Rank {rank} cannot divide its exchanges: {value[_FAILED]}")
     wanted: dict[int, ExchangeGroups] = {rank: value[_WANTED] for rank, value in values.items()}
     if len({*wanted.values()}) > 1:

@@ -1,15 +1,16 @@
-"""Which of Dynamo's guards a compiled block needs: those that others imply are left out, because every call pays for them."""
+"""The guards of Dynamo that a compiled block needs.  Guards that others imply are dropped, because each costs time per
+call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch._dynamo.types import GuardFilterEntry
 
+from chunkflow_compile.private_torch.dynamo import GuardFilterEntry
 from chunkflow_compile.weights.host_weight import HostWeight
 
-# Of a tensor whose class is in its TENSOR_MATCH too.
+# Guards on the class of a tensor, which its TENSOR_MATCH guard also checks.
 _OF_CLASS = ("TENSOR_SUBCLASS_METADATA_MATCH", "TYPE_MATCH")
 _INSIDE = (".host", ".__tensor_flatten__()[0]")
 _WITH_KWARGS = "_with_kwargs"
@@ -17,11 +18,11 @@ _OF_GRADIENTS = ("._backward_hooks", "._backward_pre_hooks")
 
 
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
-    """Whether each guard can fail where the others hold.  For ``guard_filter_fn`` of torch.compile.
+    """Whether each guard can fail while all others hold; for the option ``guard_filter_fn`` of torch.compile.
 
-    Left out are those on what is inside an offloaded weight, whose class, sizes, strides, dtype and device are guarded;
-    on which hooks take keyword arguments, where it is guarded that there are no hooks; and, where gradients are off, which
-    is guarded too, on hooks of gradients.
+    Three groups of guards are dropped.  Guards on the inside of an offloaded weight: its class, sizes, strides, dtype and
+    device are guarded.  Guards on which hooks take keyword arguments, if there is a guard that there are no hooks.  And
+    guards on gradient hooks if gradients are disabled, because the grad mode is guarded.
     """
     weights = {g.name for g in guards if g.has_value and isinstance(g.value, HostWeight)}
     without = {g.name for g in guards if g.has_value and isinstance(g.value, dict) and not g.value}

@@ -1,4 +1,4 @@
-"""Hoisting in a compilation: which preamble computes the rows of a graph, and what to tell the user if none does."""
+"""Hoisting during compilation: choose the preamble that computes the rows of a graph, and warn if nothing is hoisted."""
 
 from __future__ import annotations
 
@@ -44,22 +44,23 @@ def preamble_of(
     of_blocks: bool,
     make: Callable[[], CompiledGraph],
 ) -> Preamble:
-    """The preamble of a graph: the one that a graph of the same model has made for another size, or else a new one.
+    """The preamble of a graph.  It is reused from a graph of the same model for another size, or else created.
 
-    ``chosen``: options of the graph.  ``of_blocks``: whether it is compiled for all blocks of its kind.  ``make``: compiles
-    the preamble.
+    ``chosen``: options of the graph.  ``of_blocks``: whether the graph is compiled for all blocks of its type.  ``make``:
+    compiles the preamble.
     """
     key = hoisting.halves.key, chosen
     found = None if placement is None else placement.preamble(key)
-    # blocks take what was computed from the timestep
+    # blocks do not get the timestep itself, but a value computed from it
     follow = _unknown if of_blocks else _timesteps_of
     return found or Preamble(make(), hoisting.halves, hoisting.rows, key, follow, _share)
 
 
 def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> None:
-    """Warn if hoist=True has no effect on a part of a model, or hoist="auto" on a whole one, where True raises an error.
+    """Warn if hoist=True has no effect on a part of a model, or if hoist="auto" has no effect on a whole model.
 
-    ``by_kind``: whether the model is compiled by kind; the small parts outside its blocks then get no warning.
+    (hoist=True raises an error for a whole model.)  ``by_kind``: whether each block type of the model is compiled once; then
+    there is no warning for the small parts outside its blocks.
     """
     if settings.goal.hoist == "auto" and not settings.part:
         _log.warning(_NOT_BY_AUTO)
@@ -73,18 +74,20 @@ def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> No
 
 
 def _timesteps_of(program: SingleCall) -> torch.Tensor | None:
-    """The schedule that the calls of a model follow, None if it is not known."""
+    """The timesteps of the schedule that the calls of a model follow, or None if they are not known."""
     placement = _placement_of(program)
     return None if placement is None else placement.timesteps()
 
 
 def _unknown(program: SingleCall) -> None:
-    """No schedule is known."""
+    """Return None, because no schedule is known."""
 
 
 def _share(preamble: Preamble, program: SingleCall) -> None:
-    """Make the preamble known to the model of a program whose rows it computes, and divide the memory for rows among all
-    preambles of the same weights."""
+    """Register the preamble with the placement of a program whose rows it computes.
+
+    The memory for rows is divided among all preambles with the same weights.
+    """
     if (placement := _placement_of(program)) is not None:
         placement.share(preamble)
         same = [each for each in placement.preambles if each.hoisted == preamble.hoisted]

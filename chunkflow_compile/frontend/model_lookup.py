@@ -1,4 +1,4 @@
-"""The model that weights belong to, and the store that they move into before a program starts on them."""
+"""Finds the model that weights belong to, and moves weights into its host store before a program starts on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
 
 from chunkflow_compile.frontend.module_search import index_around
 from chunkflow_compile.frontend.preconditions import warn_if_no_module_holds
@@ -15,6 +14,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.placement import Placement, placements_around
+from chunkflow_compile.private_torch.dynamo import compile_lock
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.single_call import SingleCall
@@ -26,9 +26,9 @@ from chunkflow_compile.weights.leaves import leaves
 def index_of(
     weights: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
 ) -> tuple[ModelIndex, int | None]:
-    """Names and blocks of the model around ``weights``, and the least bytes that it was placed with, None if it was not.
+    """The index of the model around ``weights``, and the ``min_bytes`` that it was placed with, or None if it is not placed.
 
-    ``near``: modules that Dynamo read inputs from.  ``min_bytes``: of a model that was not placed.
+    ``near``: modules that Dynamo read inputs from.  ``min_bytes``: the value for a model that is not placed.
     """
     parameters = [leaf for weight in weights for _, leaf in leaves(weight)]
     placements = placements_around(parameters)
@@ -47,7 +47,7 @@ def index_of(
 def move_weights(
     index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequence[torch.Tensor], pack: Pack
 ) -> None:
-    """Move weights of a model into its store.  ``pack``: for a model that is not placed yet."""
+    """Move weights of a model into its host store.  ``pack``: the value for a model that is not placed yet."""
     if weights and index.root is not None:
         with compile_lock, (placement := Placement.on(index.root, device, min_bytes, pack=pack)).lock():
             placement.move((index.names[id(p)], p) for p in weights)
@@ -63,11 +63,12 @@ def start_program(
     wanted: Collection[str],
     start: Callable[[Arena], SingleCall],
 ) -> SingleCall:
-    """Move those of the weights ``wanted`` that are in no host store into their model's store, and start a program.
+    """Start a program.  First, ``wanted`` weights that are in no host store move into the host store of their model.
 
     ``pack``: see :func:`move_weights`.
-    ``seen``: returns the compiled model.  If the weights are not that model's, their model is searched for.
-    The program ends with the first of the placements that its weights belong to.
+    ``seen``: returns the compiled model, or None.  If the weights do not belong to it, their model is searched for.
+    ``start``: makes the program in an arena.
+    The program ends as soon as one of the placements of its weights ends.
     """
     while True:
         around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()
@@ -79,12 +80,12 @@ def start_program(
             loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
             _refuse_copies(loose)
             warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)
-        if not around:  # no module to attach the program to: it ends with the parameter
+        if not around:  # there is no module to attach the program to, so it ends with the parameter
             program = start(Arena(device))
             next(iter(parameters.values()))._chunkflow_program = program  # type: ignore[attr-defined]
             return program
         with contextlib.ExitStack() as held:
-            held.enter_context(compile_lock)  # no other thread may trace hooks while they are added
+            held.enter_context(compile_lock)  # so that no other thread traces hooks while they are added
             for placement in sorted(around, key=id):
                 held.enter_context(placement.lock())
             if not all(placement.current for placement in around):
@@ -98,14 +99,14 @@ def start_program(
 
 
 def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> list[nn.Parameter]:
-    """The weights to move into a store: those ``wanted``, and those that lie in host memory but in no store."""
+    """The weights to move into a host store: ``wanted`` weights, and offloaded weights that are in no store."""
     return [
         p for name, p in parameters.items() if buffer_of(p) is None and (name in wanted or isinstance(p, HostWeight))
     ]
 
 
 def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
-    """Raise ChunkflowError for weights of no known module that are copies of offloaded ones: their bytes are in no store."""
+    """Raise ChunkflowError for copies of offloaded weights in no known module, because their bytes are in no host store."""
     for name, weight in loose.items():
         if isinstance(weight, HostWeight):
             raise ChunkflowError(

@@ -1,8 +1,9 @@
-"""The modules that hold some weights, found by identity from the weights alone.
+"""Finds the modules that contain given weights, by the identity of the weights.
 
-A backend gets parameters and a graph, not the model.  The modules that hold the parameters are searched for once per
-compilation: among those that Dynamo read the parameters from, the objects that Python's garbage collector tracks, and, after
-``gc.freeze()``, which hides objects from it, what the callers hold.
+A backend gets parameters and a graph, but not the model.  Once per compilation, the modules that contain the parameters are
+searched for.  The search covers the modules that Dynamo read the parameters from and the objects that Python's garbage
+collector tracks.  After ``gc.freeze()``, which hides objects from the collector, it also covers objects that the callers
+hold.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.index import ModelIndex
+from chunkflow_compile.private_torch.dynamo import OptimizedModule
 from chunkflow_compile.weights.leaves import leaves, quant_state_tensors
 
 
 def index_around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = (), min_bytes: int = 0) -> ModelIndex:
-    """The index of the module that holds all of ``parameters`` that any module holds; if none does, of the one that holds
-    those of at least ``min_bytes``.
+    """The index of the module that contains all ``parameters`` which are in any module at all.
 
-    ``near``: modules that are known to be around some of them.
-    Raises ChunkflowError if modules hold them, but no single one holds all of that size.
+    If there is no such module, the index of the module that contains all of them with at least ``min_bytes``.
+    ``near``: modules that are known to contain some of the parameters.
+    Raises ChunkflowError if modules contain the parameters, but no single module contains all large ones.
     """
     root, maybe_block = _holder(parameters, near, min_bytes) if parameters else (None, False)
     return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root, maybe_block)
 
 
 def blocks_around(root: nn.Module, weights: Iterable[torch.Tensor]) -> list[nn.Module]:
-    """The outermost lists of blocks that hold any of ``weights``."""
+    """The outermost lists of blocks that contain any of ``weights``."""
     wanted = {id(w) for w in weights}
     lists, inner = list[nn.Module](), set[int]()
     for module in root.modules():
@@ -46,7 +47,7 @@ def blocks_around(root: nn.Module, weights: Iterable[torch.Tensor]) -> list[nn.M
 
 
 def _held(module: nn.Module) -> Iterator[int]:
-    """The ids of the tensors with bytes that a module holds directly."""
+    """The ids of the tensors that are attributes of the module itself.  For a tensor subclass, the tensors inside it."""
     for kind in ("_parameters", "_buffers"):
         for tensor in module.__dict__.get(kind, {}).values():
             for whole in (tensor, *(t for _, t in quant_state_tensors(tensor))) if tensor is not None else ():
@@ -55,7 +56,7 @@ def _held(module: nn.Module) -> Iterator[int]:
 
 
 def held_by(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of the tensors with bytes that modules hold, directly or below."""
+    """The ids of the tensors in these modules and in their submodules.  For a tensor subclass, the tensors inside it."""
     return {held for module in _with_those_below(modules) for held in _held(module)}
 
 
@@ -69,19 +70,19 @@ def _with_those_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """The modules directly below; get: another thread may be constructing it."""
+    """The direct submodules of a module.  It may be incomplete, because another thread may be constructing it."""
     return [child for child in [*module.__dict__.get("_modules", {}).values()] if child is not None]
 
 
-# What is around code everywhere, and holds half of the process.
+# Types that the search does not enter, because they refer to half of the objects in the process.
 _ENDS = (CodeType, FrameType, FunctionType, ModuleType, type)
-# From a variable to an element of a list in an attribute of an attribute: an object and its __dict__, twice, and the list.
-# Each step takes longer: five take 0.7 s in a compilation of 20 s.
+# The number of references to follow: from a variable to an element of a list in an attribute of an attribute, that is an
+# object and its __dict__, twice, and the list.  Each step takes longer; five take 0.7 s in a compilation of 20 s.
 _STEPS = 5
 
 
 def _of_callers(frame: FrameType | None) -> list[object]:
-    """What a frame and its callers hold in variables, and in attributes and lists near these."""
+    """The objects in variables of a frame and its callers, and in attributes and lists that these refer to."""
     spaces, near = dict[int, dict[str, object]](), list[object]()
     while frame is not None:
         near += [*frame.f_locals.values()]
@@ -97,14 +98,14 @@ def _of_callers(frame: FrameType | None) -> list[object]:
 
 
 def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
-    """type(), not isinstance(): asking a lazy proxy for its class could run arbitrary code."""
+    """The modules among objects.  It uses type(), because isinstance() on a lazy proxy could run arbitrary code."""
     return [cast("nn.Module", o) for o in objects if issubclass(type(o), nn.Module)]
 
 
 def _holder(
     parameters: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
 ) -> tuple[nn.Module | None, bool]:
-    """The module around ``parameters``, and whether one around it may be hidden."""
+    """The module that contains ``parameters``, or None.  Also whether ``gc.freeze()`` may have hidden a module around it."""
     asked = {id(p) for p in parameters}
     tracked = _modules_among(gc.get_objects())
     hidden = gc.get_freeze_count() > 0 and not asked.issubset(held for m in tracked for held in _held(m))
@@ -128,7 +129,7 @@ def _holder(
             candidates[id(module)] = module
             todo.extend(parents.get(id(module), ()))
     around = [module for module in candidates.values() if wanted <= held_by([module])]
-    if not around:  # layers outside the model, such as those of an adapter
+    if not around:  # some layers are outside the model, such as an adapter's
         wanted &= {id(p) for p in parameters if p.nbytes >= min_bytes}
         around = [module for module in candidates.values() if wanted <= held_by([module])]
     if candidates and not around:
@@ -148,7 +149,7 @@ def _holder(
 
 
 def _model_around(module: nn.Module, parents: Mapping[int, list[nn.Module]]) -> nn.Module:
-    """The outermost module around a block, so that blocks that are compiled one by one have one placement."""
+    """The outermost module around a block, so that blocks that are compiled one by one share a placement."""
     root, seen = module, set[int]()
     while (around := parents.get(id(root), ())) and len(around) == 1 and id(root) not in seen:
         seen.add(id(root))

@@ -1,4 +1,5 @@
-"""A frame: what Dynamo hands to the backend, a whole model or the part of it between two graph breaks."""
+"""Checks of a frame before it is compiled.  A frame is the code that Dynamo passes to the backend: a whole model, or the part
+of a model between two graph breaks."""
 
 from __future__ import annotations
 
@@ -12,10 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo import config
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
@@ -29,7 +26,8 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex, filled_by
 from chunkflow_compile.placed.offload import why_nothing_streams
-from chunkflow_compile.releases import source_name
+from chunkflow_compile.private_torch.dynamo import InstructionTranslator, callback_handler, config, source_name
+from chunkflow_compile.private_torch.inductor import compile_fx
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of
@@ -37,16 +35,16 @@ from chunkflow_compile.weights.modules import hooks_of
 
 _log = logging.getLogger(__name__)
 
-# What evaluating the name of a source raises if it needs one of Dynamo's own functions.
+# The errors that evaluating the name of a source may raise if it needs one of Dynamo's own functions.
 _NO_VALUE = (AttributeError, LookupError, NameError, SyntaxError, TypeError)
-# Names of diffusers' hooks that decide by values whether blocks run.
+# Names of the hooks in diffusers that decide by values of activations whether blocks run.
 _DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
 
 
 def lower_without_weights(
     graph: GraphModule, inputs: Sequence[Any], lowering: Lowering, inductor: Mapping[str, Any]
 ) -> Any:
-    """Lower a frame that reads no weight, as it is: there is nothing to stream."""
+    """Lower a frame that reads no weight as it is, because there is nothing to stream."""
     if lowering == "eager":
         return graph.forward
     return compile_fx(graph, list(inputs), config_patches=dict(inductor))
@@ -55,7 +53,7 @@ def lower_without_weights(
 def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: int) -> tuple[list[Any], list[nn.Module]]:
     """The weights among the inputs of a Dynamo graph, and the modules that Dynamo read inputs from.
 
-    Weights are parameters; where there are none, the buffers of these modules of at least ``min_bytes``.
+    The weights are the parameters.  If there are none, they are the buffers of these modules with at least ``min_bytes``.
     """
     modules = _read_from(graph)
     weights = [v for v in inputs if isinstance(v, (nn.Parameter, HostWeight))]
@@ -74,11 +72,11 @@ def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: in
 
 
 def _read_from(graph: GraphModule) -> list[nn.Module]:
-    """The modules on the way from the variables of the frame that Dynamo compiles to the inputs of its graph."""
+    """The modules through which Dynamo got from variables of the frame to the inputs of its graph."""
     try:
         frame = InstructionTranslator.current_tx()
         scope: dict[str, Any] = {"L": frame.f_locals, "G": frame.f_globals}
-    except AttributeError:  # Dynamo is not at work in this thread
+    except AttributeError:  # Dynamo is not compiling in this thread
         return []
     values: dict[str, Any] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
@@ -87,7 +85,7 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
             name = source_name(source)
             if name not in values:
                 try:
-                    values[name] = eval(name, scope)  # the names of sources are expressions, for Dynamo's guards
+                    values[name] = eval(name, scope)  # Dynamo's guards use the names as expressions
                 except _NO_VALUE:
                     values[name] = None
             source = getattr(source, "base", None)
@@ -95,7 +93,7 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
 
 
 def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> None:
-    """Warn of the bytes of ``weights``, those of no known module, that stay on the device: those of large ones."""
+    """Warn that ``weights``, which are in no known module, stay on the device, if any of them is large."""
     if nbytes := _large_bytes(weights, min_bytes):
         hidden = "gc.freeze() has hidden it, or there is none"
         warn_once(
@@ -107,7 +105,7 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
 
 
 def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
-    """Warn of a module none of whose weights stream, if it may be a block of a model that was not found."""
+    """Warn if no weight of a module streams, and the module may be a block of a model that was not found."""
     nbytes = sum(w.nbytes for program in made for w in program.problem.weights if w.name in program.offloaded)
     if index.maybe_block and nbytes and not any(program.plan.streamed for program in made):
         warn_once(
@@ -118,7 +116,10 @@ def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
 
 
 def warn_of_small_weights(model: nn.Module, min_bytes: int | None = None) -> None:
-    """Warn, once per process and class, if no weight of a model streams.  ``min_bytes``: by default that of its placement."""
+    """Warn, once per process and class, if no weight of a model streams.
+
+    ``min_bytes``: the size below which weights do not stream; by default the value of the model's placement.
+    """
     if reason := why_nothing_streams(model, min_bytes):
         warn_once(f"{type(model).__name__}: {reason}")
 
@@ -127,16 +128,16 @@ def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
     return sum(w.nbytes for w in {id(w): w for w in weights}.values() if w.nbytes >= min_bytes)
 
 
-@functools.cache  # once a process, for all blocks
+@functools.cache  # once per process, for all blocks
 def warn_once(said: str) -> None:
     """Log a warning, unless this process has logged the same one."""
     _log.warning("%s", said)
 
 
 def guard_hooks() -> None:
-    """Let the compilation under way guard the hooks of modules.
+    """Make the running compilation guard the hooks of modules.
 
-    Dynamo leaves them out, for speed, and so would run the code of one block on another block that has hooks.
+    Dynamo omits these guards for speed.  Without them, it would run the code of one block on another block that has hooks.
     """
     if not config.skip_nnmodule_hook_guards:  # Dynamo may call the backend twice in one compilation
         return
@@ -145,14 +146,14 @@ def guard_hooks() -> None:
 
     def ends(_: object) -> None:
         guarded.close()
-        # a new list: the callbacks are called from the old one, and each must have its turn
+        # a new list, because Dynamo is iterating over the old one, and each callback must be called
         callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c != ends]
 
     callback_handler.register_end_callback(ends)
 
 
 def note_graph_break(graph: GraphModule) -> None:
-    """Log the graph break that ended a frame, and what it costs."""
+    """Log the graph break that ended a frame, and its cost."""
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         where = "".join(f" at {f.filename}:{f.lineno}" for f in reason.user_stack[-1:])
@@ -165,13 +166,13 @@ def note_graph_break(graph: GraphModule) -> None:
 
 
 def note_estimates(traced: Traced, note: Callable[[str], object]) -> None:
-    """Note the sizes that depend on data, and what the plan takes them for."""
+    """Note the sizes that depend on data, and the values that the plan assumes for them."""
     if guesses := ", ".join(f"{name} for {traced.sizes[name]}" for name in traced.unknown):
         note(f"sizes that depend on data: the plan takes {guesses}, so its FLOPs, bytes and times are estimates")
 
 
 def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
-    """Note the ops without a formula of FLOPs, and log each once a process: one that communicates may be among them."""
+    """Note the ops for which there is no FLOP formula, and log each once per process.  One of them may communicate."""
     computing = [n for n in traced.graph.graph.nodes if collective_kind(n) is None]
     for name, sentence in without_formula(computing).items():
         if "::" in name:
@@ -181,9 +182,9 @@ def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
 
 
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:
-    """Whether a frame reads at most half of the bytes of a model's large weights, so that other frames run in turns with it.
+    """Whether a frame reads at most half of the bytes of a model's large weights, so that other frames alternate with it.
 
-    Not whether it reads all: a model may have weights that its forward does not use.
+    It does not check whether the frame reads all weights, because a model may have weights that its forward does not use.
     """
     if root is None:
         return False
@@ -195,9 +196,9 @@ def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: 
 
 
 def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_bytes: int, part: bool) -> int:
-    """Bytes of a model's weights on the device that a frame does not read.
+    """Bytes of the weights on the device that a model has and a frame does not read.
 
-    ``part``: whether other frames will move the large ones.
+    ``part``: whether the frame is a part of the model.  Large weights then do not count, because other frames will move them.
     """
     if root is None:
         return 0
@@ -213,8 +214,10 @@ def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_byte
 
 
 def refuse_decisions_of_a_rank(root: nn.Module, graph: GraphModule) -> None:
-    """Raise ChunkflowError for a step cache of diffusers that skips blocks by what one rank computes, if ranks exchange
-    activations in these blocks: one rank could skip an exchange that another waits for."""
+    """Raise ChunkflowError for a step cache in diffusers that skips blocks by values that each rank computes for itself.
+
+    This applies only if ranks exchange activations in these blocks: a rank could skip an exchange that another one waits for.
+    """
     names = {name for m in root.modules() for name in hooks_of(m)}
     if _DECIDES_BY_VALUES & names and any(_is_exchange(node) for node in graph.graph.nodes):
         raise ChunkflowError(
@@ -232,7 +235,7 @@ def _is_exchange(node: Node) -> bool:
 def refuse_gradient_buckets(graph: GraphModule) -> None:
     """Raise ChunkflowError for a part of a model that torch has split by the gradient buckets of DistributedDataParallel.
 
-    The parts get weights that are copies without values, and outputs that torch expects to be of another kind.
+    Such parts get copies of weights without values, and torch expects another type of outputs from them.
     """
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and reason.reason.startswith("DDPOptimizer"):
@@ -244,7 +247,7 @@ def refuse_gradient_buckets(graph: GraphModule) -> None:
 
 
 def refuse_attributes(graph: GraphModule, min_bytes: int) -> None:
-    """Raise ChunkflowError for large weights that are attributes of a Dynamo graph, and so no inputs."""
+    """Raise ChunkflowError for large weights that are attributes of a Dynamo graph, and therefore not inputs."""
     if nbytes := _large_bytes(graph.parameters(), min_bytes):
         raise ChunkflowError(
             f"{size(nbytes)} of parameters are attributes of the graph that the backend gets, so they cannot be streamed: "
@@ -262,7 +265,7 @@ def refuse_gradients(inputs: Sequence[Any]) -> None:
 
 
 def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
-    """Fix the symbolic sizes of weights, and those that are no input of the graph.  int() adds the guard for that."""
+    """Fix the symbolic sizes of weights, and symbolic sizes that are not inputs of the graph.  int() adds the guards."""
     symbols = {name for value in inputs if isinstance(value, torch.SymInt) for name in symbols_of(value)}
     fixed = {id(weight) for weight in weights}
     for value in inputs:
@@ -272,11 +275,11 @@ def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
 
 
 def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection[int] | None) -> list[Any]:
-    """The inputs of a Dynamo graph, in which the sizes of slow inputs are numbers: rows are computed at the size of a call.
+    """The inputs of a Dynamo graph, with the sizes of slow inputs fixed, because rows are computed at the size of a call.
 
-    torch then compiles the graph again for another batch.  The size of the image stays a symbol.  ``slow``: positions of the
-    slow inputs that the user named; None for those with one value per sample, such as the timestep, or with one vector per
-    sample, which is what blocks are given of the timestep.
+    torch then recompiles the graph for another batch size.  The image size stays symbolic.  ``slow``: positions of the slow
+    inputs that the user named.  None means all inputs with one value per sample, such as the timestep, or with one vector per
+    sample, such as the embedding of the timestep that blocks get.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     fakes = [node.meta.get("example_value") for node in nodes]
@@ -302,7 +305,7 @@ def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection
 
 
 def _number(size: Any) -> Any:
-    """A size that has one value only, as that value."""
+    """The value of a symbolic size if it can have only one value; any other size as it is."""
     return int(size) if isinstance(size, torch.SymInt) and not symbols_of(size) else size
 
 
@@ -311,7 +314,8 @@ def device_of(
 ) -> torch.device:
     """The device of the weights.
 
-    Raises ChunkflowError if an input is on another device, unless forward moves it (a table that is not a buffer).
+    Raises ChunkflowError if an input is on another device, unless forward moves it, as it does with a table that is not a
+    buffer.
     """
     devices = {p.device for p in parameters.values()}
     if len(devices) > 1:

@@ -1,7 +1,7 @@
-"""LoRA adapters in slots: weights of a fixed size that layers have from the first, whatever adapter fills them.
+"""LoRA adapters in slots: weights of a fixed size that layers have from the start, and that any adapter can fill.
 
-PEFT's and diffusers' calls change PEFT's own dictionaries, which stay in host memory.  What they say now is copied into the
-slots before a program runs, so another adapter is other values of the same program.
+Calls of PEFT and diffusers change PEFT's own dictionaries, which stay in host memory.  Before a program runs, the active
+adapters are copied from them into the slots.  So switching adapters only changes values, and the program stays the same.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from chunkflow_compile.weights.host_weight import HostWeight
 
 _log = logging.getLogger(__name__)
 
-# Attribute of a class that :func:`like` describes: the class that it is made of.
+# Attribute of a class made with :func:`like`: the original class.
 _PLAIN = "_chunkflow_plain"
 
 
 class Sizes:
-    """Of the slots of a model: the largest ``rank`` of an adapter, and how many ``count`` may be active at once."""
+    """The sizes of the slots of a model.
+
+    ``rank``: the maximum rank of an adapter.  ``count``: the maximum number of adapters that are active at the same time.
+    """
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank = rank
@@ -34,18 +37,19 @@ class Sizes:
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:
-        """Log what is compiled again, once for all layers."""
+        """Log a warning about a recompilation, once for all layers."""
         if text not in self._said:
             self._said.add(text)
             _log.warning("%s", text)
 
 
 class Slotted(nn.Module):
-    """What a LoRA layer of PEFT does with slots; the first base of the class that :func:`slotted` makes of the layer's own.
+    """A LoRA layer of PEFT with slots.  :func:`slotted` makes its class from the class of the layer, with this as first base.
 
-    ``slots``: A, [rank, in], and B, [out, rank], of each slot, one after the other in one flat tensor: one weight of a plan.
-    ``scale``: of each slot, the bits of a float32, which no cast of the model changes.
-    ``own``: whether it runs PEFT's own forward, because an active adapter is of a kind that slots cannot hold.
+    ``slots``: the matrices A [rank, in] and B [out, rank] of each slot, one after the other in a flat tensor, which is a
+    single weight in a plan.
+    ``scale``: the scale of each slot, stored as the bits of a float32, so that casting the model does not change it.
+    ``own``: whether it runs PEFT's own forward, because slots do not support the type of an active adapter.
     ``late``: whether it was an ordinary layer until an adapter was loaded.
     """
 
@@ -63,12 +67,12 @@ class Slotted(nn.Module):
 
     @property
     def chunkflow_aside(self) -> Sequence[nn.Module]:
-        """The modules whose weights no program reads, and which stay where they are."""
+        """The modules whose weights no program reads, so that they are not moved."""
         peft: Any = self
         return () if self.own else [getattr(peft, name) for name in peft.adapter_layer_names]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As PEFT's, of what is in the slots: the same ops in the same order and precision."""
+        """Compute PEFT's forward from the slots, with the same ops in the same order and precision."""
         if self.own or kwargs:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
         if not torch.compiler.is_compiling():
@@ -79,7 +83,7 @@ class Slotted(nn.Module):
         for slot in range(len(scale)):
             a, b = self._views(self.slots, slot)
             delta = F.linear(F.linear(x, a), b)
-            # PEFT's scale is a number, and is not rounded
+            # PEFT's scale is a Python number, which is not rounded to the dtype
             wide = delta if delta.dtype == torch.float64 else delta.float()
             result = result + (wide * scale[slot]).to(delta.dtype)
         return result.to(dtype)
@@ -91,10 +95,10 @@ class Slotted(nn.Module):
         a = slots[begin:middle].view(rank, ins)
         return a, slots[middle : middle + rank * outs].view(outs, rank)  # type: ignore[operator]
 
-    # What is active now, and what the slots hold.
+    # The active adapters, and the contents of the slots.
 
     def _active(self) -> Iterator[tuple[str, Any, Any, float]]:
-        """The active adapters: name, A, B and scale."""
+        """The name, A, B and scale of each active adapter."""
         peft: Any = self
         if peft._disable_adapters or peft.merged_adapters:
             return
@@ -104,9 +108,9 @@ class Slotted(nn.Module):
                 yield name, a[name]._parameters["weight"], b[name]._parameters["weight"], float(peft.scaling[name])
 
     def fill(self) -> None:
-        """Let the slots hold what is active now.  No lock of an arena is held.
+        """Copy the active adapters into the slots if they have changed.  The caller holds no lock of an arena.
 
-        Raises ChunkflowError for an adapter without values, or one that does not fit.
+        Raises ChunkflowError if an adapter has no values or does not fit, or if too many are active.
         """
         peft: Any = self
         if self.own:
@@ -138,7 +142,7 @@ class Slotted(nn.Module):
                     self._write(host, slot, *(active[slot][1:3] if now else (None, None)))
             scales = [scale for *_, scale in active] + [0.0] * (count - len(active))
             self.scale.copy_(torch.tensor(scales, dtype=torch.float32).view(torch.int32))
-            # the weights are kept, because one that was freed may leave its id and its memory to another
+            # the weights are kept alive, because the id and the memory of a freed weight may be reused
             self._held, self._alive = held, [(a, b) for _, a, b, _ in active]
 
     def _check(self, name: str, a: Any, b: Any) -> None:
@@ -155,7 +159,10 @@ class Slotted(nn.Module):
             )
 
     def _write(self, host: torch.Tensor, slot: int, a: Any, b: Any) -> None:
-        """Copy an adapter into a slot, with zeros up to its rank; all zeros for None, also where an adapter had NaN."""
+        """Copy an adapter into a slot, with zeros up to the rank of the slot; None fills the slot with zeros.
+
+        The rest is overwritten, not multiplied by zero, because an earlier adapter may have left NaN there.
+        """
         into_a, into_b = self._views(host, slot)
         rank = 0 if a is None else a.shape[0]
         if a is not None:
@@ -164,10 +171,11 @@ class Slotted(nn.Module):
         into_a[rank:].zero_()
         into_b[:, rank:].zero_()
 
-    # What decides the program: it is settled when adapters are loaded and chosen, before Dynamo's guards are asked.
+    # The properties that determine which program runs.  They are updated when adapters are loaded or activated, before
+    # Dynamo's guards run.
 
     def settle(self) -> None:
-        """Make room for the adapters of this layer, and choose the forward for those that are active."""
+        """Grow the slots for the adapters of this layer if needed, and choose the forward for the active adapters."""
         peft: Any = self
         active = [name for name in peft.active_adapters if name in peft.lora_A]
         kinds = {name: _kind(peft, name) for name in active}
@@ -192,7 +200,7 @@ class Slotted(nn.Module):
             self.grow(*wanted, self.slots.dtype)
 
     def grow(self, rank: int, count: int, dtype: torch.dtype) -> None:
-        """Give the layer empty slots."""
+        """Replace the slots of the layer by empty ones of this rank, number and dtype."""
         peft: Any = self
         device = peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0]
         with torch.inference_mode(False):
@@ -202,7 +210,7 @@ class Slotted(nn.Module):
         self.slot_rank, self._held, self._alive = rank, (), []
 
     def stale(self) -> None:
-        """Fill the slots again at the next call: a hotswap writes adapters in a way that shows in no version."""
+        """Fill the slots again at the next call, because a hotswap writes adapters without changing their versions."""
         self._held = ((),) * len(self.scale)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -210,35 +218,38 @@ class Slotted(nn.Module):
         self.settle()
 
     def unmerge(self) -> None:
-        if self.merged_adapters:  # PEFT would warn, of each layer that has no adapter
+        if self.merged_adapters:  # else PEFT would warn for each layer without an adapter
             super().unmerge()  # type: ignore[misc]
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """On the device of the base weight, for merging."""
+        """The product of an adapter, on the device of the base weight, for merging."""
         peft: Any = self
         delta: torch.Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
         return delta.to(peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0])
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Adapters stay in host memory, where the slots are filled from."""
+        """Keep adapters in host memory, because the slots are filled from there."""
         if device is None and not self.own:
             device = torch.device("cpu")
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)  # type: ignore[misc]
 
 
 def _values(weight: Any) -> torch.Tensor:
-    """The values of an adapter's weight, which is offloaded if PEFT's own forward has read it."""
+    """The values of an adapter's weight.  The weight is offloaded if PEFT's own forward has read it."""
     return weight.values_on_host if isinstance(weight, HostWeight) else weight
 
 
 def _state(weight: Any) -> tuple[int, int, int]:
-    """Changes when a weight is another one, has other memory, or is written; writes to inference tensors are not counted."""
+    """A value that changes if a weight is replaced, gets other memory, or is written.
+
+    Writes to inference tensors are not noticed, because they have no version.
+    """
     values = _values(weight)
     return id(weight), values.data_ptr(), -1 if values.is_inference() else values._version
 
 
 def _kind(layer: Any, name: str) -> str | None:
-    """What an adapter is if not a plain LoRA, None if it is one."""
+    """The type of an adapter that is not an ordinary LoRA; None for an ordinary LoRA."""
     if (variant := layer.lora_variant.get(name)) is not None:
         return type(variant).__name__.removesuffix("LinearVariant")
     return "lora_bias" if layer.lora_bias.get(name) else None
@@ -246,12 +257,15 @@ def _kind(layer: Any, name: str) -> str | None:
 
 @cache
 def slotted(cls: type) -> type:
-    """The class of a layer of PEFT with slots, of the same name."""
+    """The class for layers of class ``cls`` with slots.  It has the same name as ``cls``."""
     return type(cls.__name__, (Slotted, cls), like(cls, slotted))
 
 
 def like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
-    """What a class that ``make`` makes of another one has of it.  Copies and pickles of its objects make the class again."""
+    """The attributes of a class that ``make`` derives from ``cls``, so that it looks like ``cls``.
+
+    Copying or unpickling an object of the derived class calls ``make`` again.
+    """
     return {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -262,7 +276,7 @@ def like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
 
 
 def plain(cls: type) -> type:
-    """The class that a class was made of; any other as it is."""
+    """The class that a class was derived from with :func:`like`; any other class as it is."""
     base: type = vars(cls).get(_PLAIN, cls)
     return base
 

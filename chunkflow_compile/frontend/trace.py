@@ -1,4 +1,4 @@
-"""From a model or a Dynamo graph to the ATen inference graph, with its parameters and process groups described."""
+"""From a model or a Dynamo graph to the ATen inference graph, with descriptions of its parameters and process groups."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from chunkflow_compile.passes.problem import HOST, Parameter
 from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import large_weights
 from chunkflow_compile.placed.streamable import why_not
-from chunkflow_compile.releases import source_name
+from chunkflow_compile.private_torch import core, dynamo
+from chunkflow_compile.private_torch.dynamo import source_name
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.groups import ranks_of, ranks_together
 from chunkflow_compile.weights.host_buffer import Form, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, with_leaves
 
-# Why a parameter stays on the device that is an attribute of no module, or of none that can be found.
+# The reason why a parameter stays on the device if no module that contains it was found.
 NO_MODULE = "no module holds it"
 _NO_LIMIT = 1 << 30
-# The argument of a call, at the end of the name that Dynamo gives its source: L['timestep'] or L['kwargs']['timestep'].
+# Dynamo's name for the source of a call's argument: L['timestep'] or L['kwargs']['timestep'].
 _OF_CALL = re.compile(r"^L(?:\['kwargs'\])?\['(\w+)'\]$")
 # ATen's ops for Tensor.to and Tensor.cuda.
 _DEVICE_MOVES = (torch.ops.aten._to_copy.default,)
@@ -45,8 +46,8 @@ _DEVICE_MOVES = (torch.ops.aten._to_copy.default,)
 def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
     """Trace one call of ``model`` into an ATen graph without running it.
 
-    ``min_bytes``: smaller parameters are not streamed.  Model and inputs may be fake tensors, because no values are
-    read.  The model must trace into one graph.
+    ``min_bytes``: the size in bytes below which parameters are not streamed.  Model and inputs may be fake tensors, because
+    no values are read.  The model must trace into one graph.
     """
     index, traced = ModelIndex.of(model), list[Traced]()
 
@@ -60,8 +61,8 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 
         return lower_to_aten(graph, example_inputs, compiler)[0]
 
-    # each trace is one more compilation of the same code, which no later call uses
-    limits = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
+    # each trace counts as one more compilation of the same code, although no later call uses it
+    limits = dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     with torch.no_grad(), limits:
         try:
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(**inputs)
@@ -74,8 +75,8 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 def inline_regions(graph: GraphModule) -> None:
     """Replace the calls of regions that users mark (``torch.compiler.nested_compile_region``) by their ops, in place.
 
-    A call is one op that hides its FLOPs, its collectives and its memory from the plan.  Regions of one structure are
-    lowered once in any case.
+    Such a call is one op, which would hide its FLOPs, collectives and memory from the plan.  Regions with the same structure
+    are lowered once in any case.
     """
     while calls := graph.graph.find_nodes(op="call_function", target=invoke_subgraph):
         for call in calls:
@@ -98,7 +99,7 @@ def _inline(graph: GraphModule, call: Node) -> None:
             copies[node] = graph.graph.get_attr(name)
         returned: Any = graph.graph.graph_copy(region.graph, copies)
     for node, copied in copies.items():
-        if node.op.startswith("call_") and "nn_module_stack" in call.meta:  # the copied one is that of the first call
+        if node.op.startswith("call_") and "nn_module_stack" in call.meta:  # the copy has the stack of the first call
             copied.meta["nn_module_stack"] = call.meta["nn_module_stack"]
     for item in [*call.users]:
         item.replace_all_uses_with(returned[item.args[1]])
@@ -111,14 +112,16 @@ def _inline(graph: GraphModule, call: Node) -> None:
 def lower_to_aten(
     graph: GraphModule, example_inputs: Sequence[Any], compiler: Callable[[GraphModule, Sequence[Any]], Any]
 ) -> tuple[Callable[..., Any], Any]:
-    """Pass the ATen inference graph of ``graph`` to ``compiler``; return the function for Dynamo to call, and what
-    ``compiler`` has returned, which that function calls."""
+    """Pass the ATen inference graph of ``graph`` to ``compiler``.
+
+    Returns the function for Dynamo to call, and the result of ``compiler``, which this function calls.
+    """
     cached = torch._functorch.config.enable_autograd_cache
-    autocast = torch._C._is_any_autocast_enabled()  # off while it compiles, and by the wrapper
+    autocast = core.autocasts()  # AOTAutograd turns autocast off while it compiles, and its wrapper does in calls
     on_device, compiled, direct = as_on_device(example_inputs), list[Any](), False
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
-        with torch._functorch.config.patch(enable_autograd_cache=cached):  # for the regions, which it lowers
+        with torch._functorch.config.patch(enable_autograd_cache=cached):  # for the regions that the compiler lowers
             compiled.append(compiler(aten, inputs))
         return compiled[-1]
 
@@ -130,7 +133,7 @@ def lower_to_aten(
 
     # A hit in AOTAutograd's cache would return a compiled graph without calling the compiler at all.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        # uncached: of a graph with gradients, which the model's forward has turned on
+        # uncached is for graphs with gradients, if the model's forward has enabled them
         compilers: dict[str, Any] = {"fw_compiler": uncached, "inference_compiler": inference}
         wrapped = aot_module_simplified(graph, on_device, **compilers)
     boxed = compiled[-1]
@@ -138,11 +141,12 @@ def lower_to_aten(
 
 
 def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Whether what AOTAutograd puts around a graph would only take time in a call, 50 us of it.
+    """Whether a graph runs correctly without AOTAutograd's wrapper, which costs 50 us per call.
 
-    The ATen graph then takes and returns what the Dynamo graph does, writes no input, returns no view of one, leaves the
-    grad mode as it is, and has no output whose sizes are symbols, which the wrapper marks for a graph after it.
-    ``given``: inputs of the Dynamo graph, on the device.  ``inputs``: those of the ATen graph.
+    This holds if the ATen graph has the same inputs and outputs as the Dynamo graph, writes no input, returns no view of an
+    input, does not change the grad mode, and has no output with symbolic sizes, which the wrapper would mark for a later
+    graph.
+    ``given``: inputs of the Dynamo graph, on the device.  ``inputs``: inputs of the ATen graph.
     """
     about: Any = torch._guards.TracingContext.get().fw_metadata
     returned = [node.meta.get("example_value") for node in graph.graph.output_node().all_input_nodes]
@@ -153,9 +157,9 @@ def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence
 
 
 def as_on_device(inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of a Dynamo graph, with a fake tensor on the device in place of each offloaded weight.
+    """The inputs of a Dynamo graph, with each offloaded weight replaced by a fake tensor on the device.
 
-    To the graph a weight is then an ordinary input, whose values the compiled graph provides.
+    The graph then treats a weight as an ordinary input, and the compiled graph provides its values.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
@@ -174,7 +178,7 @@ def describe_graph(
     fused: bool = True,
     repeats: Repeats | None = None,
 ) -> Traced:
-    """An ATen graph with the sizes of the process groups that its collectives use, which must still exist.
+    """Describe an ATen graph.  The process groups that its collectives use must still exist.
 
     ``fused``, ``repeats``: see :class:`Traced`.
     """
@@ -197,7 +201,7 @@ def describe_graph(
 def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int) -> list[Parameter]:
     """The parameters among the inputs of a Dynamo graph.
 
-    ``min_bytes``: smaller ones stay on the device.
+    ``min_bytes``: the size in bytes below which parameters stay on the device.
     """
     parameters = [_parameter_at(*key, p, model, min_bytes) for key, p in weights_among(inputs, model).items()]
     uses = Counter(p.name for p in parameters)
@@ -210,7 +214,7 @@ def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int
 def slow_inputs(graph: GraphModule, hoist: bool | str | Collection[str]) -> frozenset[int] | None:
     """The indices of the inputs of a Dynamo graph that ``hoist`` names; None if it names none.
 
-    Raises ChunkflowError for a name that is no input's.
+    Raises ChunkflowError for a name that is not an input.
     """
     if isinstance(hoist, bool | str):
         return None
@@ -228,7 +232,7 @@ def slow_inputs(graph: GraphModule, hoist: bool | str | Collection[str]) -> froz
 
 
 def weights_among(inputs: Sequence[Any], model: ModelIndex) -> dict[tuple[int, str], torch.Tensor]:
-    """The weights among the inputs of a Dynamo graph: position, and where in a tensor subclass -> the tensor."""
+    """The weights among the inputs of a Dynamo graph, as (position, path inside a tensor subclass) -> tensor."""
     return {
         (position, inside): leaf
         for position, value in enumerate(inputs)
@@ -253,7 +257,7 @@ def _parameter_at(index: int, inside: str, parameter: torch.Tensor, model: Model
 
 
 class _TracedError(Exception):
-    """Ends a call after its graph was captured."""
+    """Raised to end a call after its graph was captured."""
 
 
 def _stop(*_: Any) -> Any:
@@ -261,10 +265,10 @@ def _stop(*_: Any) -> Any:
 
 
 def move_tables(graph: GraphModule, device: torch.device) -> tuple[int, ...]:
-    """Let the graph take inputs on ``device`` that it only moves there itself; return their positions.
+    """Change the graph so that inputs which it only moves to ``device`` are taken there directly; return their positions.
 
-    Qwen-Image keeps its rotary tables on the CPU and moves them in every forward: a copy from pageable memory, for which
-    the host would meet the GPU once a step.  The caller moves them once, see ``HostConstants`` in ``runtime/graph.py``.
+    Qwen-Image keeps its rotary tables on the CPU and moves them in every forward.  This copy from pageable memory would
+    synchronize host and GPU in every step.  The caller moves the tables once, see ``HostConstants`` in ``runtime/graph.py``.
     """
     moved = []
     for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from chunkflow_compile.private_torch import core
+
 LOOPBACK = "loopback"
 
 
@@ -66,8 +68,7 @@ class Loopback(dist.ProcessGroup):
         with self._aside(device):
             self._carry(parts)
             future.set_result(result)
-        make: Any = torch._C._distributed_c10d.__dict__["_create_work_from_future"]  # in every release, but in no stub
-        return make(future)
+        return core.work_of(future)
 
     def _aside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """On a GPU, the group's own stream, after it has waited for the caller's."""

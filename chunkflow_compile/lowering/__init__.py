@@ -1,4 +1,4 @@
-"""Lowering: the regions of a program come in, one callable for each unique region goes out.
+"""Lowering: turns the regions of a program into callables, one per unique region.
 
-lower.py leaves them eager, or compiles them through inductor.py or tensorrt.py.
+lower.py leaves regions eager, or compiles them with inductor.py or tensorrt.py.
 """

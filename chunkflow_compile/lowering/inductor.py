@@ -1,4 +1,4 @@
-"""A region through Inductor."""
+"""Lowering of a region with Inductor."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
-from torch._inductor import config, cpu_vec_isa
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
@@ -24,35 +21,38 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from chunkflow_compile.hardware.caches import remove_torn
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.packing import UNPACK
+from chunkflow_compile.private_torch.inductor import compile_fx, config, cpu_vec_isa, select_decomp_table
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
-# What Inductor asserts in each call of a region: sizes, strides and alignment of its inputs, and of outputs of kernels that
-# are not its own.
+# Inductor's assertions in each call of a region.  They check sizes, strides and alignment for the inputs, and for the
+# outputs of kernels that Inductor did not generate.
 _ASSERTIONS = ("size_asserts", "alignment_asserts")
-# Ops that run as kernels of Inductor's own, or write what it has allocated, although torch marks them by no tag.
+# Ops that run as Inductor's own kernels, or write memory that Inductor has allocated, although no tag of torch marks
+# them.
 _REDUCTIONS = ("aten::mean", "aten::sum")
-# Inductor makes an attention of these, which is a kernel of torch.
-_OF_ATTENTION = ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_safe_softmax")
+# Ops that Inductor may fuse into attention, which is a kernel of torch.
+_FUSED_INTO_ATTENTION = ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_safe_softmax")
 
 
 def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
     """Lower a region.  ``inductor``: the user's configuration.  Must be called inside a tracing context."""
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     options = {**({} if _needs_assertions(module, inductor) else dict.fromkeys(_ASSERTIONS, False)), **inductor}
-    # Each region has a context of its own, for what AOTAutograd notes of a graph there.  Weights stay inputs, so Inductor
-    # never takes memory of a slot for a buffer of its own.
+    # Each region gets its own context, in which AOTAutograd records metadata of the graph.  Weights remain inputs, so
+    # Inductor never uses the memory of a slot for one of its buffers.
     mode = TracingContext.get().fake_mode
-    with tracing(TracingContext(mode)), _keyed_by_instructions(inputs), _without_floats_of_others(mode, module):
+    with tracing(TracingContext(mode)), _vector_isa_in_cache_keys(inputs), _unused_floats_hidden(mode, module):
         compiled: Any = compile_fx(copy.deepcopy(module), inputs, config_patches=options)
-    return _direct(_boxed(compiled, module), module)
+    return _without_wrappers(_boxed(compiled, module), module)
 
 
 def _needs_assertions(module: GraphModule, inductor: Mapping[str, Any]) -> bool:
-    """Whether a call could be given, or make inside, what the region was not compiled for.
+    """Whether a call might receive or create tensors that the region was not compiled for.
 
-    Not its weights, which the plan places; nor inputs of the model, which Dynamo compares in each call; nor outputs of
-    other regions, which Inductor lays out as they were traced, unless told not to.  But an op that allocates its own
-    outputs may lay them out in another way than its fake ones, and a symbol has another value in each call.
+    The assertions are not needed for three types of inputs.  The plan places the weights, Dynamo compares the inputs of
+    the model in each call, and Inductor lays out the outputs of other regions as they were traced, unless its
+    configuration says otherwise.  But an op that allocates its own outputs may use another layout than its fake
+    implementation, and a symbol may have another value in each call.
     """
     if not inductor.get("keep_output_stride", config.keep_output_stride):
         return True
@@ -65,7 +65,7 @@ def _allocated_by_inductor(node: Node) -> bool:
         return False
     if node.op == "placeholder" or op is getitem or op is UNPACK:
         return True
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.name in _OF_ATTENTION:
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.name in _FUSED_INTO_ATTENTION:
         return False
     view = any(result.alias_info for result in op._schema.returns)
     own = torch.Tag.pointwise in op.tags or op in select_decomp_table() or op._schema.name in _REDUCTIONS
@@ -73,9 +73,11 @@ def _allocated_by_inductor(node: Node) -> bool:
 
 
 def _boxed(region: Callable[..., Sequence[Any]], module: GraphModule) -> LoweredRegion:
-    """A compiled region, called with a list: the function of AOTAutograd inside, which like Inductor's code takes one.
+    """Return a compiled region as a function that takes its inputs in a list.  AOTAutograd's inner function takes a list,
+    like the code that Inductor generates.
 
-    Only the function around it has the tensors of a module that has its own; that one holds the inputs until it returns.
+    If the module has its own tensors, only the outer function provides them, and that one keeps the inputs alive until it
+    returns.
     """
     inside: Any = region
     while inspect.isfunction(inside) and inside.__code__.co_flags & inspect.CO_VARARGS:
@@ -93,15 +95,15 @@ def _boxed(region: Callable[..., Sequence[Any]], module: GraphModule) -> Lowered
     return call
 
 
-def _direct(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
-    """Inductor's code itself, if all that torch puts around it would only take time in a call, 6 us of it.
+def _without_wrappers(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
+    """Return Inductor's code itself if the wrappers that torch puts around it have no effect; they take 6 us per call.
 
-    The first call goes through all of that: it compares what custom ops return with their schemas, and completes Inductor's
-    cache of autotuning.  So does a call in a profiler, which gets the name of the region there.
+    The first call still runs all wrappers: they compare the results of custom ops with their schemas, and complete
+    Inductor's autotuning cache.  Calls under a profiler run them as well, because they record the name of the region.
     """
     compiled: Any = inspect.unwrap(region)
     strides = getattr(compiled, "output_strides", None)
-    # AOTAutograd adds outputs for what it does after the call
+    # AOTAutograd adds outputs for its own work after the call
     whole = strides is not None and len(strides) == len(module.graph.output_node().args[0])  # type: ignore[arg-type]
     writes = getattr(compiled, "mutated_input_idxs", True)
     if not whole or writes or not getattr(compiled, "_boxed_call", False) or not _needs_no_wrapper(module):
@@ -121,8 +123,11 @@ def _direct(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
 
 
 def _needs_no_wrapper(module: GraphModule) -> bool:
-    """Whether AOTAutograd has nothing to do around a region: it takes and returns plain tensors and numbers, returns no
-    view of an input, writes nothing, holds no tensors of its own, and leaves torch's modes as they are."""
+    """Whether AOTAutograd has nothing to do around a region.
+
+    That is the case if the region takes and returns plain tensors and numbers, returns no view of an input, writes
+    nothing, holds no tensors, and does not change the modes of torch.
+    """
     inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     (returned,) = module.graph.output_node().args
     outputs = [node.meta["val"] if isinstance(node, Node) else node for node in returned]  # type: ignore[union-attr]
@@ -141,11 +146,11 @@ def _only_computes(node: Node) -> bool:
 
 
 @contextlib.contextmanager
-def _without_floats_of_others(mode: FakeTensorMode | None, module: GraphModule) -> Iterator[None]:
+def _unused_floats_hidden(mode: FakeTensorMode | None, module: GraphModule) -> Iterator[None]:
     """Hide the symbols of floats that a region does not use from AOTAutograd.
 
-    It has made tensors of the floats in the graph before that was cut.  It looks for them in each region again, and would
-    let Dynamo start anew, with the value of this call as a constant, for each that it does not find there.
+    AOTAutograd turned these floats into tensors before the graph was split into regions.  It looks for them again in each
+    region.  For each float that is missing it would make Dynamo restart with the current value as a constant.
     """
     hints: dict[Any, Any] = {} if mode is None or mode.shape_env is None else mode.shape_env.backed_var_to_val
     used = symbols_of([node.meta.get("val") for node in module.graph.nodes])
@@ -159,11 +164,11 @@ def _without_floats_of_others(mode: FakeTensorMode | None, module: GraphModule) 
 
 
 @contextlib.contextmanager
-def _keyed_by_instructions(inputs: Sequence[Any]) -> Iterator[None]:
-    """Put the vector instructions into the keys of Inductor's caches, for a region on the CPU.
+def _vector_isa_in_cache_keys(inputs: Sequence[Any]) -> Iterator[None]:
+    """Add the vector instruction set to the keys of Inductor's caches, for a region on the CPU.
 
-    They leave them out, and the layout of a kernel's constants depends on them: on a CPU with others, a region from a
-    shared cache or a saved file would give wrong numbers.
+    Inductor leaves it out, but the layout of a kernel's constants depends on it.  On a CPU with another instruction set,
+    a region from a shared cache or a saved file would compute wrong results.
     """
     if not any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in inputs):
         yield
@@ -176,5 +181,6 @@ def _keyed_by_instructions(inputs: Sequence[Any]) -> Iterator[None]:
 
 @functools.cache  # once per process
 def _remove_torn() -> None:
-    """Before Inductor loads a library for each candidate: it drops instructions whose library was written only in part."""
+    """Remove truncated libraries before Inductor loads one per candidate instruction set; it would reject the instruction
+    set of a truncated library."""
     remove_torn()

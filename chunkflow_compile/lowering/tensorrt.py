@@ -1,7 +1,7 @@
-"""A region as a TensorRT engine whose weights are inputs, by ``torch_tensorrt.dynamo``.
+"""Lowering of a region to a TensorRT engine whose weights are inputs, with ``torch_tensorrt.dynamo``.
 
-Experimental: written to the published interface of torch-tensorrt 2.11 to 2.14, and never run.  Its names and arguments are
-compared with those releases in the tests.
+Experimental: written against the published interface of torch-tensorrt 2.11 to 2.14, but not yet run.  The tests compare
+its names and arguments with these releases.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
-# The whole region, or an error that says why not; engines are kept in memory only, because Inductor's cache has no place
-# for them.  By default torch-tensorrt takes every mask of an attention for a causal one, and leaves it out.
+# Compile the whole region, or raise an error that states the reason.  Engines are kept in memory only, because Inductor's
+# cache cannot store them.  By default torch-tensorrt assumes that every attention mask is causal, and drops it.
 SETTINGS = {
     "require_full_compilation": True,
     "min_block_size": 1,
@@ -32,10 +32,11 @@ SETTINGS = {
 
 
 def why_not_tensorrt(device: torch.device | None = None) -> str | None:
-    """Why no engine can be built here, None if one can.  ``device``: to run on, None for this machine's GPU."""
+    """Return why no engine can be built here, or None if one can.  ``device``: the device to run on; None for this
+    machine's GPU."""
     if find_spec("torch_tensorrt") is None:
         return f"torch-tensorrt is not installed: {install_line('tensorrt')}, in the release of your torch"
-    import torch  # chunkflow doctor asks, and answers at once
+    import torch  # imported here, because chunkflow doctor calls this and must be fast
 
     if (device is not None and device.type != "cuda") or not torch.cuda.is_available():
         return "TensorRT needs a GPU"
@@ -53,7 +54,8 @@ def check_tensorrt(device: torch.device) -> None:
 
 
 def through_tensorrt(module: GraphModule) -> LoweredRegion:
-    """The region as an engine.  Raises whatever torch-tensorrt raises for an op, type or size that it does not support."""
+    """Lower the region to an engine.  Raises any error of torch-tensorrt for ops, dtypes or sizes that it does not
+    support."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -74,16 +76,20 @@ def through_tensorrt(module: GraphModule) -> LoweredRegion:
         **SETTINGS,
     )
     if not any(type(m).__module__.startswith("torch_tensorrt") for m in engine.modules()):
-        raise NotImplementedError("none of its ops is supported")  # the graph as it was, whatever the settings
-    return _in_layout(engine, [v.stride() for v in wanted])
+        # the graph is returned unchanged, despite the settings
+        raise NotImplementedError("none of its ops is supported")
+    return _with_strides(engine, [v.stride() for v in wanted])
 
 
-def _in_layout(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -> LoweredRegion:
-    """An engine's outputs are contiguous; the regions after it were lowered for the strides of the trace."""
+def _with_strides(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -> LoweredRegion:
+    """Wrap an engine so that its outputs have the strides of the trace, for which the next regions were lowered.
+
+    The outputs of an engine are contiguous.
+    """
     import torch
 
     def call(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        result = engine(*(value.contiguous() for value in inputs))  # holds them until it returns
+        result = engine(*(value.contiguous() for value in inputs))  # the engine keeps the inputs alive until it returns
         inputs.clear()
         outputs = [result] if isinstance(result, torch.Tensor) else [*result]
         return [o if o.stride() == s else _empty_like(o, s).copy_(o) for o, s in zip(outputs, strides, strict=True)]
@@ -92,7 +98,7 @@ def _in_layout(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -
 
 
 def _empty_like(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A new tensor of the same shape with this stride, fake inside a fake mode."""
+    """Return a new tensor of the same shape with the given strides; inside a fake mode it is fake."""
     import torch
 
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)

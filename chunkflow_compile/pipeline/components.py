@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.frontend.compile import is_ours
 from chunkflow_compile.hardware.headroom import budget_for
@@ -18,6 +17,7 @@ from chunkflow_compile.placed.index import ModelIndex
 from chunkflow_compile.placed.offload import cast_to
 from chunkflow_compile.placed.placement import instead_of_model, is_pipeline, placement_of, placements_around
 from chunkflow_compile.placed.streamable import BITSANDBYTES_INT8, PLAIN, class_of, why_not
+from chunkflow_compile.private_torch.dynamo import OptimizedModule
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of

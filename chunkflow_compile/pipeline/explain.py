@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.utils import compilation_time_metrics
 
 from chunkflow_compile.hardware.profiles import is_of_machine
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -19,6 +18,7 @@ from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.placed.notes import activation_note, hoisting_notes, packing_notes, splitting_notes
 from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
 from chunkflow_compile.placed.placement import Placement, placements_of
+from chunkflow_compile.private_torch.dynamo import compilation_time_metrics
 from chunkflow_compile.report.calls import call_figures
 from chunkflow_compile.report.explain import Explanation, explain_plan
 from chunkflow_compile.report.first_step import first_step_phases

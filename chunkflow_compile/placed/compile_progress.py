@@ -1,4 +1,4 @@
-"""Progress on stderr of compiling a model, see ``weights/progress.py``."""
+"""Progress of the compilation of a model on stderr.  See ``weights/progress.py``."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch._dynamo.callback import callback_handler
 from tqdm import tqdm
 
+from chunkflow_compile.private_torch.dynamo import callback_handler
 from chunkflow_compile.weights.locks import ProcessLock
 from chunkflow_compile.weights.progress import line
 
 _log = logging.getLogger(__name__)
 
-# A compilation that takes at least as long as this is reported when it is done.
+# A compilation that takes at least this many seconds is reported when it is done.
 LINE_S = 2.0
 
 
 class CompileProgress:
-    """Shows which part of a model is being compiled, in one line, while the model is called: a context manager.
+    """A context manager for calls of a model.  It shows, in one line, which part of the model is being compiled.
 
-    The line appears when Dynamo begins, before the first part is traced, and names the part, its number and the time that has
-    passed.  A compilation that takes LINE_S or longer is also reported when it is done.  Both are logged at INFO, with or
-    without a terminal.
-    ``name``: the model's.  ``kinds``: the number of compilations to expect in its first call, 0 if that is not known.
-    ``model``: kept weakly.  ``now``: a clock, seconds.
+    The line appears when Dynamo begins, before the first part is traced.  It shows the part, its number and the elapsed time.
+    A compilation that takes LINE_S or longer is also reported when it is done.  Both are logged at INFO, with or without a
+    terminal.
+    ``name``: name of the model.  ``kinds``: the number of compilations to expect in the first call; 0 if it is not known.
+    ``model``: the model, which is held weakly.  ``now``: a clock, in seconds.
     """
 
-    # of all models: Dynamo has one list of callbacks, and goes through it without a lock
+    # shared by all models, because Dynamo has one list of callbacks and iterates over it without a lock
     _registering = ProcessLock()
 
     def __init__(self, name: str, kinds: int, model: nn.Module, now: Callable[[], float] = time.monotonic) -> None:
@@ -46,12 +46,12 @@ class CompileProgress:
         self._kinds = kinds
         self._model = weakref.ref(model)
         self._done = 0
-        self._part = ""  # that is being compiled, if its module is known
-        self._parts = set[str]()  # that were compiled, by name
+        self._part = ""  # the part that is being compiled, if its module is known
+        self._parts = set[str]()  # names of the compiled parts
         self._bar: tqdm[Any] | None = None
         self._lock = ProcessLock()
-        self._threads = Counter[int]()  # the calls of the model that each thread is in: a forward may call its model
-        self._began = dict[int, float]()  # thread -> when its compilation under way has begun
+        self._threads = Counter[int]()  # thread -> its nested calls of the model
+        self._began = dict[int, float]()  # thread -> start time of its running compilation
 
     def __enter__(self) -> None:
         with self._lock():
@@ -63,11 +63,11 @@ class CompileProgress:
     def __exit__(self, *_: object) -> None:
         with self._lock():
             self._threads -= Counter([threading.get_ident()])  # keeps no zeros
-            self._began.pop(threading.get_ident(), None)  # it failed, or read no weight
+            self._began.pop(threading.get_ident(), None)  # if it failed, or its graph reads no weights
             if self._threads:
                 return
             with self._registering():
-                # a new list: Dynamo may go through the old one; torch._dynamo.reset() has cleared it
+                # a new list, because Dynamo may be iterating over the old one; torch._dynamo.reset() may have cleared it
                 callback_handler.start_callbacks = [c for c in callback_handler.start_callbacks if c != self._begins]
             if self._bar is not None:
                 self._bar.close()
@@ -75,8 +75,11 @@ class CompileProgress:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Show the work of the backend, also of a model whose calls are not made in this context, which would show Dynamo's
-        tracing too.  How long that has taken is not known here."""
+        """A context that shows the work of the backend.
+
+        It also serves models that are called outside this object's context, which would show Dynamo's tracing as well.  The
+        elapsed time of the tracing is then not known.
+        """
         with self:
             with self._lock():
                 if threading.get_ident() not in self._began:
@@ -84,13 +87,13 @@ class CompileProgress:
             yield
 
     def say(self, what: str) -> None:
-        """Show what is being done for the current part."""
+        """Show ``what``, the current stage of the compilation of a part."""
         with self._lock():
             if self._bar is not None:
                 self._bar.set_description_str(f"{self._name}: compiling{self._which()}: {what}")
 
     def compiled(self, weights: Iterable[str]) -> None:
-        """A part is compiled, which reads the weights of these names."""
+        """Report that a part was compiled.  ``weights``: names of the weights that it reads."""
         modules = [name.rpartition(".")[0].replace(".", "/") for name in weights]
         part = posixpath.commonpath(modules).replace("/", ".")
         with self._lock():
@@ -107,13 +110,13 @@ class CompileProgress:
 
     def _begins(self, _: object) -> None:
         with self._lock():
-            if (thread := threading.get_ident()) not in self._threads:  # another model's
+            if (thread := threading.get_ident()) not in self._threads:  # a call of another model
                 return
             self._began[thread] = self.now()
             self._show()
 
     def _show(self) -> None:
-        """Show that a part is being compiled, which this thread calls."""
+        """Show that the part which this thread calls is being compiled."""
         self._part = self._called()
         if self._bar is None:
             _log.info("%s: compiling%s", self._name, self._which())
@@ -127,13 +130,15 @@ class CompileProgress:
         return f"{part} for other inputs" if self._kinds else f"{part} (graph {self._done + 1})"
 
     def _called(self) -> str:
-        """The name of the innermost module of the model that this thread is calling, empty for the model itself: Dynamo does
-        not tell its callbacks what it compiles."""
+        """The name of the innermost module of the model that this thread is calling; empty for the model itself.
+
+        It is found on the call stack, because Dynamo does not pass its callbacks the code that it compiles.
+        """
         model = self._model()
         names: dict[nn.Module, str] = {}
         if model is not None:
             names = {module: name for name, module in model.named_modules()}
-        call = getattr(nn.Module.__call__, "__code__", None)  # every call of a module goes through it, compiled or not
+        call = getattr(nn.Module.__call__, "__code__", None)  # every call of a module, compiled or not, runs it
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code is call and (module := frame.f_locals["self"]) in names:

@@ -1,4 +1,4 @@
-"""The names and the blocks of a model's weights, and which of them have memory in common."""
+"""The names and the blocks of a model's weights, and which of the weights share memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from chunkflow_compile.weights.leaves import leaves, named_leaves, tensors_of
 class ModelIndex:
     """The names and blocks of a model.
 
-    ``root``: the module that was compiled, or else the smallest that holds all parameters; of a block in a ``ModuleList``,
-    the model around it; None if no module holds them.
-    ``names``: id of a parameter, of a buffer, or of a tensor inside one -> its names.  ``shared``: ids of those that have
-    memory in common with another.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a block.  A block is
-    an element of an outermost ``ModuleList``, see :func:`elements`.  ``maybe_block``: whether no module around ``root`` was
-    seen, but ``gc.freeze()`` may have hidden one.  ``filled``: ids of the keys of :func:`filled_by`.
+    ``root``: the module that was compiled, or else the smallest module that contains all parameters.  For a block in a
+    ``ModuleList``, it is the model around the block.  None if no module contains them.
+    ``names``: id of a parameter, of a buffer, or of a tensor inside one -> its names.  ``shared``: ids of the tensors that
+    share memory with another tensor.  ``blocks``: key of ``nn_module_stack`` (the id of a module) -> name of a block.  A
+    block is an element of an outermost ``ModuleList``, see :func:`elements`.  ``maybe_block``: True if no module around
+    ``root`` was found, but ``gc.freeze()`` may have hidden one.  ``filled``: ids of the buffers that :func:`filled_by`
+    returns.
     """
 
     root: nn.Module | None
@@ -48,21 +49,22 @@ class ModelIndex:
 
 
 def filled_by(root: nn.Module) -> dict[int, Any]:
-    """The buffers that a module of the model fills before programs read them, by id -> the module.
+    """Id of each buffer that a module of the model fills before programs read it -> the module.
 
-    Its class names them in ``chunkflow_filled``, and ``fill()`` fills them.  They stream whatever their size, and each rank
-    has its own.
+    The class of the module lists the names of such buffers in ``chunkflow_filled``, and its method ``fill()`` fills them.
+    These buffers stream even if they are small, and ranks do not share them.
     """
     return {id(m._buffers[name]): m for m in root.modules() for name in getattr(type(m), "chunkflow_filled", ())}
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward, unlike a list of modules."""
+    """Whether the module has a forward method.  A list of modules does not."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def elements(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of each element of a list.  One that nothing calls, such as a list in a list, stands for its own."""
+    """Name and module of each element of a list.  An element without forward, such as a nested list, is replaced by its own
+    elements."""
     for name, child in module.named_children():
         if is_called(child):
             yield prefix + name, child
@@ -79,7 +81,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """The ids of the tensors that have bytes of memory in common with another one."""
+    """The ids of the tensors that share bytes of memory with another one."""
     spans: dict[int, list[tuple[int, int, int]]] = {}
     for tensor in {id(t): t for t in tensors}.values():
         strided = tensor.layout == torch.strided and not tensor.is_nested
@@ -101,15 +103,15 @@ def _overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor.  Imports nothing: where there is one, its module has been imported."""
+    """Whether a tensor is a DTensor.  It imports nothing: if there is a DTensor, its module is already imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def shards_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Which part of its DTensor this rank has, for each tensor with bytes that is a part, by name.
+    """Name of each local tensor that is a shard of a DTensor -> the shard of this rank.
 
-    A part is the rank's coordinates in those dimensions of the mesh that split the tensor.
+    A shard is given by the coordinates of the rank in those mesh dimensions that split the tensor.
     """
     shards: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors_of(root):

@@ -1,4 +1,4 @@
-"""What is packed, hoisted and split of a placed model, and the activations that it takes, in sentences."""
+"""Sentences on a placed model: its compressed weights, hoisted weights, split blocks, and activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chunkflow_compile.weights.host_buffer import Form
 
 
 def packing_notes(model: nn.Module) -> tuple[str, ...]:
-    """How many weights of a placed model are packed, and why others are not; empty if none is."""
+    """A sentence on how many weights of a placed model are compressed, and why others are not; empty if none is."""
     buffers = [buffer for placement in placements_of(model) for buffer in placement.store.buffers]
     packed = [buffer for buffer in buffers if buffer.compressed]
     if not packed:
@@ -35,8 +35,10 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Which weights of a placed model are hoisted, and what the tables of their rows have seen: one sentence for all blocks
-    of a kind; empty if none is."""
+    """Sentences on the hoisted weights of a placed model and the hits and misses of their tables, one per block type.
+
+    Empty if no weights are hoisted.
+    """
     notes = list[str]()
     for placement in placements_of(model):
         for preamble in placement.preambles:
@@ -46,7 +48,10 @@ def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def splitting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Into how many slices the blocks of a placed model are split, and why others are whole where slices are wanted."""
+    """Sentences on the number of slices of each block type in a placed model.
+
+    If slices are wanted, they also give the reason why a block type is not split.
+    """
     notes = dict[str, None]()
     for program in programs(model):
         cut = program.code.cut
@@ -57,7 +62,7 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
         named = any(region.block for region in cut.problem.regions)
         for region in {r.info.key: r for r in (cut.whole or cut).regions}.values():
             if named and not region.info.block:
-                continue  # what is outside of blocks is never split
+                continue  # regions outside of blocks are never split
             blocks = block_type(region.info.block, cut.problem)
             if blocks not in split and (blocks or cut.traced.repeats) and (why := why_whole(region, wanted)):
                 notes[f"{blocks or 'the blocks'} are not split: {why}"] = None
@@ -65,7 +70,7 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _slices_wanted(program: SingleCall) -> int:
-    """Into how many slices blocks are to be split: 1 unless the user, or the budget, asks for more."""
+    """The number of slices that blocks should be split into; 1 unless the user or the budget requires more."""
     settings, predicted = program.code.settings, program.program.plan.predicted
     if isinstance(settings.goal.split, int):
         return settings.goal.split
@@ -78,5 +83,5 @@ def _slices_wanted(program: SingleCall) -> int:
 
 
 def activation_note(predicted: int, measured: int | None) -> str:
-    """The most bytes of activations.  ``measured``: None where nothing counts them."""
+    """A sentence on the maximum bytes of activations.  ``measured``: None if the device does not count them."""
     return f"activations: {size(predicted)} predicted" + ("" if measured is None else f", {size(measured)} measured")

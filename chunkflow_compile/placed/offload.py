@@ -1,4 +1,4 @@
-"""Placing a model: moves its large parameters into the host store, and back."""
+"""Placing a model: move its large parameters to host memory, and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from chunkflow_compile.options import Options
@@ -26,6 +25,7 @@ from chunkflow_compile.placed.placement import (
     unwrap,
 )
 from chunkflow_compile.placed.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
+from chunkflow_compile.private_torch.dynamo import compile_lock
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import Size, parse_bytes, size
 from chunkflow_compile.weights.drive import for_the_drive
@@ -62,34 +62,37 @@ def offload(
 ) -> nn.Module:
     """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
-    Each is still a tensor with its shape, dtype and compute device (:class:`HostWeight`); smaller ones move to ``device``
-    (default: where the parameters are).  Of a tensor subclass, such as a quantised weight, the tensors inside it move.
-    A weight that is still a mapping of its safetensors file, as ``from_pretrained`` leaves it, is read from there; a bar on a
-    terminal says how long that is going to take.
+    Each of them is still a tensor with its shape, dtype and compute device (:class:`HostWeight`).  Smaller parameters and
+    buffers move to ``device`` (default: the device of the parameters).  For a tensor subclass, such as a quantized weight,
+    the tensors inside it move.
+    A weight that is still mapped from its safetensors file, as ``from_pretrained`` leaves it, is read from the file.  On a
+    terminal, a progress bar shows how long this will take.
 
-    ``dtype``: cast floating-point weights to it one by one, with the same result as ``from_pretrained(torch_dtype=dtype)``:
-    modules that the class of the model keeps in float32 stay there.
+    ``dtype``: cast floating-point weights to this dtype one by one, with the same result as
+    ``from_pretrained(torch_dtype=dtype)``: modules that the class of the model keeps in float32 stay in float32.
 
-    ``share``: whether the ranks of a machine keep one copy of the weights together: True, False, or a process group.  All
-    ranks of the group must then call ``offload``, and those that differ in a weight keep their own.  By default, the ranks of
-    the default process group share if ``device`` is a GPU.  A rank that writes a weight gets a copy of its own.
+    ``share``: whether the ranks of a machine share one copy of the weights: True, False, or a process group.  All ranks of
+    the group must then call ``offload``; ranks whose values of a weight differ keep their own copies.  By default, the ranks
+    of the default process group share if ``device`` is a GPU.  A rank that writes a weight gets its own copy.
 
-    ``host_memory``: most bytes of host memory for the weights, as bytes or "24GiB".  The others stay on the drive, in the
-    checkpoint or in a scratch file in the folder for temporary files, and are read from there in every step.
+    ``host_memory``: maximum bytes of host memory for the weights, as a number or a string such as "24GiB".  The other weights
+    stay on the SSD, in the checkpoint or in a scratch file in the folder for temporary files, and are read in every step.
 
-    ``pack``: True packs the weights of bfloat16, without loss, to three quarters of their bytes: in host memory, on the
-    drive, and on the way to the device.  One with too many values outside of sixteen exponents in a row stays as it is.
-    "auto" lets plans choose.
+    ``pack``: True compresses bfloat16 weights losslessly to three quarters of their bytes, in host memory, on the SSD, and in
+    copies to the device.  A weight stays as it is if too many of its values are outside a range of sixteen consecutive
+    exponents.  "auto" lets plans choose.
 
-    ``peers``: True keeps the weights in equal pieces on the devices of the ranks of a group, on one machine, where the others
-    pull from: a piece of each weight on each device, for as long as the model is placed.  They stay in host memory too, for
-    ops outside programs, and for a rank that writes one.  All ranks of the group, which ``share`` or the default one is, must
-    then call ``offload``, and run the same model.  "auto" lets plans choose which weights.
+    ``peers``: True shards the weights over the devices of the ranks of a group on one machine: each device stores an equal
+    piece of each weight as long as the model is placed, and the other ranks pull pieces from it.  The weights also stay in
+    host memory, for ops outside programs and for ranks that write a weight.  All ranks of the group must then call
+    ``offload`` and run the same model; the group is given by ``share``, or is the default group.  "auto" lets plans choose
+    the weights.
 
-    ``hoist``: the option of this name for what compiles the model later, unless it is given there.
-    Raises ChunkflowError, and leaves the model as it was, if the model is placed already, has parameters on the meta
-    device, is under a hook of accelerate or diffusers that moves its weights one by one, or lies in a checkpoint that cannot
-    be read; weights that were cast before an error may stay cast.
+    ``hoist``: the default of the option with this name for later compilations of the model.
+
+    Raises ChunkflowError, and leaves the model as it was, if the model is already placed, has parameters on the meta device,
+    has a hook of accelerate or diffusers that moves its weights one by one, or comes from a checkpoint that cannot be read.
+    Weights that were cast before the error may stay cast.
     """
     root = unwrap(model)
     parameters = [*leaves_of(root)]
@@ -114,7 +117,7 @@ def offload(
             bound = parse_bytes(host_memory, "host_memory")
             filled_bytes = sum(p.numel() * dtype_of(names[0], p).itemsize for names, p in filled)
             on_drive = for_the_drive(sizes, max(0, bound - filled_bytes))
-    except BaseException as error:  # the other ranks of the group need not wait for this one
+    except BaseException as error:  # report it, so that the other ranks of the group do not wait for this one
         with contextlib.suppress(ChunkflowError, RuntimeError):
             here = _one_device(device, parameters)
             waiting = group_to_share_in(share, here) or group_of_peers(peers, share, here)
@@ -135,7 +138,7 @@ def offload(
             placement = Placement.on(root, target, min_bytes, **options)
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
-            if filled:  # each rank writes its own
+            if filled:  # not shared, because each rank writes its own values
                 placement.move(filled, dtype_of)
     try:
         placement.carry(named_leaves(root), dtype_of)
@@ -149,7 +152,7 @@ def offload(
 def _packed_names(
     root: nn.Module, weights: list[tuple[tuple[str, ...], torch.Tensor]], dtype_of: DtypeOf, pack: Pack
 ) -> frozenset[str]:
-    """The names of the weights that are packed when they are placed.  Raises ChunkflowError if there is none to pack."""
+    """The names of the weights that are compressed when they are placed.  Raises ChunkflowError if no weight can be."""
     if not isinstance(pack, bool) and pack != "auto":
         raise ChunkflowError(f'pack is True, False or "auto", not {pack!r}.')
     names = packable(root, weights, dtype_of) if pack is True else frozenset[str]()
@@ -169,7 +172,10 @@ def _packed_names(
 
 
 def group_of_peers(peers: OnPeers, share: Any, device: torch.device) -> Group | None:
-    """The group whose ranks keep pieces of weights for each other, None for none.  Raises ChunkflowError if there is none."""
+    """The process group over whose ranks weights are sharded, or None if ``peers`` is False.
+
+    Raises ChunkflowError if ``peers`` needs a group and there is none.
+    """
     if not isinstance(peers, bool) and peers != "auto":
         raise ChunkflowError(f'peers is True, False or "auto", not {peers!r}.')
     if peers is False:
@@ -184,13 +190,13 @@ def group_of_peers(peers: OnPeers, share: Any, device: torch.device) -> Group | 
 
 
 def has_packable(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> bool:
-    """Whether ``offload(model, dtype=dtype, min_bytes=min_bytes, pack=True)`` has a weight to pack."""
+    """Whether ``offload(model, dtype=dtype, min_bytes=min_bytes, pack=True)`` would find a weight to compress."""
     index, dtype_of = ModelIndex.of(model), keep_dtype if dtype is None else cast_to(dtype, model)
     return bool(packable(model, [(index.names[id(w)], w) for w in large_weights([model], index, min_bytes)], dtype_of))
 
 
 def _target_device(root: nn.Module, device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
-    """The compute device of a model that can be placed.  Raises ChunkflowError if it cannot."""
+    """The compute device of a model that is to be placed.  Raises ChunkflowError if the model cannot be placed."""
     refuse_applied(root)
     if placements_of(root):
         placed = next((buffer.name for p in parameters if (buffer := buffer_of(p)) is not None), "none of them large")
@@ -214,14 +220,14 @@ def _target_device(root: nn.Module, device: torch.device | str | None, parameter
 
 
 def refuse_accelerate(root: nn.Module) -> None:
-    """Raise ChunkflowError if accelerate has taken the weights of a model, and brings each in for its call only."""
+    """Raise ChunkflowError if accelerate has offloaded the weights of a model, and loads each only while it is used."""
     for module in root.modules():
         hook = module.__dict__.get("_hf_hook")
         for inner in getattr(hook, "hooks", (hook,)):
             if not getattr(inner, "offload", False):
                 continue
             devices = map(torch.device, getattr(inner, "original_devices", {}).values())
-            if any(device.type == "meta" for device in devices):  # the hook has nothing to bring back
+            if any(device.type == "meta" for device in devices):  # the hook has no weights to restore
                 undo = "load it again without device_map, offload_folder and load_checkpoint_and_dispatch"
             else:
                 undo = (
@@ -235,7 +241,7 @@ def refuse_accelerate(root: nn.Module) -> None:
 
 
 def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: int) -> list[torch.Tensor]:
-    """The weights of ``modules`` that can be streamed, of at least ``min_bytes`` or filled before each call."""
+    """The weights of ``modules`` that can be streamed and have at least ``min_bytes``, or are filled before each call."""
     held = [(inside, leaf) for m in modules for _, tensor in tensors_of(m) for inside, leaf in leaves(tensor)]
     held = [(inside, p) for inside, p in held if bytes_of(p) >= min_bytes or id(p) in index.filled]
     large = {id(p): p for inside, p in held if why_not(p, index, inside) is None}
@@ -243,8 +249,10 @@ def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: in
 
 
 def why_nothing_streams(model: nn.Module, min_bytes: int | None = None) -> str:
-    """Why a model has no weight that streams, in words; empty if it has one.  ``min_bytes``: by default that of its
-    placement."""
+    """A sentence on why no weight of a model streams; empty if one does.
+
+    ``min_bytes``: the size below which weights do not stream; by default the value of the model's placement.
+    """
     root = unwrap(model)
     weights = {id(leaf): (name, leaf) for name, leaf in named_leaves(root)}
     if not weights or any(isinstance(leaf, HostWeight) for _, leaf in weights.values()):
@@ -272,33 +280,36 @@ def refuse_applied(model: nn.Module) -> None:
 
 
 def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Bring the parameters of a placed model back to where they came from, or to ``device``, bit for bit; return ``model``.
+    """Restore the parameters of a placed model, bit for bit, on the devices that they came from; return ``model``.
 
-    Raises ChunkflowError if the device has too little memory; the weights that do not fit stay offloaded.
+    ``device``: the device to restore them on instead.
+    Raises ChunkflowError if the device does not have enough memory; the weights that do not fit stay offloaded.
     """
     target = None if device is None else check_device(device)
-    with compile_lock:  # no call of another thread may place it meanwhile
+    with compile_lock:  # so that no call in another thread places it meanwhile
         for placement in placements_of(model):
             placement.undo(target)
         for module in unwrap(model).modules() if placement_of(unwrap(model)) is None else ():
-            detach_guards(module)  # those of a copy
+            detach_guards(module)  # a copy of a placed model has guards, too
             module.__dict__.pop(PLACEMENT, None)
-        for leaf in [*leaves_of(unwrap(model))]:  # those that a copy has, or that were assigned after the last call
+        # weights that a copy has, or that were assigned after the last call
+        for leaf in [*leaves_of(unwrap(model))]:
             if isinstance(leaf, HostWeight):
                 give_back(leaf, target or leaf.device, GpuStagings())
     return model
 
 
 def programs(model: nn.Module) -> tuple[SingleCall, ...]:
-    """The programs that run on a placed model, oldest first: their plan, listing, measurements and slots."""
+    """The programs that run on a placed model, oldest first.  Each provides its plan, listing, measurements and slots."""
     running = (p for placement in placements_of(model) for p in placement.programs if not p.closed and not p.preamble)
     return tuple(sorted(dict.fromkeys(running), key=lambda program: program.started))
 
 
 def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
-    """The cycles that programs of a placed model run in, the one that runs now first: their plan and their jumps.
+    """The cycles in which programs of a placed model run, the currently running cycle first.
 
-    Programs that run in turns become a cycle when their order has repeated and its plan is ready.
+    Each provides its plan and its number of jumps.  Programs that alternate become a cycle once their order has repeated and
+    its plan is ready.
     """
     orders = dict.fromkeys(program.order for program in programs(model))
     by_order = (sorted(order.cycles, key=lambda cycle: cycle is not order.current) for order in orders)
@@ -314,8 +325,12 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
-    """As ``from_pretrained(torch_dtype=dtype)`` of diffusers: all floating-point weights of the state, except those that
-    the class of the model keeps in float32; and buffers that are filled before each call."""
+    """A function that returns the dtype that a weight is cast to, as ``from_pretrained(torch_dtype=dtype)`` in diffusers
+    does.
+
+    It casts all floating-point weights in the state_dict, except the weights that the class of the model keeps in float32.
+    It also casts buffers that are filled before each call.
+    """
     kept = set(getattr(root, "_keep_in_fp32_modules", None) or ())
     filled = filled_by(root)
     state = {*root.state_dict(), *(name for name, tensor in tensors_of(root) if id(tensor) in filled)}
@@ -329,7 +344,8 @@ def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
 
 
 def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
-    """Raise ChunkflowError for a DTensor that would be cast: the dtype of the whole would not follow that of its shard."""
+    """Raise ChunkflowError for a DTensor that would be cast, because the dtype of the DTensor would not follow its
+    shard's."""
     for name, tensor in tensors_of(root):
         if is_distributed(tensor) and (wanted := dtype_of(name, tensor)) != tensor.dtype:
             raise ChunkflowError(
@@ -339,7 +355,7 @@ def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
 
 
 def target_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device that a model is to run on.  Raises ChunkflowError if it is not clear."""
+    """The device that a model is to run on.  Raises ChunkflowError if it is ambiguous."""
     return _one_device(device, [*leaves_of(unwrap(model))])
 
 

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.utils import dynamo_timed
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.hardware.read_time import ReadTime
@@ -24,6 +21,7 @@ from chunkflow_compile.passes.names import Hoist, OnPeers, Pack
 from chunkflow_compile.passes.packing import can_pack
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.index import filled_by, shards_of
+from chunkflow_compile.private_torch.dynamo import OptimizedModule, compile_lock, dynamo_timed
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.weights.checkpoint import Mappings
@@ -52,14 +50,17 @@ PLACEMENT = "_chunkflow_placement"
 class Placement:
     """A placed model: its host store, its guards, and the programs that run on it.
 
-    ``min_bytes``: smaller weights stay on the device.
-    ``progress``: of the compilation of its parts, if it is shown.  ``fixed``: names of the weights of each part that is
-    compiled for each size, because Inductor fails on symbols.  ``goal``: the one that its owner or replan has set, also for
-    sizes that come later; None if neither has.  ``owned_arena``: the one that its owner has for its programs, if any.
-    ``expected``: the goal that its owner expects to set, None without an owner; regions are cut for it.
-    ``timesteps``: returns those of the schedule that its calls follow, None if it is not known.
-    ``pack``: whether weights are packed when they are placed; with "auto", they may be packed later.  ``peers``: whether
-    weights go to the devices of the ranks when a program starts on them.  ``hoist``: the option for graphs without one.
+    ``min_bytes``: the size in bytes below which weights stay on the device.
+    ``progress``: shows the compilation of its parts; None before the first compilation.  ``fixed``: one tuple of weight names
+    for each part of the model that is compiled per size, because Inductor fails on dynamic shapes.  ``owner``: returns the
+    name of the object that the placement belongs to, which alone may undo it; returns None if there is no such object.
+    ``goal``: the goal that the owner or replan has set, also for later sizes, or None.  ``owned_arena``: the arena that the
+    owner provides for its programs, or None.
+    ``expected``: the goal that the owner expects to set, or None without an owner; regions are cut for this goal.
+    ``timesteps``: returns the timesteps of the schedule that its calls follow, or None if they are not known.
+    ``pack``: whether weights are compressed when they are placed; with "auto", they may be compressed later.  ``peers``:
+    whether weights are sharded over the devices of the ranks when a program starts on them.  ``hoist``: the default of the
+    option for graphs.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class Placement:
         ranks: Peers | None = None,
         bound: int | None = None,
     ) -> None:
-        """``ranks``: those that keep pieces for each other, or None.  ``bound``: most bytes of host memory, or None."""
+        """``ranks``: the ranks that weights may be sharded over, or None.  ``bound``: maximum bytes of host memory for the
+        weights, or None if it is unlimited."""
         self.root = root
         self.min_bytes = min_bytes
         self.pack = pack
@@ -87,20 +89,22 @@ class Placement:
         self.programs: list[SingleCall] = []
         self._preambles: weakref.WeakSet[Preamble] = weakref.WeakSet()
         self.lock = ProcessLock()
-        self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
+        self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # with values on the original device
         self._arenas: dict[DeviceKind, Arena] = {}
         self.owned_arena: Arena | None = None
         self.progress: CompileProgress | None = None
         self.fixed = set[tuple[str, ...]]()
-        self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
+        self.owner: Callable[[], str | None] = lambda: None  # see the class
         self.goal: Goal | None = None
         self.expected: Goal | None = None
         self.timesteps: Callable[[], torch.Tensor | None] = lambda: None
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int, **options: Any) -> Placement:
-        """The placement of a model, created with these options if there is none; two threads that ask at once get the same
-        one."""
+        """The placement of a model, which is created with these options if there is none.
+
+        Two threads that call this at the same time get the same placement.
+        """
         with compile_lock:
             placement = placement_of(root)
             if placement is None:  # a copy of a placed model has the attribute, with None
@@ -110,12 +114,13 @@ class Placement:
     def belong_to(self, owner: Callable[[], str | None], arena: Arena, expected: Goal) -> None:
         """Run the programs in the arena of an owner, which alone may undo the placement.
 
-        ``owner``: returns its name, None once it is gone.  ``expected``: the goal that it expects to set.
+        ``owner``: returns the name of the owner, or None once the owner is gone.  ``expected``: the goal that the owner
+        expects to set.
         """
         self.owner, self.owned_arena, self.expected = owner, arena, expected
 
     def follow(self, timesteps: Callable[[], torch.Tensor | None]) -> None:
-        """Let rows be computed ahead for a schedule.  ``timesteps``: see the class."""
+        """Allow rows to be computed ahead for a schedule.  ``timesteps``: see the class."""
         self.timesteps = timesteps
 
     def aim_for(self, goal: Goal) -> None:
@@ -123,7 +128,7 @@ class Placement:
         self.goal = goal
 
     def begin_compilation(self, name: str, graphs: int, model: nn.Module) -> CompileProgress:
-        """Parts of the model are about to be compiled: count their graphs."""
+        """Create the progress display for parts of the model that are about to be compiled.  ``graphs``: their number."""
         self.progress = CompileProgress(name, graphs, model)
         return self.progress
 
@@ -134,36 +139,37 @@ class Placement:
 
     @property
     def preambles(self) -> tuple[Preamble, ...]:
-        """Those that graphs of the model share, whichever are still used."""
+        """The preambles that graphs of the model share and still use."""
         return tuple(self._preambles)
 
     @property
     def tables(self) -> list[tuple[Preamble, SingleCall]]:
-        """The preambles that have a table of the model, with the programs that compute its rows."""
+        """The preambles that keep a table for this model, each with the program that computes the rows of the table."""
         return [(each, program) for program in self.programs for each in self._preambles if program in each.statistics]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes on the device of all tables of rows."""
+        """Bytes of all tables of rows on the device."""
         return sum(preamble.statistics[program].nbytes for preamble, program in self.tables)
 
     def preamble(self, key: object) -> Preamble | None:
-        """The preamble with this key that a graph of the model for another size, or of a block, has made; or None."""
+        """The preamble with this key, made for another size or another block of the model; or None."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)
 
     def share(self, preamble: Preamble) -> None:
-        """Let other graphs of the model use a preamble, as long as a graph uses it."""
+        """Register a preamble, so that other graphs of the model can use it.  It lives as long as a graph uses it."""
         self._preambles.add(preamble)
 
     def arena(self, kind: DeviceKind) -> Arena:
-        """The arena that the model's programs on one kind of device share."""
+        """The arena that the model's programs on this kind of device share."""
         return self.owned_arena or self._arenas.setdefault(kind, Arena(self.store.device))
 
     def attach(self, program: SingleCall) -> None:
-        """Make a program end with this placement.
+        """Register a program, so that it ends with this placement.
 
-        The same program on the same weights ends now: it ran a compilation that Dynamo made before the weights moved, and
-        calls no more.  So does one whose weights are gone or have other memory, which it would keep.
+        An earlier copy of the same program on the same weights ends now: it belongs to a compilation from before the weights
+        moved, which is not called any more.  Programs whose weights are gone or were given other memory also end now, because
+        they would keep that memory alive.
         """
         for arena in dict.fromkeys(p.arena for p in (*self.programs, program)):
             arena.close_stale()
@@ -175,14 +181,14 @@ class Placement:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Wait for the steps of other threads, and hold off new ones."""
+        """A context in which no step runs: it waits for the steps of other threads, and blocks new steps."""
         with self.lock(), contextlib.ExitStack() as steps:
             for arena in sorted({program.arena for program in self.programs}, key=id):
                 steps.enter_context(arena.lock())
             yield
 
     def free(self) -> None:
-        """End the programs and give back their device memory.  The next call of each starts it again."""
+        """End the programs and free their device memory.  The next call of each program starts it again."""
         with self.lock():
             for program in self.programs:
                 program.close()
@@ -196,10 +202,11 @@ class Placement:
         node: Node | None = None,
         on_drive: Collection[str] = (),
     ) -> None:
-        """Move parameters and buffers into the store.  If that fails, the whole placement is undone.
+        """Move parameters and buffers into the host store.  If this fails, the whole placement is undone.
 
-        ``node``: the ranks to share their memory with, which is closed.  ``on_drive``: names of those that go to the drive.
-        Waits for the steps of other threads, whose programs may read them where they are now.
+        ``node``: the ranks to share memory with, or None; it is closed afterwards.  ``on_drive``: names of the weights that
+        are stored on the SSD.
+        Waits for the steps of other threads, because their programs may read the weights at their present addresses.
         """
         with self.quiet(), dynamo_timed("chunkflow.place"):
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
@@ -209,7 +216,7 @@ class Placement:
             pages = device.type == "cuda" or bool(on_drive)
             chosen = packable(self.root, todo, dtype_of) if self.pack else frozenset()
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
-            if node is None:  # a weight that has left its store, as by .to(dtype), is packed again
+            if node is None:  # a weight that has left its store, as by .to(dtype), is compressed again
                 left = [(names[0], p) for names, p in todo if isinstance(p, HostWeight) and names[0] in chosen]
                 plain += [(name, weight.host) for name, weight in left if weight.is_only_user]
             packs = chosen if self.pack is True else ()
@@ -239,12 +246,13 @@ class Placement:
                     loader.close(error)
                 try:
                     self.undo(error=error)
-                except ChunkflowError as other:  # no reason to hide the first
+                except ChunkflowError as other:  # must not hide the first error
                     _log.error("the model stays placed in part, and chunkflow_compile.restore takes it back: %s", other)
                 raise
             loader.close()
             if "cuda" in origins:
-                torch.cuda.empty_cache()  # the allocator keeps what the weights left, and the arena has another size
+                # the allocator caches the memory that the weights have left, and cannot reuse it for the arena
+                torch.cuda.empty_cache()
             if todo:
                 give_free_memory_back()
                 name, how = todo[-1][0][0], "came after the model was placed, and such weights do not go to the drive"
@@ -253,7 +261,7 @@ class Placement:
                 self.store.warn_over_bound(name, how)
 
     def _let_fill(self) -> None:
-        """Let each buffer that a module fills know how."""
+        """Register the ``fill`` method of its module with each buffer that a module fills."""
         for module in {id(m): m for m in filled_by(self.root).values()}.values():
             fill = weakref.WeakMethod(module.fill)
             for name in module.chunkflow_filled:
@@ -261,10 +269,10 @@ class Placement:
                     buffer.fill_with(partial(_call_if_alive, fill))
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
-        """Move the tensors that are not in the store to the store's device, and cast them.
+        """Move the tensors that are not in the host store to the compute device, and cast them.
 
-        One that lies in a checkpoint leaves it where host memory is bounded: else its pages might be dropped and read again,
-        with much of the file around them, in every step.
+        If host memory is limited, a tensor that is mapped from a checkpoint is copied.  Otherwise the system might drop its
+        pages and read them again, together with much of the file around them, in every step.
         """
         mappings = None if self.store.bound is None else Mappings()
         with torch.no_grad():
@@ -282,11 +290,12 @@ class Placement:
                     tensor.data = tensor.data.clone()
 
     def undo(self, device: torch.device | None = None, error: BaseException | None = None) -> None:
-        """Give every parameter its bytes back, on the device it came from or on ``device``; end the placement.
+        """Restore every parameter as an ordinary tensor, and end the placement.
 
-        ``error``: why its weights could not be moved, if that is the reason.
+        ``device``: the device to restore the parameters on; by default, the device that each came from.  ``error``: the error
+        because of which the placement is undone, or None.
         """
-        with compile_lock, self.lock():  # no other thread may trace hooks while they are removed
+        with compile_lock, self.lock():  # so that no other thread traces hooks while they are removed
             self.free()
             self.store.release(device, error)
             before = {id(tensor): values for tensor, values in self._carried}
@@ -297,7 +306,7 @@ class Placement:
                         tensor.data = _values(tensor, target, before.get(id(tensor)))
             self._carried.clear()
             align(self.root)
-            self.guards.remove()  # last: an interrupt must leave no empty weight without guards
+            self.guards.remove()  # last, so that an interrupt leaves no empty weight without guards
             self.root.__dict__.pop(PLACEMENT, None)
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
@@ -308,8 +317,11 @@ class Placement:
 def packable(
     root: nn.Module, weights: Iterable[tuple[tuple[str, ...], torch.Tensor]], dtype_of: DtypeOf
 ) -> frozenset[str]:
-    """The names of the weights that can be packed, if few of their values escape: contiguous ones of bfloat16, each a tensor
-    of its own under one name, that no module fills."""
+    """The names of the weights that can be compressed, unless too many of their values are outside the range of exponents.
+
+    They are contiguous bfloat16 tensors that have only one name, are not part of a tensor subclass, and are not filled by a
+    module.
+    """
     own, filled = {id(tensor) for _, tensor in tensors_of(root)}, filled_by(root)
     return frozenset(
         names[0]
@@ -323,13 +335,13 @@ def packable(
 
 
 def placement_of(root: nn.Module) -> Placement | None:
-    """The placement of a model, None if it is not placed."""
+    """The placement of a model, or None if it is not placed."""
     placement: Placement | None = root.__dict__.get(PLACEMENT)
     return placement if placement is not None and placement.root is root else None  # a shallow copy has the attribute
 
 
 def progress_of(root: nn.Module) -> CompileProgress:
-    """Shows the compilation of a model: as its placement does, or else as that of a model which torch.compile compiles."""
+    """The progress display for the compilation of a model.  A placed model keeps it; otherwise a new one is returned."""
     placement = placement_of(root)
     if placement is None:
         return CompileProgress(type(root).__name__, 0, root)
@@ -337,13 +349,13 @@ def progress_of(root: nn.Module) -> CompileProgress:
 
 
 def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:
-    """The placements that hold any of ``parameters`` in their stores."""
+    """The placements whose host stores contain any of ``parameters``."""
     roots = {id(r): r for p in parameters if (store := store_of(p)) is not None and (r := store.root) is not None}
     return [p for root in roots.values() if (p := placement_of(root)) is not None]
 
 
 def placements_of(model: nn.Module) -> list[Placement]:
-    """The placements of a model, of its parts, and of the models that it is a part of."""
+    """The placements of a model, of its submodules, and of the models that contain it."""
     root = unwrap(model)
     own = [p for m in root.modules() if (p := placement_of(m)) is not None]
     return list(dict.fromkeys([*own, *placements_around(leaves_of(root))]))
@@ -358,13 +370,13 @@ def _quiet(ref: weakref.ref[Placement]) -> Iterator[None]:
 
 
 def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
-    """Call a method of what may no longer exist: its module, or a placement that guards and buffers outlive."""
+    """Call a method if its object still exists.  The object is a module, or a placement that guards and buffers outlive."""
     if (method := ref()) is not None:
         method()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model that torch.compile has wrapped, or the model itself.  Raises ChunkflowError for what is not a model."""
+    """The model that torch.compile has wrapped, or the model itself.  Raises ChunkflowError if it is not a model."""
     if not isinstance(model, nn.Module):
         raise ChunkflowError(instead_of_model(model))
     return model._orig_mod if isinstance(model, OptimizedModule) else model
@@ -403,7 +415,10 @@ def instead_of_model(given: Any, or_pipeline: bool = False) -> str:
 
 
 def _values(tensor: torch.Tensor, device: torch.device, before: torch.Tensor | None) -> torch.Tensor:
-    """The values of a small weight or a buffer on ``device``; those from ``before`` it was moved, if its GPU failed."""
+    """The values of a small weight or a buffer on ``device``.
+
+    ``before``: the values from before it was moved, or None.  They are used if its GPU has failed and ``device`` is the CPU.
+    """
     try:
         with no_room_for("a small weight or a buffer", bytes_of(tensor), device):
             return tensor.data.to(device)
@@ -414,5 +429,5 @@ def _values(tensor: torch.Tensor, device: torch.device, before: torch.Tensor | N
 
 
 def bytes_of(parameter: torch.Tensor) -> int:
-    """The bytes of a tensor's elements."""
+    """The size of a tensor's elements in bytes."""
     return parameter.numel() * parameter.element_size()

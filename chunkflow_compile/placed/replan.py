@@ -1,4 +1,4 @@
-"""``replan``: gives a compiled model another plan between two calls, without compiling again."""
+"""``replan``: give a compiled model another plan between two calls, without recompiling."""
 
 from __future__ import annotations
 
@@ -34,15 +34,20 @@ def replan(
 ) -> nn.Module:
     """Give every program of a compiled or placed model another plan, from its next call on; return ``model``.
 
-    Set the goal as in the options of the backend; without one, the current goal is kept.  ``as_measured``: plan from
-    the measured times of the calls so far, instead of the profile's rates.  The new plan is verified, and no output
-    changes.  The next call starts cold.  Sizes that come later are planned for the same goal, unless it is a plan.
-    Programs that run as a cycle (see ``cycles``) are planned together: for another goal when their order has repeated
-    again, and ``as_measured`` from their times and the time between them.
-    Ranks whose collectives meet plan from the largest of their times, so each of them calls this with ``as_measured``, at
-    the same point of its run, as a collective; one that does not is waited for as long as by a collective.
-    Raises ChunkflowError, and changes nothing, if there is no such plan or if the model has not run yet, on this rank or
-    with ``as_measured`` on another.
+    The new plan is verified, and outputs do not change.  The next call is a cold start.
+
+    ``memory``, ``weight_memory``, ``slowdown``, ``policy``, ``plan``: the goal, as in the options of the backend; if none is
+    given, the current goal is kept.  Later sizes are planned for the same goal, except if it is given as ``plan``.
+    ``as_measured``: whether to plan from the measured times of the calls so far, instead of the rates in the profile.
+
+    Programs that run as a cycle (see ``cycles``) are planned together.  For another goal, this happens once their order has
+    repeated again.  With ``as_measured``, it uses their times and the time between them.
+    Ranks that share collectives plan from the maximum of their times.  So with ``as_measured``, this function is itself a
+    collective: each rank must call it at the same point of its run.  A rank that does not is waited for until the timeout of
+    the process group.
+
+    Raises ChunkflowError, and changes nothing, if no plan meets the goal, or if the model has not run yet.  With
+    ``as_measured``, the model must have run on all ranks.
     """
     all_programs = list(programs(model))
     if not all_programs:
@@ -53,7 +58,7 @@ def replan(
         chosen = Options(memory=memory, weight_memory=weight_memory, slowdown=slowdown, policy=policy, plan=plan)
         goal, settings["plan"] = chosen.goal, chosen.given_plan()
     elif as_measured:
-        settings["plan"] = None  # a plan from a file would run whatever was measured
+        settings["plan"] = None  # a plan from a file would ignore the measured times
     running = cycles(model) if as_measured else ()
     apart = [program for program in all_programs if not any(program.key in cycle.keys for cycle in running)]
     bound: list[BoundCycle] = [*apart, *running]
@@ -80,9 +85,9 @@ def replan(
 
 
 def _times(bound: Sequence[BoundCycle]) -> dict[BoundCycle, Timings]:
-    """The measured times of cycles, the largest of all ranks that run them.
+    """The measured times of cycles, as maxima over all ranks that run them.
 
-    Raises ChunkflowError if a rank has none of one, or does not come.
+    Raises ChunkflowError if a rank has no times for one of them, or does not call this function.
     """
     names = [f"{i}: {cycle.times.name}" for i, cycle in enumerate(bound)]
     groups = (group for cycle in bound for group in cycle.times.groups)
@@ -99,4 +104,4 @@ def _own_times(cycle: BoundCycle) -> Timings | None:
     steps = [step for step in cycle.measurements if step.plan == cycle.plan.digest]
     if cycle.keys:
         return cycle.times.timings(1)
-    return measured(cycle.plan, steps).timings() if steps else None  # the first will do
+    return measured(cycle.plan, steps).timings() if steps else None  # one step is enough

@@ -1,4 +1,4 @@
-"""Which weights can be streamed, by their class and their memory."""
+"""Checks whether a weight can be streamed, by its class and its memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from chunkflow_compile.weights.bytes import is_dense
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import parts, stream_inside, tensors_of
 
-# A FakeTensor is a weight of a model that is planned without its values.
+# Ordinary weights.  A FakeTensor is a weight in a model that is planned without values.
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 BITSANDBYTES_INT8 = "bitsandbytes.nn.modules.Int8Params"
 GGUF = "diffusers.quantizers.gguf.utils.GGUFParameter"
-# Parameters of libraries that differ from ordinary ones in their attributes only, by the name of the class.
+# The classes of parameters in libraries that differ from ordinary parameters only by their attributes.
 _WITH_ATTRIBUTES = ("bitsandbytes.nn.modules.Params4bit", "vllm.model_executor.parameter.ModelWeightParameter")
-# Classes that cannot be streamed -> why, and what can.
+# Class that cannot be streamed -> the reason, and classes that can be streamed instead.
 _NOT_STREAMED = {
     BITSANDBYTES_INT8: "its layer keeps the bytes a second time; int8 of torchao or quanto streams",
     GGUF: "its class takes part in every op; int8 or nf4 of torchao, quanto or bitsandbytes streams",
@@ -32,9 +32,9 @@ def class_of(tensor: torch.Tensor) -> str:
 
 
 def refuse_fully_sharded(root: nn.Module) -> None:
-    """Raise ChunkflowError for a model under FSDP, which gathers the weights before each use and drops them after it."""
+    """Raise ChunkflowError for a model under FSDP, which itself gathers weights before each use and frees them after it."""
     for name, module in root.named_modules():
-        # the mark that Dynamo reads, of FSDP1 and FSDP2; and the class that FSDP2 gives to a module
+        # the attribute of FSDP1 and FSDP2 that Dynamo reads, and a method of the class that FSDP2 gives to a module
         if "_is_fsdp_managed_module" in module.__dict__ or hasattr(type(module), "_get_fsdp_state"):
             raise ChunkflowError(
                 f"FSDP itself moves the weights of {name or type(module).__name__} between the ranks, in every step: to "
@@ -44,7 +44,7 @@ def refuse_fully_sharded(root: nn.Module) -> None:
 
 
 def refuse_unknown_parts(root: nn.Module) -> None:
-    """Raise ChunkflowError for a weight with a part that torch.compile does not take."""
+    """Raise ChunkflowError for a weight that contains a part that torch.compile does not support."""
     taken = (torch.Tensor, *_opaque())
     for name, tensor in tensors_of(root):
         for path, part in parts(tensor, name):
@@ -56,14 +56,17 @@ def refuse_unknown_parts(root: nn.Module) -> None:
 
 
 def _opaque() -> tuple[type, ...]:
-    """The bases of torch's opaque objects: one name in torch 2.13, another from 2.14 on, none in 2.11."""
+    """The base classes of torch's opaque objects.  Their name changed in torch 2.14, and torch 2.11 has none."""
     names = (("_opaque_base", "OpaqueBase"), ("_custom_class_base", "CustomClassBase"))
     bases = (getattr(getattr(torch, module, None), name, None) for module, name in names)
     return tuple(base for base in bases if base is not None)
 
 
 def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str | None:
-    """Why a weight of a model cannot be streamed, None if it can.  ``inside``: where it is in a tensor subclass."""
+    """The reason why a weight of a model cannot be streamed, or None if it can.
+
+    ``inside``: the path of the weight inside a tensor subclass; empty if it is not in one.
+    """
     if isinstance(parameter, HostWeight):
         return None
     if inside and not stream_inside():

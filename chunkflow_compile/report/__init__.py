@@ -1,6 +1,6 @@
-"""Reports for people: a plan, a stage, a measurement or a machine comes in; text, JSON, pictures or a trace goes out.
+"""Reports for people: plans, stages, measurements and machines as text, JSON, pictures or traces.
 
-Read record.py (units, records) first.  Listings: lines.py, annotate.py, listings.py, stages.py, logs.py.  Plans:
-plan_tables.py, story.py.  Predicted steps: lanes.py, perfetto.py, pictures.py, timeline_picture.py.
-Measurements: explain.py, pictures.py.  Machines: health.py.
+Start with record.py (units, records).  Listings: lines.py, annotate.py, listings.py, stages.py, logs.py.  Plans:
+plan_tables.py, story.py.  Predicted steps: lanes.py, perfetto.py, pictures.py, timeline_picture.py.  Measurements:
+explain.py, pictures.py.  Machines: health.py.
 """

@@ -1,4 +1,4 @@
-"""Annotations: what each line of a listing costs and moves on the machine that the plan is for."""
+"""Annotations for the lines of a listing: the time and the copied bytes of each line, on the machine that the plan is for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chunkflow_compile.units import size
 from .lines import Line
 from .record import fine
 
-# Most characters of a reason at the end of a line; chunkflow why prints all of it.
+# The maximum length of a reason at the end of a line, in characters. ``chunkflow why`` prints the full reason.
 _SAID = 48
 HEADER = f"{'cost':>12} {'window':>9} {'slot':>13} {'bytes':>11}  slack or work"
 
@@ -26,9 +26,9 @@ HEADER = f"{'cost':>12} {'window':>9} {'slot':>13} {'bytes':>11}  slack or work"
 class Note:
     """The annotation at the end of a line; None where a figure does not apply.
 
-    ``cost_s``: seconds of the compute, collective or copy alone.  ``slot``: offset in the arena.  ``nbytes``: bytes
-    copied, sent, or of the input.  ``slack_s``: seconds from arrival to the first reader; if negative, ``late`` is the
-    word printed before them.  ``said``: text in place of the slack.
+    ``cost_s``: seconds of the computation, collective or copy.  ``slot``: offset in the arena.  ``nbytes``: bytes copied,
+    bytes sent, or size of the input.  ``slack_s``: seconds from the arrival of the weight to its first reader; if the value
+    is negative, the word ``late`` is printed before it.  ``said``: text printed instead of the slack.
     """
 
     cost_s: float | None = None
@@ -51,7 +51,8 @@ class Note:
 
 
 class FlopNotes:
-    """Notes on a graph that has no regions yet: the FLOPs of each op, at ``values`` of the graph's symbols."""
+    """Notes for a graph that is not cut into regions yet: the FLOPs of each op.  ``values``: values of the graph's
+    symbols."""
 
     def __init__(self, values: Mapping[str, int]) -> None:
         self.values = values
@@ -65,7 +66,7 @@ class FlopNotes:
 
 
 class Annotator(FlopNotes):
-    """Notes on the lines of one problem: costs on ``hardware`` and, if there is a ``plan``, slots and slack."""
+    """Notes for the lines of one problem: costs on ``hardware`` and, if a ``plan`` is given, slots and slack."""
 
     def __init__(self, problem: Problem, hardware: Hardware, plan: Plan | None, values: Mapping[str, int]) -> None:
         super().__init__(values)
@@ -84,7 +85,7 @@ class Annotator(FlopNotes):
                 self.waits[weight.first_use] = self.waits.get(weight.first_use, 0.0) - weight.slack_s
 
     def note(self, line: Line) -> Note | None:
-        """The note on a line, None if the line costs nothing."""
+        """The note for a line, or None if the line costs nothing."""
         if (index := line.region) is not None:
             cost = self.problem.regions[index].cost
             seconds = self._seconds("compute", self.problem.regions[index].name, self.simulator.compute_s[index])
@@ -108,9 +109,10 @@ class Annotator(FlopNotes):
         return super().note(line)
 
     def _seconds(self, lane: SpanLane, name: str, uncontended_s: float) -> float:
-        """What the plan predicts, perhaps for other hardware; includes what copies and collectives add to each other.
+        """The duration of a span as predicted by the plan, which may be for other hardware.  It includes the slowdown that
+        copies and collectives cause each other.
 
-        ``uncontended_s``: in place of that, without a prediction.
+        ``uncontended_s``: seconds without contention, returned if the plan does not predict this span.
         """
         span = self.spans.get((lane, name))
         return uncontended_s if span is None else span.end - span.start
@@ -131,7 +133,7 @@ class Annotator(FlopNotes):
         )
 
     def _wait(self, readable: Sequence[str], barrier: bool) -> Note | None:
-        """The note on a wait: the slot of its weight, if it is one, and the least slack."""
+        """The note for a wait: the slot if it waits for a single weight, and the minimum slack of its weights."""
         weights = [w for name in readable if (w := self.weights.get(name)) is not None and w.offset is not None]
         if not weights:
             return None
@@ -147,7 +149,7 @@ class Annotator(FlopNotes):
         copy = self.spans.get((item.stream, _copied(item)))
         if copy is None:
             return None
-        # else it arrives in the step that reads it
+        # if False, the copy arrives in the same step that reads the weight
         later = item.next_step and item.window is not None and copy.end >= self.starts[item.window]
         return self.starts[reader] - self.waits.get(reader, 0.0) + later * self.plan.predicted.step_s - copy.end
 
@@ -162,7 +164,7 @@ class Annotator(FlopNotes):
 
 
 def _copied(item: Copy) -> str:
-    """The name of a copy among the spans of a plan."""
+    """The name of a copy in the spans of a plan."""
     return span_name(item.weight, item.first, item.end)
 
 

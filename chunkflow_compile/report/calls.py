@@ -1,4 +1,4 @@
-"""The calls of a cycle: what each moves for itself and ahead for later calls, and what a jump to it costs."""
+"""The calls of a cycle: the bytes that each copies for itself and for later calls, and the bytes that a jump to it copies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from chunkflow_compile.units import size
 
 @dataclass(frozen=True, kw_only=True)
 class CallFigures:
-    """One call of a cycle.  ``block``: that of its first region.  ``windows``: how many it has.
+    """One call of a cycle.  ``block``: block of its first region.  ``windows``: number of its windows.
 
-    ``own_bytes``: those that it fetches for itself; ``ahead_bytes``: for later calls.  ``jump_bytes``: those that a jump to
-    it fetches first, if the chunks that stay are there.
+    ``own_bytes``: bytes that it copies for itself.  ``ahead_bytes``: bytes that it prefetches for later calls.
+    ``jump_bytes``: bytes that a jump to it copies first, if the resident chunks are already on the device.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Explain: five lines on a step; in detail, what was predicted and measured, where compute waited and why, and the limit."""
+"""Explain: a step in five lines.  With details: predicted and measured times, where compute waited and why, and the limit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .lanes import HELD, Lanes, lanes_of
 from .record import as_json, fine, fitted, is_far, profile_does_not_fit, prose, region_title, seconds, without_profile
 from .summary import NOTABLE, Summary, advice
 
-# Stalls and windows listed: as many as a person reads before acting.
+# The number of stalls and of windows that are listed: more would not be read.
 SHOWN = 5
 # Seconds below which a table shows 0.0 ms.
 _SHORT = 5e-5
-# Most characters of a region in a table: a block and two weights.
+# The maximum width of a region in a table, in characters: enough for a block and two weights.
 _WIDE = 56
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a step, seconds unless ``unit`` says "bytes" or "bytes/s"; None if unknown."""
+    """One figure of a step, in seconds unless ``unit`` is "bytes" or "bytes/s"; None if it is unknown."""
 
     name: str
     predicted: float | None
@@ -39,7 +39,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """One window and its region; seconds are (predicted, measured)."""
+    """One window and its region.  Times are pairs (predicted, measured), in seconds."""
 
     index: int
     block: str
@@ -55,7 +55,8 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class WorstStall:
-    """A stall before a region.  ``weights``: those that must have arrived there, the last to arrive first."""
+    """A stall before a region.  ``weights``: weights that must arrive before the region runs, the last one to arrive
+    first."""
 
     window: int
     block: str
@@ -68,16 +69,16 @@ class WorstStall:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan and its measurement.  ``str()`` gives the report: five lines, and the rest of it with ``details``.
+    """A plan and its measurement.  ``str()`` returns the report: five lines, and more with ``details``.
 
-    ``device_bytes``: weights on the device under the plan; ``weight_bytes``: all weights of the plan; ``host_bytes``: those
-    in host memory; ``peak_bytes``: most that the process has allocated on the device.  The last two are None if they are not
-    known.  ``row_bytes``: results of hoisted weights on the device.  ``moved_bytes``: copied to the device per step.
-    ``unstreamed``: why no weight streams, empty if one does.
-    ``profiled``: whether the plan is for a profile of the machine that it ran on; the report shows no predictions otherwise.
-    ``calls``, ``jumps``: of a cycle, if the plan is of one.  ``part``: what the plan is of, if it is one of several programs
-    of a model.  ``notes``: on what was compiled.  ``first_step``: where the time of compiling went in this process, phases
-    and seconds, if it is known.
+    ``device_bytes``: bytes of weights on the device under the plan; ``weight_bytes``: bytes of all weights of the plan;
+    ``host_bytes``: bytes of weights in host memory; ``peak_bytes``: peak device memory allocated by the process.  The last
+    two are None if they are unknown.  ``row_bytes``: bytes on the device for the results of hoisted weights.
+    ``moved_bytes``: bytes copied to the device per step.  ``unstreamed``: the reason why no weight is streamed; empty if
+    one is.  ``profiled``: whether the plan is for a profile of the machine that it ran on; if not, the report shows no
+    predictions.  ``calls``, ``jumps``: calls of the cycle and number of jumps, if the plan is for a cycle.  ``part``: name
+    of the program that the plan is for, if the model has several.  ``notes``: notes on the compiled code.  ``first_step``:
+    phases of compilation in this process with their seconds, if known.
     """
 
     plan: str
@@ -121,7 +122,7 @@ class Explanation:
             stalls = (
                 f"{seconds(waited_s)}, {100 * waited_s / (step.measured or waited_s):.0f} % of it, waiting for weights"
             )
-        if self.cold > 1:  # the first always is
+        if self.cold > 1:  # the first step always is
             stalls += f"; {self.cold} calls began cold"
         on_device = min(self.device_bytes, self.weight_bytes)  # slots are aligned
         rows = f", {size(self.row_bytes)} of results of hoisted weights" if self.row_bytes else ""
@@ -142,7 +143,7 @@ class Explanation:
         return self.report(self.details)
 
     def report(self, details: bool = False, every_window: bool = False) -> str:
-        """The report as text.  ``every_window``: list all windows, not only those furthest from their prediction."""
+        """The report as text.  ``every_window``: list all windows, not only the ones furthest from their prediction."""
         return f"{self.summary}\n\n{self._details(every_window)}" if details or every_window else str(self.summary)
 
     def _details(self, every_window: bool) -> str:
@@ -175,8 +176,8 @@ class Explanation:
 def explain_plan(
     plan: Plan, measured: Measured, what: str = "a call of the model", profiled: bool = True
 ) -> Explanation:
-    """Compare a measurement with its plan.  ``what``: that was measured.  ``profiled``: whether the plan is for a profile of
-    the machine that it ran on.
+    """Compare a measurement with its plan.  ``what``: the measured thing, as a noun phrase.  ``profiled``: whether the plan
+    is for a profile of the machine that it ran on.
 
     Raises ChunkflowError if they do not belong together.
     """
@@ -236,12 +237,13 @@ def explain_plan(
 
 
 def _rest(measured: Measured) -> float:
-    """Seconds of a step in none of the other parts; at least 0, as medians of parts may exceed the median step."""
+    """Seconds of a step that belong to none of the other parts.  At least 0, because the medians of the parts may add up to
+    more than the median step."""
     return max(0.0, measured.step_s - measured.compute_s - measured.exposed_s - measured.collective_s)
 
 
 def _window_after(starts: Sequence[float], time: float) -> int:
-    """The first window whose region starts at ``time`` or after it, the last if none does."""
+    """The first window whose region starts at or after ``time``, or the last window if there is none."""
     return min(bisect_left(starts, time), len(starts) - 1)
 
 
@@ -265,7 +267,7 @@ def _compare(plan: Plan, lanes: Lanes, measured: Measured) -> Iterator[Window]:
 
 
 def _worst(plan: Plan, lanes: Lanes, windows: Sequence[Window]) -> Iterator[WorstStall]:
-    """The longest measured stalls, at most ``SHOWN``, without those that a table would show as 0.0 ms."""
+    """The longest measured stalls, at most ``SHOWN``.  Stalls that a table would show as 0.0 ms are left out."""
     arrivals: dict[int, list[tuple[float, str, str]]] = {}
     for weight in plan.streamed:
         slack = weight.slack_s if weight.slack_s is not None else 0.0
@@ -293,7 +295,7 @@ def _worst(plan: Plan, lanes: Lanes, windows: Sequence[Window]) -> Iterator[Wors
 
 
 def _weights_held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
-    """Window -> the weights that barriers before its collectives wait for."""
+    """A mapping from windows to the weights that the barriers before their collectives wait for."""
     starts = [b.start for b in lanes.lane("compute")]
     barriers = {b.collective: b.weights for b in plan.barriers}
     held: dict[int, tuple[str, ...]] = {}
@@ -305,7 +307,7 @@ def _weights_held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
 
 
 def _longest_part(measured: Measured) -> str:
-    """The longest part of the step, and how far the copies are hidden."""
+    """A sentence on the longest part of the step and on how well the copies are overlapped."""
     parts = {
         "compute": measured.compute_s,
         "the link: compute waits for weights": measured.exposed_s,
@@ -325,7 +327,8 @@ def _longest_part(measured: Measured) -> str:
 
 
 def _worst_prediction(figures: Sequence[Figure], hardware: str) -> str:
-    """The figure that is off most, and what to do; empty if the step is near its prediction."""
+    """A sentence on the figure that differs most from its prediction, and what to do about it.  Empty if the step time is
+    close to its prediction."""
     step, *parts = figures[:5]
     if not step.predicted or step.measured is None or not is_far(step.predicted, step.measured):
         return ""
@@ -338,7 +341,7 @@ def _worst_prediction(figures: Sequence[Figure], hardware: str) -> str:
 
 
 def _figure_table(figures: Sequence[Figure], profiled: bool) -> str:
-    """``profiled``: whether to show what was predicted."""
+    """A table of figures.  ``profiled``: whether to show the predictions."""
     rows = []
     for figure in figures:
         predicted, measured = (_figure_text(v, figure.unit) for v in (figure.predicted, figure.measured))
@@ -371,7 +374,8 @@ def _stall_table(stalls: Sequence[WorstStall], profiled: bool) -> str:
 
 
 def _windows(windows: Sequence[Window], every: bool, profiled: bool) -> str:
-    """``every``: all windows, or else those that differ most from what was predicted, or take longest without a profile."""
+    """A table of windows.  ``every``: list all windows; otherwise list the ones that differ most from their predictions or,
+    without a profile, take longest."""
     title = "windows:"
     if not every and profiled:
         title = "windows that differ most from what was predicted:"

@@ -1,13 +1,13 @@
-"""The first step: where the time of compiling has gone in this process.
+"""The first step: how long each phase of compilation took in this process.
 
-torch's own timer counts its compilations (``torch._dynamo.utils.dynamo_timed``), and ChunkFlow's passes count there too.
+torch times its compilations with ``torch._dynamo.utils.dynamo_timed``; ChunkFlow's passes report to the same timer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Phase -> names of the timer that it is the sum of, less those that begin with "-".
+# Each phase and the timer names whose seconds it sums up. Names that begin with "-" are subtracted.
 _PHASES: Mapping[str, tuple[str, ...]] = {
     "placing weights": ("chunkflow.place",),
     "Dynamo": ("_compile.compile_inner", "-OutputGraph.call_user_compiler"),
@@ -21,7 +21,7 @@ _PHASES: Mapping[str, tuple[str, ...]] = {
 
 
 def first_step_phases(timer: Mapping[str, Sequence[float]]) -> tuple[tuple[str, float], ...]:
-    """Seconds of each phase, none where a phase did not run.  ``timer``: ``torch._dynamo.utils.compilation_time_metrics``."""
+    """The seconds of each phase that has run.  ``timer``: ``torch._dynamo.utils.compilation_time_metrics``."""
     phases = []
     for phase, names in _PHASES.items():
         seconds = sum(-sum(timer.get(n[1:], ())) if n.startswith("-") else sum(timer.get(n, ())) for n in names)

@@ -1,4 +1,4 @@
-"""A planned generation as a table, and as a picture of the device's memory over time."""
+"""A planned generation as a table, and as a picture of device memory over time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .pictures import new_axes, save_figure
 from .record import fitted, prose, seconds, tiling_sentence
 
 _WAY_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
-# What a way of which the name says too little is called.
+# Labels for methods whose names are too short to be understood.
 _LABELS = {"plain": "torch.compile alone, all on the GPU"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseMemory:
-    """A phase.  ``weights``, ``activations``: bytes on the device while it runs.  ``host``: bytes of the weights of its
-    component that host memory holds during the generation.  ``loading_s``: seconds before its first call, and after its last
-    if its weights return to the host then, in which nothing computes.  ``seconds``: of one call.  ``plan``: of its weights,
-    None if it runs eagerly or under group offload.  ``tileable``: whether it would take fewer bytes with ``enable_tiling``.
-    ``notes``: on what runs."""
+    """A phase of a generation.  ``weights``, ``activations``: bytes on the device while it runs.  ``host``: bytes of its
+    component's weights in host memory during the generation.  ``loading_s``: seconds of non-overlapped copies before its
+    first call and, if its weights then return to the host, after its last call.  ``seconds``: seconds per call.  ``plan``:
+    plan for its weights, or None if it runs eagerly or under group offload.  ``tileable``: whether ``enable_tiling`` would
+    reduce its memory.  ``notes``: notes on the code that runs."""
 
     name: str
     weights: int
@@ -43,18 +43,18 @@ class PhaseMemory:
 
     @property
     def figures(self) -> dict[str, object]:
-        """All but the plan, and what is said in sentences."""
+        """All fields except the plan and the texts."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("plan", "tileable", "notes")}
 
 
-# The phases of a generation, in one way to run it.
+# The phases of a generation with one method.
 Generation = Sequence[PhaseMemory]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a way to run a generation must fit: the ``budget`` of the user, None if there is none, or else the memory of the
-    ``card`` by its data sheet, 0 if unknown.  Bytes."""
+    """The memory in which a generation must run, in bytes: the user's ``budget`` or, if it is None, the memory of the GPU
+    ``card`` according to its data sheet (``card_bytes``, 0 if unknown)."""
 
     budget: int | None
     card: str
@@ -74,13 +74,13 @@ def _peak(phases: Generation) -> PhaseMemory:
 
 
 def _seconds(phases: Generation) -> tuple[float, float]:
-    """Of a forward of the transformer, of the slowest if there are several, and of the generation."""
+    """Seconds per forward of the transformer (the slowest one if there are several), and seconds per generation."""
     forward_s = max(p.seconds for p in phases if p.name.startswith("transformer"))
     return forward_s, sum(p.loading_s + p.calls * p.seconds for p in phases)
 
 
 def generation_answer(generations: Mapping[str, Generation], limits: Limits) -> str:
-    """The result in a sentence: of chunkflow, and of all weights on the GPU."""
+    """The result in a sentence: for chunkflow, and for all weights on the GPU."""
     mine, plain = generations["chunkflow"], generations["plain"]
     (forward_s, total_s), (plain_s, plain_total_s) = _seconds(mine), _seconds(plain)
     text = (
@@ -93,7 +93,8 @@ def generation_answer(generations: Mapping[str, Generation], limits: Limits) -> 
 
 
 def generation_tables(generations: Mapping[str, Generation], limits: Limits) -> str:
-    """A line for each way to run it, and for each phase of ours.  Below, what "fits" compares the peak with."""
+    """Two tables: one row per method, and one row per phase with chunkflow.  The text below says which limit "fits" refers
+    to."""
     head = ["", "peak GPU memory", "component at the peak", "host memory", "per forward", "per generation"]
     ways = []
     for way, phases in generations.items():
@@ -120,7 +121,8 @@ def generation_tables(generations: Mapping[str, Generation], limits: Limits) -> 
 def draw_generation(
     generations: Mapping[str, Generation], budget: int, hardware: Hardware, title: str, path: Path
 ) -> None:
-    """Draw bytes on the device over the seconds of one generation, a line for each way, the budget, and the card's memory."""
+    """Draw bytes on the device over the seconds of one generation: one line per method, the budget, and the memory of the
+    GPU."""
     figure, axes = new_axes(8.0, 4.2)
     for (way, phases), colour in zip(generations.items(), _WAY_COLOURS, strict=True):
         at, times, heights = 0.0, list[float](), list[float]()

@@ -1,4 +1,4 @@
-"""Health: what on a machine stops or slows a run, and how to fix it."""
+"""Health: findings about a machine that prevent or slow down a run, and how to fix them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from chunkflow_compile.weights.limits import VARIABLE, HostMemory
 from .record import fitted, prose
 
 Verdict = Literal["ok", "note", "missing"]
-# Less free memory is reported: a model that needs streaming is larger than this.
+# Less free memory than this is reported: a model that needs streaming is larger.
 _SMALL_HOST = 16 << 30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``verdict``: "missing" stops a run, "note" costs speed or a feature.  ``fix``: what to do, empty if all is well."""
+    """One finding about a machine.  ``verdict``: "missing" prevents a run; "note" costs speed or a feature.  ``fix``:
+    instructions, empty if nothing has to be done."""
 
     what: str
     found: str
@@ -32,7 +33,7 @@ class Finding:
 
 
 def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...]:
-    """All findings, in the order in which a run needs them.  ``program``: how the command line is called here."""
+    """All findings, in the order in which a run needs them.  ``program``: name of the command-line program."""
     return (
         Finding("python", machine.python),
         _torch(machine.torch),
@@ -51,7 +52,8 @@ def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...
 
 
 def copy_rates(profile: Hardware | None, ranks: int, program: str = "chunkflow") -> Finding:
-    """What a rank's copies reach alone, and each of ``ranks`` at once.  ``profile``: of this machine, None if none is."""
+    """The copy rate of one rank alone, and of each of ``ranks`` ranks that copy at the same time.  ``profile``: profile of
+    this machine, or None."""
     if profile is None:
         return Finding("copies", "at no known rate: no profile is of this machine")
     alone = f"{profile.copy_rate / 1e9:.1f} GB/s alone"
@@ -64,14 +66,14 @@ def copy_rates(profile: Hardware | None, ranks: int, program: str = "chunkflow")
     return _noted("copies", f"{alone}, and as if so for {ranks} at once (profile {profile.name})", fix)
 
 
-def room_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory, copies: int = 1) -> Finding:
-    """Whether the host has room for the streamed weights of a model, which ``ranks`` of this machine share.
+def host_memory_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory, copies: int = 1) -> Finding:
+    """Whether the streamed weights of a model, which ``ranks`` ranks of this machine share, fit in host memory.
 
-    ``read_time``: of these weights, if they are not in the page cache.  ``copies``: see Machine.host_copies."""
+    ``read_time``: time to read these weights if they are not in the page cache.  ``copies``: see Machine.host_copies."""
     shared = f", {'one copy' if copies == 1 else f'{copies} copies'} for {ranks} ranks" if ranks > 1 else ""
     taken = copies * read_time.nbytes
     needs = f"{size(taken)} of host memory{shared}; {read_time}"
-    reserve = min(taken, memory.reserve)  # as offload leaves it
+    reserve = min(taken, memory.reserve)  # the reserve that offload leaves
     if (left := memory.free - taken) >= reserve:
         return Finding(model, f"{needs}; {size(left)} left")
     fix = (
@@ -82,7 +84,7 @@ def room_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory, co
 
 
 def engines(reason: str | None) -> Finding:
-    """Whether regions can be lowered through TensorRT.  ``reason``: why not, None if they can."""
+    """Whether regions can be lowered with TensorRT.  ``reason``: why they cannot, or None if they can."""
     if reason is None:
         return Finding("lowering='tensorrt'", "usable; experimental, never run")
     return Finding("lowering='tensorrt'", f"not usable: {reason.partition(':')[0]}")
@@ -96,13 +98,13 @@ def health_table(listed: tuple[Finding, ...]) -> str:
 
 
 def _fix(finding: Finding) -> str:
-    """The fix in lines of prose; a command of pip stays on one line, so that it can be copied."""
+    """The fix in lines of prose.  A pip command stays on one line, so that it can be copied."""
     text, pip, packages = f"{finding.what}: {finding.fix}".partition(": pip ")
     return f"{prose(text)}:\n  pip {packages}" if pip else prose(text)
 
 
 def _noted(what: str, state: str, fix: str) -> Finding:
-    """What runs go on with.  ``fix``: empty if all is well."""
+    """A finding that does not prevent a run.  ``fix``: instructions, or an empty string for the verdict "ok"."""
     return Finding(what, state, "note" if fix else "ok", fix)
 
 
@@ -176,7 +178,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         yield Finding("pinnable memory", "no limit")
         return
     limit = f"limit {size(machine.pinnable_bytes)}"
-    # The limit binds mlock, not cudaHostRegister: a low one says how the machine is set up; pinning still works.
+    # The limit applies to mlock, not to cudaHostRegister. A low limit is reported, but pinning still works.
     fix = "copies from unpinned memory are slow: raise the limit with ulimit -l unlimited" if machine.gpus else ""
     yield _noted("pinnable memory", limit if machine.gpus else f"{limit}, enough without a GPU", fix)
 

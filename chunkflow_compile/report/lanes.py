@@ -1,7 +1,7 @@
-"""Lanes: a plan's predicted step as bars, stalls and slots, for pictures and for trace viewers.
+"""Lanes: the predicted step of a plan as bars, stalls and slots, for pictures and trace viewers.
 
-Times are seconds from the start of a step in a series of equal steps.  A bar that starts in the step before has a
-negative start; one that ends in the step after has an end above ``step_s``.
+Times are seconds from the start of a step in a series of equal steps.  A bar that starts in the previous step has a
+negative start.  A bar that ends in the next step has an end above ``step_s``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ StepLane = Literal["compute", "collective", "copy", "pull", "read"]
 STEP_LANES: tuple[StepLane, ...] = get_args(StepLane)
 HELD = "held back until the copies have arrived, so that none runs beside it"
 _JOINED = "the call ends when its copies have arrived, so that it can be one CUDA graph"
-# Seconds by which sums of a thousand spans differ; every real span is longer.
+# The rounding error of a sum of a thousand spans, in seconds; every real span is longer.
 _TOLERANCE_S = 1e-8
 
 
@@ -40,8 +40,9 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """Compute waits for weights.  ``before``: the region or collective that cannot start, or that the call cannot end.
-    ``weights``: none at the end of a call, where it waits for all copies.  ``why``: the plan's reason."""
+    """A stall: compute waits for weights.  ``before``: region or collective that cannot start, or the end of the call.
+    ``weights``: weights that it waits for; empty at the end of a call, where it waits for all copies.  ``why``: the reason
+    given by the plan."""
 
     before: str
     weights: tuple[str, ...]
@@ -52,7 +53,7 @@ class Stall:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Bytes ``[begin, stop)`` of the arena, which hold a piece of a weight from its copy to its last reader."""
+    """Bytes ``[begin, stop)`` of the arena, which contain a piece of a weight from its copy to its last reader."""
 
     weight: str
     label: str
@@ -65,8 +66,8 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """One step.  ``blocks``: block -> start of its first region and end of its last.  ``inflation_s``: seconds that
-    copies add to collectives."""
+    """One step.  ``blocks``: for each block, the start of its first region and the end of its last one.  ``inflation_s``:
+    seconds by which copies slow down collectives."""
 
     step_s: float
     inflation_s: float
@@ -81,15 +82,16 @@ class Lanes:
 
     @property
     def shown(self) -> tuple[StepLane, ...]:
-        """The lanes of this step: compute, copies, and of the others those that are not empty."""
+        """The lanes to show: compute, copies, and each other lane that is not empty."""
         return tuple(lane for lane in STEP_LANES if lane in ("compute", "copy") or self.lane(lane))
 
     def occupancy(self) -> list[tuple[float, int]]:
-        """Bytes of the arena in use over one step, as (time, bytes from then on)."""
+        """The bytes of the arena in use over one step, as pairs (time, bytes in use from this time on)."""
         changes: list[tuple[float, int]] = []
         for slot in self.slots:
             for start, end in around(slot.start, slot.end, self.step_s):
-                # Rounded, so that a slot freed at an instant is freed before another is taken at that instant.
+                # Rounded, so that if one slot is freed and another one allocated at the same time, the first is freed
+                # first.
                 changes += [(round(start, 12), slot.stop - slot.begin), (round(end, 12), slot.begin - slot.stop)]
         points, level = [(0.0, 0)], 0
         for time, change in sorted(changes):
@@ -122,7 +124,7 @@ def lanes_of(plan: Plan) -> Lanes:
 
 
 def around(start: float, end: float, step: float) -> Iterator[tuple[float, float]]:
-    """The parts of [start, end) in each step, moved into one step."""
+    """The interval [start, end), divided at step boundaries, with each part shifted into the first step."""
     if end - start >= step:
         yield 0.0, step
         return
@@ -158,7 +160,7 @@ def _bar(span: Span, lane: StepLane, label: str, block: str, detail: str) -> Bar
 
 
 def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
-    """Stalls; consecutive waits before one region or one collective count as one."""
+    """The stalls of a step.  Consecutive waits before the same region or collective count as one stall."""
     weights = {w.name: w for w in plan.weights}
     compute = [s for s in spans if s.lane == "compute"]
     for first, waits in groupby((s for s in spans if s.lane == "stall"), key=lambda s: weights[s.name].first_use):
@@ -170,7 +172,7 @@ def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
         )
     collectives = sorted((s for s in spans if s.lane == "collective"), key=lambda s: s.start)
     for wait in (s for s in spans if s.lane == "barrier"):
-        # It holds back the next collective with a barrier for that weight.
+        # It delays the next collective that has a barrier for this weight.
         held = {b.collective for b in plan.barriers if wait.name in b.weights}
         before = next(c.name for c in collectives if c.name in held and c.start >= wait.end - _TOLERANCE_S)
         yield Stall(before=before, weights=(wait.name,), start=wait.start, end=wait.end, why=HELD)
@@ -193,6 +195,6 @@ def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:
                 span = copies.get(span_name(weight.name, run.first, run.end))
                 start = span.start if span is not None else compute[run.window].start
                 if weight.wraps(run.window) and start >= compute[run.window].start - _TOLERANCE_S:
-                    start -= step  # copied at the end of the step before
+                    start -= step  # copied at the end of the previous step
             end = over if run.window is not None else step
             yield Slot(weight=weight.name, label=label, block=block, begin=begin, stop=stop, start=start, end=end)

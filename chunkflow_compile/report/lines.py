@@ -1,7 +1,8 @@
-"""Lines: a stage of compilation as text, each line with the op, node and weight it shows, to annotate, fold and count.
+"""Lines: a compilation stage as text.  Each line knows its op, node and weight, so that it can be annotated, folded and
+counted.
 
-Every stage has one op per line and parses as Python.  ``traced`` is the ATen graph; ``regions`` adds the cuts and
-``planned`` the transfers; in ``rewritten`` each region is a call.
+Every stage is printed with one op per line and parses as Python.  ``traced`` is the ATen graph.  ``regions`` adds the cuts,
+and ``planned`` adds the transfers.  In ``rewritten``, each region is a call.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ PROOF, INPUTS = "proof", "inputs"
 class Line:
     """One line of a listing.
 
-    ``op``: what it calls, empty for comments.  ``part``: :data:`INPUTS`, the inputs of a block, or a block; empty
-    outside blocks.  ``like``: the line without names, empty for transfers; parts have equal structure if ``like`` and
-    the wiring of ``defines`` and ``uses`` are equal.  ``region``: the region that runs, ``collective``: the one that starts,
-    both by index.  ``copy``: what a prefetch copies.  ``weight``: the weight that an input holds or that is evicted.
-    ``readable``: those that a wait makes readable.  ``barrier``: whether it is a wait before a collective.
+    ``op``: the function that it calls, empty for comments.  ``part``: :data:`INPUTS`, the inputs of a block, or a block;
+    empty outside blocks.  ``like``: the line without names, empty for transfers.  Parts have equal structure if ``like``
+    and the wiring of ``defines`` and ``uses`` are equal.  ``region``: index of the region that runs.  ``collective``: index
+    of the collective that starts.  ``copy``: copy of a prefetch.  ``weight``: weight that is an input here or is evicted.
+    ``readable``: weights that may be read after a wait.  ``barrier``: whether the line is a wait before a collective.
     """
 
     text: str
@@ -51,7 +52,7 @@ class Line:
 
 
 def stage_lines(stage: Stage) -> list[Line]:
-    """The lines of a stage: of its program if it has one, else of its regions, else of the traced graph."""
+    """The lines of a stage: the program if there is one, otherwise the regions, otherwise the traced graph."""
     if stage.program is not None and stage.cut is not None:
         return [*_proof_lines(stage), *_program_lines(stage)]
     if stage.cut is not None:
@@ -61,7 +62,7 @@ def stage_lines(stage: Stage) -> list[Line]:
 
 
 def _proof_lines(stage: Stage) -> list[Line]:
-    """What was proved of the program, and over how much; none before it is verified."""
+    """Comments on what was proved for the program, and on the size of the proof; empty if it is not verified yet."""
     if stage.proof is None:
         return []
     proved = "# proved: no weight is read before it has arrived, or overwritten before its last reader"
@@ -170,7 +171,7 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
 
 
 def _items(program: Program) -> Iterator[tuple[Node, TransferOp | Op | None, bool]]:
-    """Every node of a program with what it does, and whether it waits before a collective."""
+    """Every node of a program, its operation, and whether it waits before a collective."""
     found = [(node, transfer_of(node) or _placed(ops)) for node, ops in issued(program)]
     barriers, barrier = set[Node](), False
     for node, item in reversed(found):
@@ -180,7 +181,7 @@ def _items(program: Program) -> Iterator[tuple[Node, TransferOp | Op | None, boo
 
 
 def _placed(ops: Step) -> Op | None:
-    """What a node of the plan's order does that is no transfer op."""
+    """The operation of a node in the plan's order, if it is not a transfer."""
     return next((op for op in ops if isinstance(op, Run | Start | Finish)), None)
 
 
@@ -198,7 +199,7 @@ def _node_line(node: Node, part: str, start: Op | None = None) -> Line:
         text=node_text(node),
         op=op,
         part=part,
-        like=node_text(node, dict.fromkeys(node.all_input_nodes, "%")).removeprefix(node.name),  # without any name
+        like=node_text(node, dict.fromkeys(node.all_input_nodes, "%")).removeprefix(node.name),  # without names
         defines=node.name,
         uses=_uses(node),
         collective=start.collective if isinstance(start, Start) else None,

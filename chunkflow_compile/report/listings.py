@@ -1,4 +1,4 @@
-"""Listings: lines as text, with notes at their ends; a block equal in structure to the one before is folded."""
+"""Listings: lines as text, with notes at their ends.  A block with the same structure as the one before is folded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from .annotate import HEADER, FlopNotes
 from .lines import INPUTS, PROOF, Line
 from .record import fine
 
-# Columns of program text: enough for a region's call with its first inputs.  A line with notes has 160.
+# Columns of program text: enough for the call of a region with its first inputs. A line with notes has 160 columns.
 COLUMN = 96
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Consecutive lines of one part of a listing.  ``shape``: equal for parts of equal structure, wiring included."""
+    """Consecutive lines of one part of a listing.  ``shape``: key that is equal for parts of the same structure and
+    wiring."""
 
     name: str
     lines: tuple[Line, ...]
@@ -26,8 +27,8 @@ class _Part:
 
 
 def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: bool = True) -> str:
-    """The listing as text, what was proved first.  Unless ``full``, long lines are cut, and consecutive equal parts are shown
-    once."""
+    """The listing as text, beginning with the proof.  Unless ``full``, long lines are cut, and consecutive equal parts are
+    shown once."""
     text = [line.text for line in lines if line.part == PROOF]
     lines = lines[len(text) :]
     text += [] if annotator is None else [f"#{' ' * (COLUMN - 1)}# {HEADER}"]
@@ -43,8 +44,8 @@ def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: b
 
 
 def _wired_parts(lines: Sequence[Line]) -> list[_Part]:
-    """The parts and their wiring.  An operand defined in the same part, in the part before it or in the inputs of its
-    block counts by its number there; any other operand counts by its name."""
+    """The parts and their wiring.  An operand that is defined in the same part, in the previous part or in the inputs of
+    its block is identified by its position there; any other operand by its name."""
     parts: list[_Part] = []
     place: dict[str, tuple[str, int]] = {}
     before = ""
@@ -64,7 +65,8 @@ def _wired_parts(lines: Sequence[Line]) -> list[_Part]:
 
 
 def _equal_parts(parts: Iterable[_Part]) -> list[list[_Part]]:
-    """Consecutive parts of equal structure in one list; each part outside blocks in a list of its own."""
+    """The parts, grouped: consecutive parts of equal structure in one list, and each part outside blocks in a list by
+    itself."""
     groups: list[list[_Part]] = []
     for part in parts:
         before = groups[-1][-1] if groups else part

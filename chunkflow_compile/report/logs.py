@@ -1,7 +1,7 @@
 """Stages for torch's own tools: ``trace_structured`` for tlparse, a ``chunkflow`` artefact for torch's logs.
 
-torch reads TORCH_LOGS while it is imported, when only its own artefacts are registered.  The environment
-therefore uses the name of this package, ``TORCH_LOGS=chunkflow_compile``; ``set_logs`` uses ``chunkflow``.
+torch reads TORCH_LOGS when it is imported, and then only its own artefacts are registered.  The environment variable
+therefore takes the name of this package, ``TORCH_LOGS=chunkflow_compile``; ``set_logs`` takes ``chunkflow``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGE = "chunkflow_compile"
 
 
 def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
-    """Yield the stages, and write the listing of each to the structured trace and, annotated and folded, to the log."""
+    """Yield the stages.  The listing of each is written to the structured trace and, annotated and folded, to the log."""
     log, start = _logger(), time.perf_counter()
     for stage in run:
         seconds = time.perf_counter() - start
@@ -41,7 +41,8 @@ def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
 
 
 def _asked_for(log: logging.Logger) -> bool:
-    """Whether someone asked for the listings: a server that logs everything at INFO, at the root, did not."""
+    """Whether the listings were asked for.  A server that logs everything at INFO, through the root logger, has not asked
+    for them."""
     return log.isEnabledFor(logging.INFO) and any(logging.getLogger(name).level for name in (PACKAGE, log.name))
 
 
@@ -50,7 +51,7 @@ def _artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": encoding},
         payload_fn=payload,
-        expect_trace_id=False,  # the command line has none
+        expect_trace_id=False,  # there is no trace id on the command line
     )
 
 

@@ -1,4 +1,4 @@
-"""A step, or a generation, as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""A step or a generation as Chrome trace events, which can be opened in Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3, "read": 4, "ph
 
 
 def trace_events(lanes: Lanes, title: str) -> str:
-    """JSON in the Trace Event Format: a thread per lane, complete events in microseconds, arena bytes as a counter."""
+    """A step as JSON in the Trace Event Format: one thread per lane, complete events in microseconds, arena bytes as a
+    counter."""
     return _trace_json(title, (*lanes.shown, "stall"), _events(lanes, TRACE_STEPS))
 
 
 def generation_events(phases: Generation, title: str) -> str:
-    """The same of a generation: its phases on a thread, with bytes on the device as a counter; on the others, the first two
-    calls of each phase that has a plan."""
+    """A generation in the same format.  One thread shows the phases, with bytes on the device as a counter.  The other
+    threads show the first two calls of each phase that has a plan."""
     return _trace_json(title, _THREADS, _generation(phases))
 
 
@@ -58,7 +59,7 @@ def _events(lanes: Lanes, calls: int, at: float = 0.0) -> Iterator[dict[str, Any
     """The first ``calls`` calls, from ``at`` seconds on."""
     call_s = round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds, so that two calls do not overlap
     last = at + calls * call_s
-    for call in range(calls + 1):  # of the one after the last, only the copies that start before it
+    for call in range(calls + 1):  # of the call after the last, only the copies that start before it
         offset = at + call * call_s
         for bar in lanes.bars:
             start, end = max(at, bar.start + offset), min(last, bar.end + offset)
@@ -77,7 +78,7 @@ def _counter(name: str, nbytes: int, at: float) -> dict[str, Any]:
 
 
 def _event(lane: str, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-    # Both ends are rounded, not the length, so that adjacent events stay adjacent.
+    # The start and the end are rounded, not the duration, so that adjacent events stay adjacent.
     begin, stop = _us(start), _us(end)
     return {
         "ph": "X",
@@ -96,5 +97,5 @@ def _metadata_event(kind: str, thread: int, name: str) -> dict[str, Any]:
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, rounded to the nanosecond and at least 0."""
+    """Seconds as microseconds, rounded to the nanosecond and at least 0."""
     return max(0, round(seconds * 1e9)) / 1e3

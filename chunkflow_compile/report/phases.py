@@ -1,4 +1,4 @@
-"""The components of a pipeline: what each has on the device, and how long its calls take."""
+"""The components of a pipeline: device memory and call times of each."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from .summary import Summary, advice
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseFigures:
-    """One component.  Bytes of its ``weights``, of those ``streamed``, of those ``on_device`` now, and most bytes that its
-    calls took in addition to all weights, ``activations`` (None if they are not counted, or were not yet).  ``predicted_s``:
-    seconds of a call, by its plan for ``hardware``.  ``measured_s``: median seconds of its calls, from beginning to return.
-    ``stalled_s``: seconds of them in which compute waited for weights; ``moved``: bytes that a call copied to the device.
-    ``retries``: calls that ran out of memory and ran again.  ``notes``: on what was compiled.  ``profiled``: whether
-    ``hardware`` is a profile of this machine.  ``unstreamed``: why no weight streams, empty if one does.  ``tileable``:
-    whether its calls would take fewer bytes with ``enable_tiling``.  None where a figure is not known."""
+    """One component; None where a figure is unknown.
+
+    ``weights``: bytes of its weights.  ``streamed``: bytes of its streamed weights.  ``on_device``: bytes of its weights
+    that are on the device now.  ``activations``: maximum bytes that its calls used in addition to all weights, or None if
+    they are not measured, or not yet.  ``predicted_s``: predicted seconds per call, by its plan for ``hardware``.
+    ``measured_s``: median seconds from the beginning of a call to its return.  ``stalled_s``: seconds per call in which
+    compute waited for weights.  ``moved``: bytes copied to the device per call.  ``retries``: calls that ran out of memory
+    and were retried.  ``notes``: notes on the compiled code.  ``profiled``: whether ``hardware`` is a profile of this
+    machine.  ``unstreamed``: the reason why no weight is streamed; empty if one is.  ``tileable``: whether
+    ``enable_tiling`` would reduce the memory of its calls."""
 
     name: str
     model: str
@@ -42,7 +45,7 @@ class PhaseFigures:
 
     @property
     def shown_s(self) -> float | None:
-        """The predicted seconds, None where they say nothing about this machine."""
+        """The predicted seconds, or None if the prediction is not for this machine."""
         return self.predicted_s if self.profiled else None
 
     def __str__(self) -> str:
@@ -56,8 +59,9 @@ class PhaseFigures:
 
 @dataclass(frozen=True)
 class PipelineFigures:
-    """The components of a pipeline, and the bytes of their budget.  ``most``: bytes that the device held in a call, all of
-    the process together; None if nothing counts them.  As text, five lines, and with ``details`` a table."""
+    """The components of a pipeline, and their budget in bytes.  ``str()`` returns five lines, and a table with ``details``.
+
+    ``most``: peak bytes that the process allocated on the device in a call, or None if they are not measured."""
 
     phases: tuple[PhaseFigures, ...]
     total: int
@@ -69,8 +73,7 @@ class PipelineFigures:
 
     @property
     def summary(self) -> Summary:
-        """The five lines.  The step is a call of the component that took longest in all its calls together, of those that run
-        compiled."""
+        """The five lines.  "Step" stands for one call of the compiled component with the longest total time."""
         weights, streamed, now = (sum(getattr(p, n) for p in self.phases) for n in ("weights", "streamed", "on_device"))
         step, stalls, faster = "no component was called yet", "not known yet", "not known yet"
         called = [p for p in self.phases if p.calls and p.measured_s]

@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, an optional dependency that is imported only to draw."""
+"""Pictures drawn with matplotlib, an optional dependency that is imported only for drawing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from chunkflow_compile.passes.placement.curve import Point
 
 from .record import ArmRecord, ComparisonRecord, check_writable
 
-# File types of pictures.
+# The file types of pictures.
 PICTURES = (".png", ".svg")
 _PART_COLOURS = {"compute and host": "#4c78a8", "collectives": "#f2a541", "waiting for weights": "#d64545"}
 
 
 def check_picture(path: str | Path, *others: str) -> None:
-    """Check, before minutes of work, that a picture can be drawn to a file.
+    """Check, before work that may take minutes, that a picture can be written to a file.
 
-    ``others``: file types that are written without matplotlib.  Raises ChunkflowError if not.
+    ``others``: file types that are written without matplotlib.  Raises ChunkflowError if the picture cannot be written.
     """
     suffix = Path(path).suffix
     if suffix not in (*PICTURES, *others):
@@ -33,7 +33,7 @@ def check_picture(path: str | Path, *others: str) -> None:
 def new_axes(
     width: float = 7.0, height: float = 4.2, columns: int = 1, heights: Sequence[float] = (1.0,)
 ) -> tuple[Any, Any]:
-    """A figure and its axes, drawn without a display.  ``heights``: relative ones of the axes below each other.
+    """A figure and its axes, drawn without a display.  ``heights``: relative heights of the rows of axes.
 
     Raises ChunkflowError if matplotlib is not installed.
     """
@@ -56,8 +56,8 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def draw_curve(points: Sequence[Point], others: Sequence[Point], form: str, title: str, path: Path) -> None:
-    """Draw memory against the time of a forward, with the all-resident time as a line.  ``others``: in another ``form``, if
-    any."""
+    """Draw memory against the time per forward, with a line at the time of the baseline.  ``others``: points with weights
+    in another ``form``, if any."""
     figure, axes = new_axes()
     most, resident_s = points[-1].memory / 2**30, points[-1].resident_step_s
     for curve, label in ((points, "raw" if form == "packed" else "as they are"), (others, form)):
@@ -96,7 +96,8 @@ def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path
 
 
 def draw_regimes(records: Mapping[str, ComparisonRecord], path: Path) -> None:
-    """Draw the step time of each arm beside its weights on the device, a row for each record.  ``records``: by title."""
+    """Draw the step time of each arm next to its weights on the device, one row per record.  ``records``: records by
+    title."""
     figure, grid = new_axes(9.0, 0.6 + 1.7 * len(records), columns=2, heights=[1.0] * len(records))
     for (title, record), (steps, memory) in zip(records.items(), grid.reshape(-1, 2), strict=True):
         _draw_steps(steps, record)
@@ -113,7 +114,7 @@ def draw_regimes(records: Mapping[str, ComparisonRecord], path: Path) -> None:
 
 
 def _draw_steps(axes: Any, record: ComparisonRecord) -> list[float]:
-    """Draw a bar of the parts of a step for each arm.  Return where the bars end, ms."""
+    """Draw the parts of a step as a stacked bar for each arm.  Return the ends of the bars, in ms."""
     names = list(record.arms)
     ends = [0.0] * len(names)
     parts = zip(*map(_parts_of_step, record.arms.values()), strict=True)

@@ -17,7 +17,7 @@ from .record import fitted, prose, seconds
 def answer(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures | None = None) -> str:
     """The result of planning in a sentence: the time of a forward, compared with all weights resident, and GPU memory.
 
-    ``hoisted``: what is computed once for many steps; its share is a part of the time and of the memory.
+    ``hoisted``: products that are computed once for many steps.  Their share is included in the time and in the memory.
     """
     predicted = plan.predicted
     assert predicted is not None
@@ -30,19 +30,19 @@ def answer(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures
 
 
 def forward_seconds(plan: Plan, hoisted: HoistingFigures | None) -> float:
-    """A forward, with its share of what is computed once for many steps."""
+    """Seconds per forward, including its share of the products that are computed once for many steps."""
     assert plan.predicted is not None
     return plan.predicted.step_s + (0.0 if hoisted is None else hoisted.seconds_per_call)
 
 
 def held(plan: Plan, hoisted: HoistingFigures | None = None) -> str:
-    """The weights on the GPU, rows included, out of all weights, the hoisted ones included."""
+    """The size of the weights and rows on the GPU, out of the size of all weights including hoisted ones."""
     outside, elsewhere = (0, 0) if hoisted is None else (hoisted.outside, hoisted.nbytes)
     return part_of(plan.device_bytes + outside, sum(weight.nbytes for weight in plan.weights) + elsewhere)
 
 
 def part_of(part: int, whole: int) -> str:
-    """Two sizes, the unit once if they share it: ``"9.28 of 22.17 GiB"``."""
+    """Two sizes as text, with the unit given once if it is the same: ``"9.28 of 22.17 GiB"``."""
     small, large = size(part), size(whole)
     value, _, unit = small.partition(" ")
     return f"{value if large.endswith(f' {unit}') else small} of {large}"
@@ -51,8 +51,8 @@ def part_of(part: int, whole: int) -> str:
 def summary_table(
     plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures | None = None, why_groups: str = ""
 ) -> str:
-    """The predicted cost of a plan per forward, of which ``forwards`` are a denoising step.  ``hoisted``: see answer.
-    ``why_groups``: why exchanges are in as many groups as they are, empty if that was given."""
+    """The predicted cost of a plan per forward.  ``forwards``: forwards per denoising step.  ``hoisted``: see answer.
+    ``why_groups``: reason for the number of groups of heads, empty if the number was given."""
     predicted = plan.predicted
     assert predicted is not None
     outside = problem.unpacked_bytes + (0 if hoisted is None else hoisted.outside)
@@ -98,7 +98,7 @@ def summary_table(
 
 def exchange_sentence(problem: Problem, why: str = "") -> str:
     """Into how many groups of heads the exchanges of attention are divided; empty if they are whole and nothing was chosen.
-    ``why``: of a choice."""
+    ``why``: reason for a chosen number."""
     count = problem.exchange_groups
     if count == 1:
         return f"whole: {why}" if why else ""
@@ -108,7 +108,7 @@ def exchange_sentence(problem: Problem, why: str = "") -> str:
 
 
 def packing_sentence(problem: Problem) -> str:
-    """How many weights are packed, and their bytes before and after; empty if none is."""
+    """A sentence on the number of compressed weights, and their bytes before and after; empty if no weight is compressed."""
     packed = [w for w in problem.weights if w.source.compressed]
     if not packed:
         return ""
@@ -120,7 +120,7 @@ def packing_sentence(problem: Problem) -> str:
 
 
 def hoisting_sentence(hoisted: HoistingFigures) -> str:
-    """What is computed once for many steps."""
+    """A sentence on the products that are computed once for many steps."""
     inputs = "1 small input" if hoisted.slow == 1 else f"{hoisted.slow} small inputs"
     return (
         f"{hoisted.weights} weights, {size(hoisted.nbytes)}, by {inputs} alone; {hoisted.values} values, "
@@ -129,7 +129,8 @@ def hoisting_sentence(hoisted: HoistingFigures) -> str:
 
 
 def slices_notes(problem: Problem) -> tuple[str, ...]:
-    """Into how many slices the blocks of each type are split, a sentence for each; those that are whole are left out."""
+    """One sentence per block type on the number of slices into which its blocks are split.  Types that are not split are
+    left out."""
     slices = dict[str, int]()
     for region in problem.regions:
         blocks = block_type(region.block, problem)
@@ -140,15 +141,16 @@ def slices_notes(problem: Problem) -> tuple[str, ...]:
 
 
 def block_type(block: str, problem: Problem) -> str:
-    """The list that a block is in, such as ``blocks`` for ``blocks.3``; in the problem of a block that is compiled by itself,
-    where it has no name, the list that its weights are in."""
+    """The list that contains a block, such as ``blocks`` for ``blocks.3``.  A block that is compiled separately is unnamed
+    in its problem; for such a block, the list that contains its weights."""
     block = block or block_of(next((weight.name for weight in problem.weights), ""))
     name, _, number = block.rpartition(".")
     return name if number.isdecimal() else block
 
 
 def peers_sentence(problem: Problem) -> str:
-    """How many weights are in pieces on the GPUs of the ranks, and their bytes; empty if none is."""
+    """A sentence on the number of weights that are sharded over the GPUs of the ranks, and their bytes; empty if no weight
+    is."""
     pieces = [w for w in problem.weights if w.source.sharded]
     if not pieces:
         return ""
@@ -160,7 +162,7 @@ def peers_sentence(problem: Problem) -> str:
 
 
 def blocks_table(plan: Plan, problem: Problem) -> str:
-    """One row per block; consecutive equal blocks share one."""
+    """A table with one row per block; consecutive equal blocks share a row."""
     block = {k: r.block for k, r in enumerate(problem.regions)}
     rows: dict[str, list[WeightPlan]] = {}
     for weight in plan.weights:
@@ -184,6 +186,6 @@ def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
 
 
 def weights_table(weights: Iterable[WeightPlan], packed: Collection[str] = ()) -> str:
-    """One row per weight: its home and the reason.  ``packed``: the names of those that are."""
+    """A table with one row per weight: its home and the reason.  ``packed``: names of the compressed weights."""
     rows = [(w.name, size(w.nbytes), f"{w.home}{', packed' * (w.name in packed)}", w.why) for w in weights]
     return fitted(rows, ("weight", "size", "home", "why"))

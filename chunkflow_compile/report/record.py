@@ -1,4 +1,4 @@
-"""The record that every measuring command writes, and its table."""
+"""The record that every measuring command writes, and its table; sizes and times as text."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:  # chunkflow doctor imports no torch
 
 SCHEMA = 1
 PROSE_WIDTH = 100  # characters in a line of prose, or of a table
-# A cell of a table that is no longer than this is not wrapped.
+# Cells of a table up to this length are not wrapped.
 _SHORT = 24
 _GAP = 2  # characters between two columns
-_PADDING = 2  # that tabulate adds to a header
-# Share of a step from which a prediction is wrong; less is within the variation of steps.
+_PADDING = 2  # characters that tabulate adds to a header
+# From this relative error on, a prediction is reported as wrong. Smaller errors are within the variation of steps.
 _FAR = 0.10
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRecord:
-    """One arm: seconds and bytes per step and rank; None where a figure does not apply.
+    """One arm of a measurement: seconds and bytes per step and rank; None where a figure does not apply.
 
-    ``step_s``, ``exposed_h2d_s`` (compute waited for weights) and ``collective_s`` are medians over the steps, of the
+    ``step_s``, ``exposed_h2d_s`` (compute waited for weights) and ``collective_s`` are medians over the steps of the
     slowest rank.  ``weights_device_bytes``: arena and resident weights; ``weights_total_bytes``: all weights.
     """
 
@@ -49,7 +49,7 @@ class ArmRecord:
 
     @staticmethod
     def predicted(plan: Plan, step: Prediction | Timeline, total_bytes: int, calls: int = 1) -> ArmRecord:
-        """Of a step of so many ``calls`` of a plan.  ``step``: what is predicted of a call."""
+        """The record of a predicted step.  ``step``: prediction for one call.  ``calls``: calls of the plan per step."""
         return ArmRecord(
             step_s=step.step_s * calls,
             exposed_h2d_s=step.exposed_s * calls,
@@ -62,7 +62,7 @@ class ArmRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRecord:
-    """All arms of one measurement, on ``degree`` ranks for each of ``cfg_parallel`` branches of guidance."""
+    """All arms of one measurement, on ``degree`` ranks for each of ``cfg_parallel`` guidance branches."""
 
     model: str
     degree: int
@@ -75,17 +75,18 @@ class ComparisonRecord:
 
     @property
     def body(self) -> dict[str, object]:
-        """What is written of it as JSON."""
+        """The record as it is written to JSON."""
         return {"schema": SCHEMA, **asdict(self)}
 
 
 def is_far(predicted_s: float | None, measured_s: float | None) -> bool:
-    """Whether a time is far from its prediction; not if either is unknown."""
+    """Whether a time is far from its prediction; False if either is unknown."""
     return bool(predicted_s) and measured_s is not None and abs(measured_s / predicted_s - 1) > _FAR  # type: ignore[operator]
 
 
 def profile_does_not_fit(hardware: str, call: str) -> str:
-    """Why a time is far from its prediction, and what to do.  ``hardware``: profiles.  ``call``: that has the options."""
+    """Why a time is far from its prediction, and what to do.  ``hardware``: names of profiles.  ``call``: the function or
+    command that takes the option ``hardware``."""
     return (
         f"the profile {hardware} does not fit this machine, or the machine was busy; run chunkflow calibrate and {call} with "
         "hardware='measured'"
@@ -93,7 +94,7 @@ def profile_does_not_fit(hardware: str, call: str) -> str:
 
 
 def without_profile(hardware: str, call: str) -> str:
-    """Why a report shows no predictions, and what to do.  ``hardware``, ``call``: as of :func:`profile_does_not_fit`."""
+    """Why a report shows no predictions, and what to do.  ``hardware``, ``call``: as in :func:`profile_does_not_fit`."""
     return (
         f"Predictions are not shown: the profile {hardware!r} was not made for this machine. Run chunkflow calibrate, and "
         f"{call} with hardware='measured'."
@@ -101,12 +102,13 @@ def without_profile(hardware: str, call: str) -> str:
 
 
 def as_json(body: object) -> str:
-    """A value, with dataclasses in it, as JSON."""
+    """A value, which may contain dataclasses, as JSON."""
     return json.dumps(body, indent=1, default=asdict) + "\n"
 
 
 def check_writable(path: Path) -> None:
-    """Check, before minutes of work, that a file can be written.  Leaves no empty file.  Raises ChunkflowError if not."""
+    """Check, before work that may take minutes, that a file can be written.  Leaves no empty file behind.  Raises
+    ChunkflowError if it cannot be written."""
     fresh = not path.exists()
     try:
         path.open("a").close()
@@ -117,7 +119,8 @@ def check_writable(path: Path) -> None:
 
 
 def check_folder(path: str | Path) -> Path:
-    """Create a folder, if it is missing, before minutes of work.  Raises ChunkflowError if it cannot be written."""
+    """Create a folder if it is missing, before work that may take minutes.  Raises ChunkflowError if it cannot be written
+    to."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:
@@ -129,7 +132,7 @@ def check_folder(path: str | Path) -> Path:
 
 
 def prose(text: str) -> str:
-    """``text`` in lines of at most PROSE_WIDTH characters; a longer word, such as a path, has a line of its own."""
+    """``text`` in lines of at most PROSE_WIDTH characters; a longer word, such as a path, is put on a separate line."""
     fill = partial(textwrap.fill, width=PROSE_WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join(fill(line) for line in text.split("\n"))
 
@@ -160,8 +163,8 @@ def fitted(rows: Sequence[Sequence[object]], headers: Sequence[str] = (), tablef
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of a table.  ``least``: characters that it needs; ``most``: those with which no cell is wrapped; ``full``:
-    those with which the header is not wrapped, either."""
+    """A column of a table.  ``least``: minimum width in characters; ``most``: width at which no cell is wrapped; ``full``:
+    width at which the header is not wrapped either."""
 
     header: str
     cells: Sequence[str]
@@ -187,7 +190,7 @@ class _Column:
 
 
 def _groups(columns: Sequence[_Column]) -> Iterator[list[int]]:
-    """The numbers of the columns of each table; all but the first table repeat the first column."""
+    """The column numbers of each table.  All tables but the first repeat the first column."""
     group: list[int] = []
     for number in range(len(columns)):
         wanted = [*group, number]
@@ -199,7 +202,8 @@ def _groups(columns: Sequence[_Column]) -> Iterator[list[int]]:
 
 
 def _widths(columns: Sequence[_Column]) -> list[int]:
-    """The characters of each column: what each needs, and what is left goes to those that need little more."""
+    """The widths of the columns in characters.  Each gets its minimum; the remaining width goes first to the columns that
+    need little more."""
     widths = [c.least for c in columns]
     left = PROSE_WIDTH - sum(widths) - _GAP * (len(columns) - 1)
     for wanted in ([max(c.least, c.most) for c in columns], [c.full for c in columns]):
@@ -216,9 +220,10 @@ def _wrapped(cell: str, width: int) -> str:
 
 
 def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]], per: str = "step") -> str:
-    """The record as a table, one row per arm; ``extra``: column -> arm -> cell.  ``per``: what its times and bytes are of.
+    """The record as a table, one row per arm; ``extra``: cells by column and arm.  ``per``: unit to which times and bytes
+    refer.
 
-    Columns of collectives are left out where one rank has none.
+    With a single rank, columns about collectives are left out.
     """
     rows = []
     alone = record.ranks == 1 and not any(arm.collective_s for arm in record.arms.values())
@@ -232,19 +237,19 @@ def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]], p
             f"copied per {per}": size(arm.moved_bytes_per_step),
         }
         row.update({column: cells.get(name, "") for column, cells in extra.items()})
-        if any(a.equal_to_resident is not None for a in record.arms.values()):  # a simulation computes no output
+        if any(a.equal_to_resident is not None for a in record.arms.values()):  # a simulation has no outputs
             row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
         rows.append({c: cell for c, cell in row.items() if not (alone and c.startswith("collectives"))})
     return fitted([[*row.values()] for row in rows], [*rows[0]])
 
 
 def seconds(value: float | None) -> str:
-    """Seconds as text, in ms."""
+    """Seconds as text, in ms with one digit."""
     return "-" if value is None else f"{value * 1e3:.1f} ms"
 
 
 def fine(value: float) -> str:
-    """Seconds as text, in ms to the microsecond."""
+    """Seconds as text, in ms with three digits."""
     return f"{value * 1e3:.3f} ms"
 
 
@@ -259,7 +264,7 @@ def _share(part: int | None, whole: int | None) -> str:
 
 
 def tiling_sentence(name: str) -> str:
-    """Where a VAE takes the most activations of a pipeline.  ``name``: of the VAE in it."""
+    """A hint for a pipeline in which a VAE needs the most activation memory.  ``name``: name of the VAE in the pipeline."""
     return (
         f"The activations of {name} determine the minimum of GPU memory: pipe.{name}.enable_tiling() decodes in tiles, which "
         "takes less."

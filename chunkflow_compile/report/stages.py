@@ -1,6 +1,6 @@
-"""Stages as files: ``NN_stage.py``, the difference from the stage before, the plan, and a report.
+"""Stages as files: ``NN_stage.py``, the diff to the previous stage, the plan, and a report.
 
-The files are complete, so that tools can compare them; only the report folds equal blocks.
+The files are complete, so that tools can compare them.  Only the report folds equal blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ REPORT_FILE = "report.txt"
 
 @dataclass(frozen=True)
 class Written:
-    """A stage that was written, and its contents.  ``added``, ``removed``: lines since the stage before, with their sign."""
+    """A stage that was written, and its contents.  ``added``, ``removed``: number of lines added or removed since the
+    previous stage, with a sign."""
 
     name: str
     path: Path
@@ -43,9 +44,10 @@ class Written:
 
 
 class StageWriter:
-    """A writer of stages to a folder, each as soon as it exists: after an error, the last file shows what led to it.
+    """Writes stages to a folder, each as soon as it exists.  After an error, the last file shows the state before the
+    error.
 
-    ``annotate``: add notes to the lines.  Raises ChunkflowError if the folder cannot be written.
+    ``annotate``: whether to add notes to the lines.  Raises ChunkflowError if the folder cannot be written.
     """
 
     def __init__(self, folder: Path, hardware: Hardware, *, annotate: bool = False) -> None:
@@ -56,9 +58,9 @@ class StageWriter:
         self._before: list[str] = []
         self._newest: Stage | None = None
         check_folder(folder)
-        with _refused(folder):
+        with _report_write_errors(folder):
             for name in (*(f"{_file_stem(n)}.{e}" for n in STAGES for e in ("py", "diff")), PLAN_FILE, REPORT_FILE):
-                (folder / name).unlink(missing_ok=True)  # of an earlier run: the last file must be of this one
+                (folder / name).unlink(missing_ok=True)  # left by an earlier run: the last file must be from this run
 
     def add(self, stage: Stage) -> None:
         """Write one stage."""
@@ -67,7 +69,7 @@ class StageWriter:
         name = _file_stem(stage.name)
         path = self.folder / f"{name}.py"
         written = Written(stage.name, path, len(plain), op_counts(lines))
-        with _refused(self.folder):
+        with _report_write_errors(self.folder):
             path.write_text(render(lines, annotator(stage, self.hardware) if self.annotate else None))
             if self.written:
                 before = self.written[-1]
@@ -85,7 +87,7 @@ class StageWriter:
         self.written.append(written)
 
     def finish(self, title: str = "", forwards: int = 1) -> Path:
-        """Write the text to read first, and return its path: figures, blocks, op counts, and the last stage with notes,
+        """Write the report and return its path.  It contains figures, blocks, op counts, and the last stage, annotated and
         folded."""
         stage = self._newest
         assert stage is not None
@@ -96,13 +98,14 @@ class StageWriter:
         parts.append(_counts_table(self.written))
         parts.append(f"{stage.name}:\n\n{render(stage_lines(stage), annotator(stage, self.hardware), full=False)}")
         path = self.folder / REPORT_FILE
-        with _refused(self.folder):
+        with _report_write_errors(self.folder):
             path.write_text("\n\n".join(parts))
         return path
 
 
 def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -> tuple[Stage, Path]:
-    """Write a run to ``folder/rankR_N``, N counting the programs of rank R.  Return the last stage and that folder."""
+    """Write the stages of a run to ``folder/rankR_N``, where N counts the programs of rank R.  Return the last stage and
+    this folder."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     base, number = Path(folder), 0
     while (target := base / f"rank{rank}_{number}").exists():
@@ -115,13 +118,13 @@ def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -
 
 
 def annotator(stage: Stage, hardware: Hardware) -> FlopNotes:
-    """The annotator of a stage: of FLOPs only, before there are regions."""
+    """The annotator of a stage.  Before there are regions, it shows FLOPs only."""
     sizes = stage.traced.sizes
     return FlopNotes(sizes) if stage.cut is None else Annotator(stage.cut.problem, hardware, stage.plan, sizes)
 
 
 def _counts_table(columns: Sequence[Written]) -> str:
-    """Op counts, one column per stage; the ops most frequent in the last stage come first."""
+    """A table of op counts with one column per stage.  The ops that are most frequent in the last stage come first."""
     names = sorted({op for w in columns for op in w.ops}, key=lambda op: (tuple(-w.ops[op] for w in columns[::-1]), op))
     rows = [(op, *(w.ops[op] or "" for w in columns)) for op in names]
     return tabulate(rows, headers=("op", *(w.name for w in columns)))
@@ -132,7 +135,7 @@ def _file_stem(name: StageName) -> str:
 
 
 @contextlib.contextmanager
-def _refused(path: Path) -> Iterator[None]:
+def _report_write_errors(path: Path) -> Iterator[None]:
     """Turn an OSError into a ChunkflowError that names the path."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Story: one weight as ``plan --weights`` has it, when it is copied and read, and what other settings would change."""
+"""Story: one weight of a plan, when it is copied and read, and the effect of other settings on it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from .lanes import Bar, lanes_of
 from .plan_tables import weights_table
 from .record import fine, fitted, region_title, seconds
 
-# Most candidates listed for an ambiguous name: they fit on a screen.
+# The maximum number of candidates listed for an ambiguous name, so that they fit on a screen.
 _CANDIDATES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The effect of another setting.  ``streamed``: share of the weight's chunks.  Without a plan, figures are None."""
+    """The effect of another setting.  ``streamed``: share of the weight's chunks that are streamed.  If there is no plan
+    for the setting, all figures are None."""
 
     what: str
     streamed: float | None = None
@@ -40,7 +41,8 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """One weight under a plan.  ``facts``: when it is read, and where it lies.  ``copies``: rows, each a run of chunks."""
+    """One weight under a plan.  ``facts``: where it is stored and when it is read.  ``copies``: rows, one per run of
+    chunks."""
 
     title: str
     planned: WeightPlan
@@ -65,8 +67,8 @@ class Story:
         return "\n\n".join(parts)
 
 
-def tell(weight: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
-    """The story of a weight, which must be in the plan."""
+def story_of(weight: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
+    """The story of a weight, which must be part of the plan."""
     planned = next(w for w in plan.weights if w.name == weight.name)
     lanes, uses = lanes_of(plan), weight.uses
     compute = lanes.lane("compute")
@@ -115,9 +117,10 @@ def find_weight(problem: Problem, part: str) -> Weight:
 
 
 def changes(weight: Weight, ranks: int, settings: Settings, plan_for: Callable[[Settings], Plan]) -> Iterator[Change]:
-    """The effect of other settings on a weight, with one thing changed in each; none if no plan moves it.
+    """The effect of other settings on a weight, with one setting changed at a time.  Empty if no plan can stream the
+    weight.
 
-    ``ranks``: of the problem."""
+    ``ranks``: ranks of the problem."""
     for what, other in _alternatives(settings, ranks, weight.source) if weight.keep is None else ():
         try:
             plan = plan_for(other)
@@ -135,7 +138,7 @@ def changes(weight: Weight, ranks: int, settings: Settings, plan_for: Callable[[
 
 
 def _alternatives(settings: Settings, ranks: int, source: Source) -> Iterator[tuple[str, Settings]]:
-    """What is changed, and the settings.  ``source``: of the weight."""
+    """Pairs of a description of the change and the changed settings.  ``source``: source of the weight."""
     goal = settings.goal
     if goal.memory is not None:
         for factor in (0.75, 1.25):

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 from chunkflow_compile.units import size
 
-# Share of a step from which a part of it is reported; less is within the variation of steps.
+# Parts of a step are reported from this share of the step time on. Smaller parts are within the variation of steps.
 NOTABLE = 0.02
 _LABELS = ("step", "stalls", "device memory", "host memory", "to go faster")
 
@@ -36,11 +36,11 @@ def advice(
     host_s: float = 0.0,
     collective_s: float = 0.0,
 ) -> str:
-    """What to change to shorten a step.
+    """Advice on how to shorten a step.
 
-    ``waited_s``, ``host_s``, ``collective_s``: seconds of it in which compute waits for weights, for the host and in
-    collectives.  ``moved_bytes``: copied to the device in a step.  ``budget``: device memory that it runs in, bytes;
-    ``weight_bytes``: all weights.
+    ``waited_s``, ``host_s``, ``collective_s``: seconds per step in which compute waits for weights, for the host and for
+    collectives.  ``moved_bytes``: bytes copied to the device per step.  ``budget``: device memory budget in bytes.
+    ``weight_bytes``: bytes of all weights.
     """
     parts = {"weights": waited_s, "host": host_s, "collectives": collective_s}
     name = max(parts, key=parts.__getitem__)

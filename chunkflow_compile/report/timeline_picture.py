@@ -1,4 +1,4 @@
-"""The picture of a step: all of it above, a few blocks enlarged below, with the arena byte by byte."""
+"""The picture of a step: the whole step at the top, a few enlarged blocks in the middle, and the bytes of the arena below."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _HEIGHTS = (1.0, 4.0, 3.2)
 _COMPUTE, _COLLECTIVE, _STALL = "#a6c8e4", "#f5b95c", "#d62728"
 # Lower edge of a bar in its lane, and its height.
 _LOW, _HIGH = 0.05, 0.86
-# Inches of a character along and across its line at font size _SIZE; a label with less room is drawn smaller.
+# Width and height of a character in inches at font size _SIZE. A label that does not fit at this size is drawn smaller.
 _CHARACTER, _LINE = 0.068, 0.125
 _SIZE, _SMALLEST = 8.0, 3.5
 _LEGIBLE = 0.55
-# Seconds; shorter than any span.  Keeps an axis from being empty.
+# In seconds, shorter than any span. It prevents empty axes.
 _SHORTEST_S = 1e-12
 
 
 @dataclass(frozen=True)
 class _Zoom:
-    """What is enlarged: ``blocks``, and the seconds from ``begin`` to ``end`` around them.
+    """The enlarged part: ``blocks``, and the interval from ``begin`` to ``end`` around them, in seconds.
 
-    ``colours``: of weights by label, one colour for the same weight of every block.
+    ``colours``: colours of weights by label.  The same weight in different blocks has the same colour.
     """
 
     lanes: Lanes
@@ -47,15 +47,15 @@ class _Zoom:
     colours: Mapping[str, Any]
 
     def label(self, label: str, block: str) -> str:
-        """A weight's label; with the number of its block if that block is not enlarged."""
+        """The label of a weight, with the number of its block if the block is not enlarged."""
         return label if block in self.blocks or not block else f"{block.rpartition('.')[2]}: {label}"
 
 
 def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = None, blocks: int = 1) -> None:
     """Write the picture of a step.
 
-    ``block``: the first of ``blocks`` enlarged blocks; by default they are in the middle.  Raises ChunkflowError if
-    there is no such block.
+    ``blocks``: number of enlarged blocks.  ``block``: first of these blocks; by default, they are in the middle of the
+    model.  Raises ChunkflowError if there is no such block.
     """
     shown = _shown(lanes, block, blocks)
     figure, (top, middle, bottom) = new_axes(WIDTH, HEIGHT, heights=_HEIGHTS)
@@ -99,7 +99,7 @@ def _colours(lanes: Lanes) -> dict[str, Any]:
 
 
 def _rows_of(axes: Any, lanes: Lanes) -> dict[StepLane, float]:
-    """The lower edge of each lane, compute on top; the axis is named so."""
+    """The lower edge of each lane, with compute at the top.  Labels the lanes on the axis."""
     rows = {lane: float(row) for row, lane in enumerate(reversed(lanes.shown))}
     axes.set_yticks([row + 0.5 for row in reversed(rows.values())], [_NAMES[lane] for lane in reversed(rows)])
     axes.tick_params(labelsize=8)
@@ -150,7 +150,7 @@ def _detail(axes: Any, zoom: _Zoom) -> None:
 
 
 def _name_blocks(axes: Any, zoom: _Zoom, top: int) -> None:
-    """The blocks above the lanes, each with its name if there is room."""
+    """Draw the blocks above the lanes, each with its name if it fits."""
     for name, (start, stop) in zoom.lanes.blocks.items():
         start, stop = max(start, zoom.begin), min(stop, zoom.end)
         if stop <= start:
@@ -181,7 +181,7 @@ def _arena(axes: Any, zoom: _Zoom) -> None:
 
 
 def _ms(start: float, end: float) -> tuple[float, float]:
-    """Where a bar begins and how long it is, ms."""
+    """The start and the length of a bar, in ms."""
     return start * 1e3, (end - start) * 1e3
 
 
@@ -197,10 +197,10 @@ def _box(
     text: str = "black",
     least: bool = True,
 ) -> None:
-    """Draw what of a box is inside the enlarged time, and a text in it.
+    """Draw the part of a box that is inside the enlarged interval, and a text in it.
 
-    ``rows``: lower edge and height on the axis.  ``inches``: that height.  ``text``: its colour.  ``least``: draw it even if
-    it is too small to read on paper; the picture can be enlarged.
+    ``rows``: lower edge and height on the axis.  ``inches``: height in inches.  ``text``: colour of the text.  ``least``:
+    whether to draw the text even if it is too small to read on paper; the picture can be enlarged.
     """
     label: dict[str, Any] = {"ha": "center", "va": "center", "color": text, "clip_on": True}
     if text != "black":  # a white background for text on hatching
@@ -218,13 +218,13 @@ def _box(
 
 
 def _fitted(lines: tuple[str, ...], width: float, height: float) -> tuple[str, int, float]:
-    """A text in ``width`` by ``height`` inches, across or upright, in one line or several, as large as fits: the text, its
-    rotation in degrees, and its scale."""
+    """Fit a text into ``width`` by ``height`` inches, horizontal or vertical, in one line or several, as large as possible.
+    Return the text, its rotation in degrees, and its scale."""
     text, rotation, best = "", 0, 0.0
     for shown in (lines, (" ".join(lines),)):
         long, many = _CHARACTER * max(len(line) for line in shown), _LINE * len(shown)
         for room, turned in (((width, height), 0), ((height, width), 90)):
             scale = min(room[0] / long, room[1] / many, 1.0)
-            if scale > best + (0.1 if turned else 0.0):  # upright text must be clearly larger
+            if scale > best + (0.1 if turned else 0.0):  # vertical text is used only if it is clearly larger
                 text, rotation, best = "\n".join(shown), turned, scale
     return text, rotation, best

@@ -1,4 +1,4 @@
-"""The device arena: one allocation and its streams, shared by programs that run one step at a time."""
+"""The device arena: one allocation of device memory and its streams, shared by programs that run one step at a time."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ Make = Callable[[torch.device, DeviceKind], Device]
 
 
 class SharedDevice(Protocol):
-    """What decides how much of a device the arenas on it may take, as an arena knows it."""
+    """The object that limits how much memory the arenas of one device may use, as an arena sees it."""
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
-        """Called before the memory of the arena has ``nbytes``."""
+        """Free other memory on the device, because the arena is about to allocate ``nbytes``."""
 
     def most_bytes(self, arena: Arena) -> int | None:
-        """Most bytes of weights in the arena, of all models together; None for the sum of their budgets."""
+        """The maximum bytes of weights in the arena, over all models; None means the sum of the models' budgets."""
 
 
 class Owner(Protocol):
-    """A program or a cycle, as the arena knows it in whose memory it runs."""
+    """A program or a cycle that runs in the memory of an arena, as the arena sees it."""
 
     def unbind(self) -> None:
-        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
+        """Wait for work in flight, then drop every reference to the arena's memory, so that it can be allocated again."""
 
 
 class Tenant(Owner, Protocol):
-    """A program that runs in an arena, by itself or in cycles.
+    """A program that runs in an arena, alone or as part of cycles.
 
-    ``budget``: its model, and most bytes of this model's offloaded weights on the device; None without a limit.  ``reads``:
-    equal for programs on the same weights.  ``stale``: whether a weight was dropped, moved or given other memory, so that the
-    program can never run again.
+    ``budget``: an id of its model, and the maximum bytes of this model's offloaded weights on the device (None if there is no
+    limit).  ``reads``: ids of its weights; equal for programs that read the same weights.  ``stale``: whether a weight was
+    dropped, moved or given other memory, so that the program can never run again.
     """
 
     @property
@@ -76,18 +76,20 @@ class Tenant(Owner, Protocol):
     def stale(self) -> bool: ...
 
     def close(self) -> None:
-        """End it."""
+        """End the program."""
 
 
 @dataclass(frozen=True)
 class Binding:
     """The memory that a program runs on.
 
-    ``arena``: holds its slots and the streams.
-    ``values``: offloaded weight -> the tensor that its readers get, a slot or a resident copy.  Readers of any other
+    ``arena``: the arena that holds its slots and its streams.
+    ``values``: offloaded weight -> the tensor that its readers get, which is a slot or a resident copy.  Readers of any other
     weight get the parameter, which is an input of every call.
-    ``slots``, ``hosts``: streamed weight -> its bytes on the device, and on the host or the drive, uint8.
-    ``state``: what lies in the slots, if it is shared with other programs: of the same placement, or of the cycle.
+    ``slots``: streamed weight -> its bytes on the device, uint8.
+    ``hosts``: streamed weight -> its bytes in host memory or on the SSD, uint8.
+    ``state``: the contents of the slots.  Programs with the same placement share it, and so do the calls of a cycle.  None if
+    the program shares its slots with no other program.
     """
 
     arena: Arena
@@ -98,34 +100,35 @@ class Binding:
 
 
 class Arena:
-    """Device memory and streams that programs share: as large as the largest plan that ran in it, not as all together.
+    """Device memory and streams that several programs share.
 
-    The programs of one model share an arena automatically.  Models that run in turns, such as the two transformers of
-    Wan 2.2 or a text encoder and a transformer, share one if it is passed to each as ``options={"arena": arena}``.
-    Each change from one program to another is a cold start, unless both have the same placement of the same weights, or the
-    order of the programs repeats: then they run as a cycle (order.py).
+    Its size is the size of the largest plan that ran in it, not the sum of all plans.  The programs of one model share an
+    arena automatically.  Models that run one after the other, such as the two transformers of Wan 2.2 or a text encoder and a
+    transformer, share an arena if it is passed to each of them as ``options={"arena": arena}``.
+    Each switch from one program to another is a cold start, with two exceptions: both programs place the same weights in the
+    same way, or the order of the programs repeats, so that they run as a cycle (order.py).
     """
 
     def __init__(
         self, device: torch.device | str = "cpu", *, make: Make = make_device, shared: SharedDevice | None = None
     ) -> None:
-        """``make``: creates the streams for a device and its kind.  ``shared``: decides how much of the device the arena may
-        take; None if it has the device for itself.  Raises ChunkflowError for an unsupported device."""
+        """``make``: creates the streams for a device and its kind.  ``shared``: limits how much of the device the arena may
+        use; None if no other arena uses the device.  Raises ChunkflowError for an unsupported device."""
         self.device = check_device(device)
-        self.lock = ProcessLock()  # held for a step
-        self.holder: ArenaContents | None = None  # the chunks of the program that ran last, if they are complete
-        self.lost_weight = False  # whether a weight of a program was dropped since the last step
+        self.lock = ProcessLock()  # held during a step
+        self.holder: ArenaContents | None = None  # contents left by the last program, if complete
+        self.lost_weight = False  # whether a program lost a weight since the last step
         self.graphs = CudaGraphs()
-        self.bits = InputBits()  # shared by all tables of rows: the blocks of a model take the same tensors
+        self.bits = InputBits()  # shared by all tables of rows, because the blocks of a model get the same tensors
         self._make = make
         self._shared = shared
         self._kind = DeviceKind()
         self._streams: Device | None = None
         self._reader: DriveReader | None = None
-        self._running: tuple[int, str] | None = None  # the process and the name of the call that runs now
+        self._running: tuple[int, str] | None = None  # the process id and the title of the running call
         self._memory: torch.Tensor | None = None
         self._programs: list[weakref.ref[Tenant]] = []
-        # what is bound -> the weights that it keeps on the device outside the memory; several have the same copies
+        # bound program or cycle -> the weights that it keeps on the device outside the arena's memory; owners share copies
         self._residents: weakref.WeakKeyDictionary[Owner, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
@@ -139,12 +142,12 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Bytes on the device of the memory and of the resident weights outside it."""
+        """Bytes on the device: the arena's memory plus the resident weights outside it."""
         distinct = {id(value): value.nbytes for kept in self._residents.values() for value in kept.values()}
         return self.nbytes + sum(distinct.values())
 
     def evict(self) -> None:
-        """Free the memory and the resident weights; the next step of each program brings back what it needs."""
+        """Free the arena's memory and the resident weights.  The next step of each program copies its weights again."""
         with self.lock():
             self.refuse_inside()
             self._unbind()
@@ -159,11 +162,12 @@ class Arena:
         pin_bytes: int | None,
         advice: Callable[[], str],
     ) -> Binding:
-        """Bind a cycle on these offloaded weights to the memory.  The caller holds the lock.
+        """Bind a cycle to the arena's memory.  The caller holds the lock.
 
-        ``owner``: keeps weights on the device until it lets go of them (:meth:`release`) or ends.  ``pin_bytes``: see
-        :func:`pin_all`.  ``advice``: see :meth:`reserve`.
-        Raises ChunkflowError if the device has no room.
+        ``owner``: the object that keeps weights on the device until it releases them (:meth:`release`) or ends.
+        ``buffers``: the offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``: see
+        :meth:`reserve`.
+        Raises ChunkflowError if the device does not have enough memory.
         """
         plan = cycle.plan
         outside = {w.name: buffers[w.name] for w in plan.weights if w.offset is None and w.name in buffers}
@@ -178,8 +182,9 @@ class Arena:
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
-        # cycles with the same placement of the same weights share what lies in the memory, and the reads on the way to it: a
-        # write that fails changes no values, but cycles that are bound after it do not read the weight from the drive
+        # Cycles that place the same weights in the same way share the contents of the memory, and the reads that fill it.
+        # The key also says which weights are read from the SSD: a write to a weight that fails changes no values, but cycles
+        # bound after it no longer read this weight from the SSD.
         weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
@@ -190,7 +195,10 @@ class Arena:
     def keep(
         self, owner: Owner, buffers: Collection[HostBuffer], advice: Callable[[], str]
     ) -> Mapping[HostBuffer, torch.Tensor]:
-        """Copies of these weights on the device, outside the memory.  Others that the owner had are given up."""
+        """Keep copies of these weights on the device, outside the arena's memory; return the copies.
+
+        The owner releases its copies of all other weights.
+        Raises ChunkflowError if the device does not have enough memory.  ``advice``: see :meth:`reserve`."""
         before, stagings = dict(self._residents.get(owner, {})), GpuStagings()
         kept = {buffer: before[buffer] for buffer in buffers if buffer in before and before[buffer] is buffer.on_device}
         missing = dict.fromkeys(buffer for buffer in buffers if buffer not in kept)
@@ -209,22 +217,26 @@ class Arena:
         return kept
 
     def release(self, owner: Owner) -> None:
-        """Unbind a program or a cycle, and let go of the weights that it keeps on the device outside the memory."""
+        """Unbind a program or a cycle, and release the weights that it keeps on the device outside the arena's memory."""
         owner.unbind()
         self._residents.pop(owner, None)
 
     def displace(self, buffers: Iterable[HostBuffer]) -> None:
-        """Release the programs by themselves that keep any of these weights: a cycle has them in the memory."""
+        """Release the programs that keep any of these weights outside the arena's memory: a cycle stores the weights in
+        it."""
         displaced = set(buffers)
         for program in self.programs:
             if not displaced.isdisjoint(self._residents.get(program, ())):
                 self.release(program)
 
     def _evict_for(self, nbytes: int, residents: int) -> None:
-        """Evict all if ``nbytes`` of memory and ``residents`` more bytes outside it would exceed the budgets of the models.
+        """Evict everything if the next plan would exceed the budgets of the models.
 
-        What a program leaves may be more than the next one's plan has room for.  Of the programs of a model, that with the
-        most activations decides, but one without a budget needs no limit.
+        The weights that earlier programs left on the device may be too many for the budget of the next plan.  The budget of a
+        model is the smallest one of its programs: the larger a program's activations, the less memory is left for weights.
+        It is unlimited if any of the programs has no limit.
+
+        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: further bytes outside it.
         """
         budgets: dict[int, float] = {}
         for program in self.programs:
@@ -248,7 +260,7 @@ class Arena:
 
     @property
     def reader(self) -> DriveReader:
-        """Reads what copies need from the drive."""
+        """The reader that reads weights from the SSD ahead of their copies."""
         if self._reader is None:
             rate = 0.0 if self._kind.link is None else self._kind.link.drive
             self._reader = DriveReader(self.streams.pin, rate, self.streams.clock)
@@ -256,11 +268,11 @@ class Arena:
 
     @property
     def programs(self) -> list[Tenant]:
-        """Those that run in the memory by themselves or in cycles, oldest first."""
+        """The programs that run in the arena, alone or in cycles, oldest first."""
         return [program for ref in self._programs if (program := ref()) is not None]
 
     def prove(self, program: Program) -> None:
-        """Verify a program together with each that runs here, once for each pair of modules with their transfers.
+        """Verify a program together with each program of this arena, once for each pair of modules.
 
         Raises FindingError if they are not safe in one arena.
         """
@@ -273,7 +285,7 @@ class Arena:
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
     def add(self, program: Tenant, kind: DeviceKind) -> None:
-        """Let a program run here.  Raises ChunkflowError if the others use another ``kind`` of device."""
+        """Add a program to the arena.  Raises ChunkflowError if the other programs use a different ``kind`` of device."""
         with self.lock():
             self.refuse_inside()
             self.sweep()
@@ -287,39 +299,39 @@ class Arena:
             self._programs.append(weakref.ref(program, partial(_sweep, weakref.ref(self))))
 
     def remove(self, program: Tenant) -> None:
-        """A program that holds nothing does not run here any more."""
+        """Remove a program, which must have released its memory."""
         with self.lock():
             self._programs = [ref for ref in self._programs if ref() is not program]
             self.sweep()
 
     def begin_filling(self) -> None:
-        """Copies into the memory begin: if they are interrupted, the chunks of no program are complete."""
+        """Note that copies into the memory begin.  If they are interrupted, no program has its chunks complete."""
         self.holder = None
 
     def hold(self, contents: ArenaContents) -> None:
-        """These chunks are complete in the memory, or on their way."""
+        """Note that the memory holds these chunks, or that their copies have been issued."""
         self.holder = contents
 
     def discard(self, contents: ArenaContents | None) -> None:
-        """Let the next call start cold if the memory has these chunks."""
+        """Make the next call a cold start if the memory holds these chunks."""
         if self.holder is contents:
             self.holder = None
 
     def begin_call(self, title: str) -> None:
-        """A call runs until :meth:`end_call`.  ``title``: names it in errors."""
+        """Note that a call runs from now until :meth:`end_call`.  ``title``: its name in errors."""
         self._running = os.getpid(), title
 
     def end_call(self) -> None:
         self._running = None
 
     def lose_weight(self) -> None:
-        """A weight of a program was dropped: the next step ends the programs that cannot run without it."""
+        """Note that a weight of a program was dropped.  The next step ends the programs that cannot run without it."""
         self.lost_weight = True
 
     def close_stale(self) -> None:
-        """End the programs that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
+        """End the programs that have lost a weight, such as an adapter's, because they would keep all other weights alive."""
         self.lost_weight = False
-        stale: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one has a program for each block
+        stale: dict[tuple[int, ...], bool] = {}  # by the weights read: sizes and blocks share them
         for program in self.programs:
             if program.reads not in stale:
                 stale[program.reads] = program.stale
@@ -327,7 +339,7 @@ class Arena:
                 program.close()
 
     def refuse_inside(self) -> None:
-        """Raise ChunkflowError if a call runs now: in this thread, because other threads wait for its lock."""
+        """Raise ChunkflowError if a call is running now.  It can only be in this thread: other threads wait for the lock."""
         if self._running is not None and self._running[0] == os.getpid():
             raise ChunkflowError(
                 f"A compiled model is called inside a call of {self._running[1]}, from an op of its own, and both share an "
@@ -336,11 +348,14 @@ class Arena:
             )
 
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
-        """Make the memory at least ``nbytes`` large; return it, uint8, aligned to 256 bytes.  The caller holds the lock.
+        """Grow the memory to at least ``nbytes``; return it as uint8, aligned to 256 bytes.  The caller holds the lock.
 
-        The old memory is freed first, and cycles are bound again at their next step.  Then other arenas on a shared device
-        make room.  Raises ChunkflowError if the device has no room (``advice`` returns what would fit); the memory is then as
-        large as before, or freed, if the device has lost the room for that too.
+        If it must grow, the old memory is freed first, and each cycle is bound again at its next step.  Then other arenas on
+        a shared device free memory.
+
+        ``advice``: returns a sentence for the error, on which plan would fit.
+        Raises ChunkflowError if the device does not have enough memory.  Memory of the old size is then allocated again, if
+        that is still possible; otherwise the arena is left without memory.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:
@@ -357,7 +372,7 @@ class Arena:
         return self._memory
 
     def _unbind(self) -> None:
-        """Free the memory."""
+        """Unbind all programs and cycles, and free the memory."""
         for bound in list(self._residents):
             bound.unbind()
         self._memory = self.holder = None
@@ -366,7 +381,7 @@ class Arena:
         self._states.clear()
 
     def sweep(self) -> None:
-        """Forget programs that were garbage-collected.  With the last one, the memory is freed and the streams are closed."""
+        """Forget programs that were garbage-collected.  After the last one, free the memory and close the streams."""
         with self.lock():
             self._programs = [ref for ref in self._programs if ref() is not None]
             if self._programs or self._streams is None:
@@ -375,7 +390,7 @@ class Arena:
                 self.release(bound)
             streams, memory = self._streams, self._memory
             self._streams = self._memory = self.holder = None
-            self._states.clear()  # a program that has ended may still hold one, with events of these streams
+            self._states.clear()  # an ended program may still hold contents, whose events belong to these streams
             streams.close()
             if self._reader is not None:
                 self._reader.close()
@@ -407,6 +422,6 @@ class Arena:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sweep(ref: weakref.ref[Arena], _: object) -> None:
-    """Remove a program that was dropped with its model from its arena, which other models may share."""
+    """Remove a program that was garbage-collected with its model from its arena, which other models may share."""
     if (arena := ref()) is not None:
         aside(arena.sweep)

@@ -1,4 +1,4 @@
-"""Contents of an arena: the chunks in its memory, as the programs with one placement of weights have left them."""
+"""Contents of an arena: the state of the chunks in its memory, for programs that place weights in the same way."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from .device_base import Device
 
 
 class ArenaContents:
-    """The chunks in the memory, for one placement of weights.  Programs with the same placement share it, and the programs
-    of a cycle.
+    """The state of the chunks in an arena's memory, for one placement of weights.
 
-    ``events``: by their numbers in the step: the openings of windows and the arrivals of copies.
-    ``next_call``: the call of the cycle for which the chunks are in order, None while a call runs.  ``measured``: whether the
-    calls of the current pass are measured; ``measurement_requested``: by :meth:`Device.measure`.  ``versions``: name of a
-    weight -> the version of its values in the memory when a call begins.
+    Programs with the same placement share it, and so do the calls of a cycle.
+
+    ``events``: the events of a step by their numbers; they mark the openings of windows and the arrivals of copies.
+    ``next_call``: the call of the cycle that can run on the chunks as they are; None while a call runs.
+    ``measured``: whether the calls of the current pass are measured.  ``measurement_requested``: whether this pass was
+    requested through :meth:`Device.measure`.
+    ``versions``: name of a weight -> the version of its values in the memory at the start of a call.
     """
 
     def __init__(self, device: Device, events: CallEvents) -> None:
@@ -26,25 +28,28 @@ class ArenaContents:
         self.measurement_requested = False
         self.versions: dict[str, int] = {}
         self._call_count = 0
-        # the newest measured call by its number, and the time of its end
+        # the number of the latest measured call, and the time of its end
         self._last_end: tuple[int, float] | None = None
 
     def begin_pass(self, measured: bool, requested: bool) -> None:
         self.measured, self.measurement_requested = measured, requested
 
     def fill(self, versions: dict[str, int]) -> None:
-        """The newest copies, after which its weights have these versions, are issued."""
+        """Note that copies were issued, after which the weights in the memory have these versions."""
         self.versions = versions
 
     def begin_call(self) -> None:
         self.next_call = None
 
     def end_call(self, next_call: int) -> int:
-        """A call is issued; return its number."""
+        """Note that a call was issued; return its number."""
         self.next_call, self._call_count = next_call, self._call_count + 1
         return self._call_count - 1
 
     def idle_before(self, number: int, begin: float, end: float) -> float:
-        """The seconds between the call before this one and its begin, 0 if that one was not measured.  Keeps the ``end``."""
+        """The seconds from the end of the previous call to ``begin``; 0 if the previous call was not measured.
+
+        ``number``, ``begin``, ``end``: the number and the times of this call; they are kept for the next one.
+        """
         before, self._last_end = self._last_end, (number, end)
         return max(0.0, begin - before[1]) if before is not None and before[0] == number - 1 else 0.0

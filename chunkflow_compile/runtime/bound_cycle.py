@@ -28,12 +28,13 @@ from .measurement import Passes, StepMeasurement, as_one
 
 
 class BoundCycle:
-    """Calls in one order, under one plan, in an arena.
+    """Calls that repeat in one order under one plan, bound to the memory of an arena.
 
-    ``calls``: as the plan has them.  ``settings``: that it was planned with, but for measured times.  ``replan_after``: the
-    number of warm passes after which to plan again from their times, see :meth:`Passes.due`; 0 for never.  ``folder``: where
-    measurements are written, None for nowhere.  ``keys``: of the calls, none of a program by itself.  ``position``: the call
-    that is expected next.  ``jumps``: the calls off the cycle so far, at which it was entered anew.
+    ``calls``: the calls as they were planned.  ``settings``: the settings that it was planned with, without measured times.
+    ``replan_after``: the number of warm passes after which to re-plan from their times, see :meth:`CycleTimes.due`; 0 means
+    never.  ``folder``: the folder that measurements are written to, or None.  ``keys``: the keys of the calls; empty for a
+    program that runs alone.  ``position``: the index of the expected next call.  ``jumps``: how often the cycle was entered
+    at another call than the expected one.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class BoundCycle:
         replan_after: int = 0,
         advice: Callable[[], str] = str,
     ) -> None:
-        """``buffers``: by the names of weights in the cycle.  ``advice``: returns what would fit if the arena does not."""
+        """``buffers``: name of a weight in the cycle -> its buffer.  ``advice``: returns a sentence on which plan would fit,
+        for the error that is raised if the arena does not fit."""
         self.arena = arena
         self.calls = calls
         self.settings = settings
@@ -60,7 +62,7 @@ class BoundCycle:
         self.folder: Path | None = None
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
-        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # the versions of weights that each ran on
+        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # the weight versions that each call ran on
         self.times = Passes(cycle)
         self._begun = 0  # passes
         self._in_order = 0  # calls since a pass began, without a jump
@@ -76,38 +78,38 @@ class BoundCycle:
 
     @property
     def alive(self) -> bool:
-        """Whether all weights still exist where they were."""
-        return all((buffer := ref()) is not None and buffer.life is not None for ref in self._refs.values())
+        """Whether all weights still exist in the same memory."""
+        return all((buffer := ref()) is not None and buffer.token is not None for ref in self._refs.values())
 
     def can_bind(self) -> bool:
-        """Whether it is bound to the memory, or could be."""
+        """Whether the cycle is bound to the arena's memory, or could be."""
         return self._binding is not None or self.alive
 
     @property
     def buffers(self) -> dict[str, HostBuffer]:
-        """Those of the weights that still exist, by their names in the cycle."""
+        """The buffers of the weights that still exist, by their names in the cycle."""
         return {name: buffer for name, ref in self._refs.items() if (buffer := ref()) is not None}
 
     @property
     def passes(self) -> list[tuple[StepMeasurement, ...]]:
-        """The newest passes, oldest first, each as the measurements of its calls; waits for those in flight."""
+        """The measurements of the latest passes, oldest first, with one entry per call.  Waits for passes in flight."""
         self._collect()
         return list(self.times.whole)
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The same, each as one step."""
+        """The measurements of the latest passes, oldest first, each pass as one step.  Waits for passes in flight."""
         return tuple(map(as_one, self.passes))
 
     @property
     def executors(self) -> list[Executor]:
-        """Those that are bound now."""
+        """The executors that are bound now."""
         return [executor for bound in self._executors for executor in bound.values()]
 
     def timings_due(self) -> Timings | None:
-        """Note that a call has ended.  Returns the times to plan again from, once, at the end of the pass in which it is due.
+        """Note that a call has ended.  Return the times to re-plan from if re-planning is due, else None.
 
-        Raises ChunkflowError, once, if they will never be known.
+        It is due once, at the end of a pass.  Raises ChunkflowError, once, if the times will never be known.
         """
         if self._in_order != len(self.calls):
             return None
@@ -122,11 +124,11 @@ class BoundCycle:
         return timings
 
     def continue_from(self, other: BoundCycle) -> None:
-        """Go on where another plan of the cycle has come to."""
+        """Continue at the position that the cycle has reached under another plan."""
         self.position, self.jumps = other.position, other.jumps
 
     def add_jump(self) -> None:
-        """A call entered the cycle at another place than the expected one."""
+        """Count a call that entered the cycle at another position than the expected one."""
         self.jumps += 1
 
     def measure_into(self, folder: Path) -> None:
@@ -138,12 +140,15 @@ class BoundCycle:
             self.arena.streams.collect(wait)
 
     def begin(self, call: CallSite, number: int) -> Executor:
-        """The executor of a call that begins now, in its place.  Raises ChunkflowError if the arena has no room."""
+        """Begin a call at its position in the cycle; return its executor.
+
+        Raises ChunkflowError if the device does not have enough memory for the arena.
+        """
         executor = self.executor_of(call, number)
         self.position = (number + 1) % len(self.calls)
         self._in_order = number + 1 if number in (0, self._in_order) else 0
         if number == 0:
-            # after passes 1, 2, 4, 8, ...: a run may be killed
+            # saved after passes 1, 2, 4, 8, ..., because the process may be killed
             if self.folder is not None and self._begun and not self._begun & (self._begun - 1):
                 self._collect(wait=False)
                 self.times.save(self.folder)
@@ -151,9 +156,10 @@ class BoundCycle:
         return executor
 
     def executor_of(self, call: CallSite, number: int) -> Executor:
-        """The executor of a call in its place, which copies weights again that were written since they were copied.
+        """The executor of a call at its position in the cycle.  It will copy again the weights that were written since they
+        were copied.
 
-        Raises ChunkflowError if the arena has no room.
+        Raises ChunkflowError if the device does not have enough memory for the arena.
         """
         seen = self._seen[number] == call.versions
         names = [] if seen else [*self._names(call, number).values()]
@@ -167,23 +173,23 @@ class BoundCycle:
         return executor
 
     def unbind(self) -> None:
-        """Wait for work in flight and drop every reference to the memory; the next call binds it again."""
+        """Wait for work in flight and drop every reference to the arena's memory.  The next call binds the cycle again."""
         if self.folder is not None:
             self._collect()
             self.times.save(self.folder)
         for executors in self._executors:
             for call, executor in list(executors.items()):
                 executor.forget()
-                del executors[call]  # first: a Ctrl-C must not leave one here that would run nothing
+                del executors[call]  # first, so that a Ctrl-C leaves no executor here that runs nothing
                 executor.vacate()
         if self._binding is not None:
             self.arena.discard(self._binding.state)
         self._binding = None
 
     def _renew(self, names: Sequence[str]) -> None:
-        """Renew the copies outside the memory of those weights that were written since.
+        """Renew the copies, outside the arena's memory, of weights that were written since they were copied.
 
-        Gives up what is bound if the host memory of one has moved since then, or is no longer pinned.
+        Releases the whole binding if the host memory of a weight has moved since then, or is no longer pinned.
         """
         if (binding := self._binding) is None:
             return
@@ -198,9 +204,9 @@ class BoundCycle:
             self.arena.release(self)  # programs of another arena read the old copy
 
     def _moved(self, name: str, bound: Bytes) -> bool:
-        """Whether the bytes of a weight are no longer where they were bound, or were pinned and are not.
+        """Whether the bytes of a weight have moved since they were ``bound``, or are no longer pinned.
 
-        A weight leaves the drive, and the memory and the devices that ranks share, when it is written.
+        A write to a weight moves it away from the SSD, and out of the memory and the devices that ranks share.
         """
         buffer = self._buffer(name)
         now = buffer.bytes_now
@@ -211,8 +217,8 @@ class BoundCycle:
     def _make(self, call: CallSite, number: int) -> Executor:
         cycle, placed = self.cycle, self.calls[number]
         names = self._names(call, number)
-        # another graph, such as one for another size, or the same one on weights that have changed places, as those of the
-        # projections of queries and keys may
+        # The call may have another graph, such as one for another size.  Or it has the same graph, but its weights have
+        # changed places: the projections of queries and keys may do so.
         if call.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
             placed = call.in_cycle(call.names() | names)
             cycle = cycle.at(number, self._program(call, number, placed))
@@ -221,12 +227,12 @@ class BoundCycle:
         return Executor(cycle.calls[number], run, self._bound(call), poison, cycle, file, self._versions, captures)
 
     def _program(self, call: CallSite, number: int, placed: Call) -> Program:
-        """The program of a call of another graph or for other sizes."""
+        """The program, within this cycle, of a call that has another graph or other sizes than the planned call."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         earlier = [(self.cycle.calls[number], self.calls[number].cut)]
         earlier += [(e.program, other.code.cut) for other, e in [*self._executors[number].items()]]
         for program, cut in earlier:
-            # the graph at other sizes: the same ops on the same weights
+            # the same graph at other sizes has the same ops on the same weights
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
                 return replace(program, problem=placed.problem())
         program = rewritten(self.cycle, number, placed, share="sharing" not in call.code.settings.disabled)
@@ -235,7 +241,8 @@ class BoundCycle:
         return program
 
     def _names(self, call: CallSite, number: int) -> dict[str, str]:
-        """The names in the cycle of the weights of a call.  A buffer has several if parameters were tied after compiling."""
+        """The weight names of a call -> their names in the cycle.  A buffer has several names if parameters were tied after
+        compilation."""
         placed = self.calls[number].names
         of_buffer: dict[int, list[str]] = {}
         for name in placed.values():
@@ -247,8 +254,11 @@ class BoundCycle:
         }
 
     def _bound(self, call: CallSite) -> Binding:
-        """What the cycle has in the arena's memory.  Raises ChunkflowError if the device has no room."""
-        if self.keys:  # by themselves, the programs of a cycle keep other weights on the device
+        """The binding of the cycle, which is bound now if it is not yet.
+
+        Raises ChunkflowError if the device does not have enough memory.
+        """
+        if self.keys:  # running alone, the programs of a cycle keep other weights on the device
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}
@@ -258,7 +268,7 @@ class BoundCycle:
         return self._binding
 
     def _versions(self) -> dict[str, int]:
-        """Of the values of all its weights now."""
+        """Name of a weight of the cycle -> the current version of its values."""
         return {name: self._buffer(name).version for name in self._refs}
 
     def _buffer(self, name: str) -> HostBuffer:

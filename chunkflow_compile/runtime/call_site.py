@@ -1,4 +1,5 @@
-"""Call sites: each is a compiled graph at one size, on the weights of one model: what it reads, and which code runs."""
+"""Call sites: a call site is a compiled graph at one size, on the weights of one model.  It lists the weights that the call
+reads and the code that it runs."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.cycle import Call, block_of
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, mark_of, state_of
@@ -23,17 +25,17 @@ from .measurement import KEPT_MEASUREMENTS, StepMeasurement
 from .target import Cost
 from .wrapped_calls import tuple_getter
 
-# Why a weight stays that other calls of the same code stream.
+# The reason why a weight stays on the device that other calls of the same code stream.
 _NOT_OFFLOADED = "on the device: not offloaded"
 
 _version = attrgetter("_version")
 
 
 class CallKey:
-    """What a call reads: the buffers of its weights.  Calls that read the same weights in the same regions have one key."""
+    """The identity of the weights that a call reads.  Calls that read the same weights in the same regions share one key."""
 
     def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
-        """``settings``: of the newest program with this key."""
+        """``settings``: the settings of the newest program with this key."""
         self._settings = settings
         self._buffers = [weakref.ref(buffer) for buffer in buffers]
 
@@ -43,17 +45,20 @@ class CallKey:
         return all(ref() is not None for ref in self._buffers)
 
     def renew(self, settings: Settings) -> bool:
-        """There is a new program with this key.  Returns whether it is planned for another goal than the one before."""
+        """Note that there is a new program with this key; return whether its goal differs from its predecessor's."""
         before, self._settings = self._settings, settings
         return bare(before) != bare(settings)
 
 
 class CallSite:
-    """The calls of a compiled graph, at one size, on the weights of one model: what they run, and what they read.
+    """The calls of a compiled graph, at one size, on the weights of one model.
 
-    ``code``: that they run; ``current``: that the next one runs.  ``buffers``: of the offloaded weights; ``versions``: of
-    their values, in this order.  ``in_place``: the other weights, which have ``kept_bytes``.  ``model``: whose weights they
-    are.  ``counts``: of this model.  ``steps``: so far; ``measured``: the newest ones.  ``captures``: as CUDA graphs.
+    ``code``: the code that the calls run.  ``current``: holds the code that the next call is to run.
+    ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of their values, in this order.
+    ``in_place``: the other weights, by name.  ``kept_bytes``: their size in bytes.
+    ``model``: an id of the model whose weights they are.  ``counts``: the counters of this model.
+    ``steps``: the number of steps so far.  ``measured``: the latest measured steps.
+    ``captures``: the state of the call as a CUDA graph.
     """
 
     def __init__(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -63,7 +68,7 @@ class CallSite:
         self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
         self.in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
         self.kept_bytes = sum(w.nbytes for w in program.problem.weights if w.name not in self.buffers)
-        # not the root module: it may be gone, and its id another's
+        # not the id of the root module, which may be gone, so that another object has its id
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
         self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self.steps = 0
@@ -74,7 +79,7 @@ class CallSite:
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._bare = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
         weights = [parameters[name] for name in self.buffers]
-        self._marks = list(map(mark_of, weights))  # first: a change meanwhile gives another one
+        self._marks = list(map(mark_of, weights))  # before the states, so that a concurrent change is noticed
         self._watch(list(map(state_of, weights)))
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
@@ -83,26 +88,27 @@ class CallSite:
 
     @property
     def part(self) -> bool:
-        """Whether the program is a part of a model, and so runs in turns with others."""
+        """Whether the program is a part of a model, so that it alternates with the programs of other parts."""
         return self.code.settings.part
 
     @property
     def seconds(self) -> list[float]:
-        """What its newest steps took: as one CUDA graph, if it is one."""
+        """Seconds of the latest steps.  They are times of graph launches if the call is a CUDA graph."""
         return [*self.captures.step_s] or [step.step_s for step in [*self.measured]]
 
     @property
     def is_stale(self) -> bool:
         """Whether a weight was dropped, moved or given other memory, so that the program can never run again."""
-        gone = any(buffer.life is None for buffer in self.buffers.values())
+        gone = any(buffer.token is None for buffer in self.buffers.values())
         return gone or any(buffer_of(p) is not None for p in self.in_place.values())
 
     @property
     def budget(self) -> tuple[int, int | None] | None:
-        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None without a limit.
+        """An id of the model, and the maximum bytes of its offloaded weights on the device under the newest goal.
 
-        None instead of both if the other programs of the model decide.  A program without offloaded weights is not known to
-        be one of a model's, and needs no budget.
+        The bytes are None if there is no limit.  The property itself is None if the budget follows from the model's other
+        programs: a program without offloaded weights belongs to no known model and needs no budget, and a preamble is planned
+        with its main program.
         """
         settings = self.current.code.settings
         if not self.buffers or settings.preamble:
@@ -113,47 +119,49 @@ class CallSite:
         return self.model, max(0, settings.goal.memory - live - settings.outside - self.kept_bytes)
 
     def count(self, cost: Cost) -> None:
-        """It has run, at this cost."""
+        """Count a run of this cost."""
         self.steps += 1
         self.counts.add_call(cost.moved, cost.primed)
 
     def notice(self, again: bool = False) -> None:
-        """Let modules fill their buffers, and notice what was written unseen since the last call.  The arena is not locked.
+        """Let modules refresh their buffers, and register writes to weights that were not seen since the last call.
 
-        ``again``: whether this call has noticed before, and what is in use would be noticed again.
+        The arena is not locked.  ``again``: whether this was already done for the current call.  Then exported weights are
+        not checked: those that are still in use would be counted as written once more.
         """
         for fill in self._fills:
             fill()
         for store in () if again else self._stores:
             if store.exported:
-                store.mark_exported_dirty()
+                store.sync_external_writes()
 
     def fits(self, weights: Sequence[nn.Parameter]) -> bool:
-        """Whether the program can run on its weights as they are now; if not, a new one is needed.
+        """Whether the program can run on its weights as they are now.  If not, a new program is needed.
 
-        ``weights``: in the order of the parameters.  Every call comes here, so what loops over them is in C.
+        ``weights``: the weights of the call, in the order of the parameters.  Every call runs this check, so all loops over
+        the weights are in C.
         """
         if self.current.code is not self.code:
             return False
         offloaded = self._offloaded(weights)
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # else each tensor is asked for an override of _version
+            with core.DisableTorchFunctionSubclass():  # else torch looks for an override of _version on each tensor
                 marks = list(map(mark_of, offloaded))
                 same = marks == self._marks and list(map(_version, self._hosts)) == self._host_versions
                 if not same or list(map(_version, self._exposed(offloaded))) != self._exposed_versions:
                     if not self._take_versions(offloaded):
                         return False
                     self._marks = marks
-        except AttributeError:  # it is an ordinary tensor now, or in no store
+        except AttributeError:  # a weight is an ordinary tensor now, or in no store
             return False
         others = self._others(weights)
         if not all(map(is_, others, self.in_place.values())):
             return False
-        # one that has become offloaded is the same object of another class
+        # a weight that was offloaded meanwhile is the same object with another class
         return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
 
     def _take_versions(self, offloaded: Iterable[torch.Tensor]) -> bool:
-        """Take over the versions of weights that were written, because their copies on the device are out of date.
+        """Record the new versions of weights that were written, whose copies on the device are out of date.
 
         Returns False if a weight was exchanged, restored, replaced, given other memory, packed or unpacked.
         """
@@ -164,7 +172,7 @@ class CallSite:
         return True
 
     def _watch(self, states: Sequence[tuple[Any, ...]]) -> None:
-        """Keep the states of the offloaded weights, and the versions that the next call compares."""
+        """Store the states of the offloaded weights, and the versions that the next call is compared with."""
         buffers = [*self.buffers.values()]
         exposed = [i for i, buffer in enumerate(buffers) if buffer.exposed]
         self._states = states
@@ -173,7 +181,10 @@ class CallSite:
         self._exposed, self._exposed_versions = tuple_getter(exposed), [states[i][4] for i in exposed]
 
     def names(self) -> dict[str, str]:
-        """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
+        """Weight name in the graph -> its name in the model.
+
+        They differ if the graph was compiled for another block of the same type: it then uses the names of that block.
+        """
         names = {name: buffer.name for name, buffer in self.buffers.items()}
         blocks = {block_of(old): block_of(new) for old, new in names.items()}
         for weight in self.program.problem.weights:
@@ -182,12 +193,13 @@ class CallSite:
         return names
 
     def in_cycle(self, names: Mapping[str, str], live: int = 0) -> Call:
-        """It as a call of a cycle.  ``names``: of its weights there.  ``live``: as in :class:`Call`."""
+        """This call site as a call of a cycle.  ``names``: its weight names -> their names in the cycle.  ``live``: see
+        :class:`Call`."""
         keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
         in_files = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.source.file)
         return Call(self.code.cut, names, keep, in_files, live)
 
     def let_go(self) -> None:
-        """Hold no weights any more: the program has ended."""
+        """Drop all references to weights, because the program has ended."""
         self.buffers, self.in_place = {}, {}
         self._states, self._hosts, self._bare, self._stores, self._fills = [], [], [], [], []

@@ -1,4 +1,4 @@
-"""Capture: record a call as a CUDA graph, if it can be one."""
+"""Capture: record a call as a CUDA graph, if that is possible."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .instructions import instructions
 from .target import Cost, RunningStep, Target
 from .wrapped_calls import undeclared
 
-# An input by its position.
+# The position of an input, and its tensor.
 _Placed = tuple[int, torch.Tensor]
 
 
 def _reasons(target: Target, collectives: bool) -> Iterator[str]:
-    """Why a call cannot be recorded, whatever its inputs are.  ``collectives``: whether those can be."""
+    """The reasons why a call cannot be recorded with any inputs.  ``collectives``: whether collectives may be recorded."""
     for name, host in target.binding.hosts.items():
         if isinstance(host, DriveBytes):
             yield f"{name} is on the drive, and a graph copies from host memory only"
@@ -43,14 +43,14 @@ def _reasons(target: Target, collectives: bool) -> Iterator[str]:
 
 
 def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> CudaGraph | None:
-    """Record a call as :func:`capture`, if it can be; None, with the reason in its log, if not.
+    """Record a call with :func:`capture` if that is possible; if not, return None and write the reason to ``log``.
 
-    Ranks that meet in the collectives of the call record it together: if one cannot, none does.
+    Ranks that share the collectives of the call record it together: if one of them cannot, none does.
     """
     graph, why = None, next(_reasons(target, log.wanted == "collectives"), "")
     try:
         graph = None if why else capture(target, call, env, log)
-    except Exception as error:  # noqa: BLE001  (what an op raises that finds itself recorded depends on it)
+    except Exception as error:  # noqa: BLE001  (an op that cannot be recorded may raise anything)
         why = str(error) if isinstance(error, ChunkflowError) else first_line(error)
     if log.wanted == "collectives":
         why = _of_any_rank(target.program, why)
@@ -63,7 +63,10 @@ def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> Cu
 
 
 def _of_any_rank(program: Program, why: str) -> str:
-    """Why a rank does not record a call, with its number; empty if all do.  ``why``: that of this rank."""
+    """The reason why a rank does not record a call, with its number; empty if all ranks record it.
+
+    ``why``: the reason of this rank, or empty.
+    """
     groups = (group_named(name) for name in group_names(program.module.graph))
     for group in {group.ranks: group for group in groups if group is not None}.values():
         posted = group.posted(group.post("CUDA graph", why), group.timeout.total_seconds())
@@ -74,13 +77,13 @@ def _of_any_rank(program: Program, why: str) -> str:
 
 
 def capture(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> CudaGraph:
-    """Record a call on inputs of these sizes; nothing is computed.
+    """Record a call on inputs of these sizes, without running it; return its CUDA graph.
 
-    ``target``: for the call op by op.  ``call``: its number in the cycle.  ``env``: the inputs, and a place for each other
-    value.
+    ``target``: the target of the call when it is issued op by op.  ``call``: its number in the cycle.  ``env``: the values of
+    the step by node number, of which only the inputs are set.
 
-    Raises ChunkflowError for inputs that cannot be recorded, RuntimeError without memory, and what an op raises that
-    cannot be.
+    Raises ChunkflowError for inputs that cannot be recorded, and RuntimeError if there is not enough memory.  An op that
+    cannot be recorded may raise other errors.
     """
     begun, program, device, arena = time.monotonic(), target.program, target.device, target.binding.arena
     inputs = [node for node in program.module.graph.nodes if node.op == "placeholder"]

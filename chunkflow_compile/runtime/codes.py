@@ -1,4 +1,4 @@
-"""Codes: the results of compilation, one for each size of the inputs."""
+"""Codes: the results of compilation, one per input size and goal."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from .cuda_graphs import CudaGraphsWanted
 from .device import DeviceKind
 from .wrapped_calls import LoweredRegion
 
-# Sizes that take turns in one process; beyond it, the plan goes that was used longest ago.  Twenty text lengths, as with
-# prompts that are not padded, and a dozen resolutions.  Each keeps a plan and, by kind, a program for each block.
+# The number of sizes whose plans are kept; beyond it, the least recently used plan is dropped.  It allows for twenty text
+# lengths, if prompts are not padded, and a dozen resolutions.  Each size keeps a plan, and a program for each block if
+# blocks are compiled separately.
 KEPT_SIZES = 32
 
-# Goals for which a graph keeps codes: those of models of one class, which share it.  Beyond it, the oldest go.
+# The number of goals for which a graph keeps codes; beyond it, the oldest code is dropped.  Models of one class share a
+# graph, and each may have its own goal.
 KEPT_GOALS = 4
 
 Sizes = tuple[int, ...]
@@ -39,13 +41,18 @@ Sizes = tuple[int, ...]
 class Code:
     """The result of compilation.  ``regions``: name of a submodule of the program -> its lowered code.
 
-    ``cut`` and ``settings``: what the program was made of.  Their goal names the weights that are packed and sharded.
-    ``make``: runs the passes on other pieces or with other settings, passed by name; returns the last stage and folder.
-    ``lower``: lowers the regions of a program, but for those whose keys it is given with their code.
-    ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
-    ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
-    ``cudagraphs``: the option.  ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
-    ``notes``: for the user, on what was compiled.  ``advice``: returns a sentence on what would fit if the arena does not.
+    ``cut``, ``settings``: the cut graph and the settings that the program was made from.  The goal in the settings names the
+    weights that are compressed and sharded.
+    ``make``: a function that runs the passes on other ``pieces`` or with other settings, passed by name; it returns the last
+    stage and the folder of the dump.
+    ``lower``: a function that lowers the regions of a program.  It also takes a dict from region keys to code that is already
+    lowered and can be reused.
+    ``replan_after``: the number of warm steps after which to re-plan from their times; 0 means never.
+    ``folder``: the folder that measurements are written to, or None.  ``kind``: the kind of device.
+    ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option.
+    ``pin_bytes``: the maximum bytes of host memory to pin; None means as many as the machine allows.
+    ``notes``: sentences for the user about the compilation.
+    ``advice``: returns a sentence on which plan would fit, for the error that is raised if the arena does not fit.
     """
 
     program: Program
@@ -65,33 +72,33 @@ class Code:
 
     @property
     def packed(self) -> frozenset[str]:
-        """The names of the weights that are packed."""
+        """The names of the compressed weights."""
         return self.cut.packed
 
     @property
     def on_peers(self) -> frozenset[str]:
-        """The names of the weights on the devices of the ranks."""
+        """The names of the weights that are sharded over the devices of the ranks."""
         return self.cut.on_peers
 
     @property
     def in_files(self) -> frozenset[str]:
-        """The names of the weights that its plan expects in files."""
+        """The names of the weights that the plan expects in files."""
         return frozenset(w.name for w in self.program.problem.weights if w.source.file)
 
     @property
     def sources(self) -> Mapping[str, frozenset[str]]:
-        """The names of the weights that are compressed, and of those that are sharded, as fields of :class:`Goal`."""
+        """The names of the compressed weights and of the sharded weights, as fields of :class:`Goal`."""
         return {"pack": self.packed, "peers": self.on_peers}
 
     @property
     def verified(self) -> bool:
-        """Whether the program was verified, and is to be verified together with others in its arena."""
+        """Whether the program was verified.  It is then also verified together with the other programs in its arena."""
         return "verify" not in self.settings.disabled
 
     def remade(self, **settings: Any) -> Code:
-        """The code for other settings, without compiling, unless their goal has other weights packed.
+        """The code for other settings.  It is compiled again only if their goal names other weights to compress.
 
-        Raises ChunkflowError if no plan meets them.
+        Raises ChunkflowError if no plan meets the settings.
         """
         settings = {"likes": (), **settings}
         goal: Goal = settings.get("goal", self.settings.goal)
@@ -109,10 +116,11 @@ class Code:
         return replace(code, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
 
     def reading(self, names: frozenset[str]) -> Code:
-        """The code for weights in files, also those that its plan expects in host memory, without compiling.
+        """The code for weights of which some are in files although the plan expects them in host memory.
 
-        It is the same if there are none, if others plan for their files (a cycle does), or if the plan was given.  Copies of
-        weights that the plan expects in host memory then read their files themselves.
+        Nothing is compiled.  ``names``: the weights in files.
+        Returns this code unchanged in three cases: the plan expects all of them in files, a cycle plans for the files, or the
+        user gave the plan.  In the latter two, the copies of such weights read the files themselves.
         """
         if names <= self.in_files or self.settings.part or self.settings.plan is not None:
             return self
@@ -122,12 +130,15 @@ class Code:
         return replace(self, program=stage.program, cut=pieces, folder=folder)
 
     def at(self, traced: Traced) -> Code:
-        """The code at other sizes of the same graph: another plan of the same regions.  Raises as ``remade``."""
+        """The code at other sizes of the same graph, which is another plan for the same regions.
+
+        Raises ChunkflowError if no plan meets the settings.
+        """
         pieces, likes = self.cut.at(traced), ((self.program.problem, self.program.plan),)
         if self.folder is None:
             stage, _ = self.make(pieces=pieces, likes=likes, last="planned")
             assert stage.plan is not None
-            if stage.plan.placement == self.program.plan.placement:  # its transfers are proved
+            if stage.plan.placement == self.program.plan.placement:  # its transfers are already verified
                 program = replace(self.program, problem=pieces.problem, plan=stage.plan)
                 return replace(self, program=program, cut=pieces)
             likes = ((pieces.problem, stage.plan),)
@@ -138,32 +149,33 @@ class Code:
 
 @dataclass(eq=False)
 class CurrentCode:
-    """The code that runs on the weights of one model.  It outlives the model's programs.
+    """The code that runs on the weights of one model.  It outlives the programs of the model.
 
-    ``by_itself``: ``replan_after`` chose the code, not the user, so a failure to start it is logged and not raised.
+    ``by_itself``: whether the code was chosen by automatic re-planning (``replan_after``), not by the user.  A failure to
+    start it is then logged instead of raised.
     """
 
     code: Code
     by_itself: bool = False
 
     def run(self, code: Code, by_itself: bool) -> None:
-        """Let the next call run ``code``."""
+        """Make the next call run ``code``.  ``by_itself``: see the class."""
         self.code, self.by_itself = code, by_itself
 
     def fall_back(self, code: Code) -> None:
-        """Let the next call run the previous ``code`` again, which is not planned again by itself any more."""
+        """Make the next call run the previous ``code`` again, and never re-plan it automatically."""
         self.code = replace(code, replan_after=0)
 
     def adapt(self, code: Code) -> None:
-        """Run ``code``, which is made for the same goal and for what the weights are."""
+        """Run ``code``, which is made for the same goal and for the current sources of the weights."""
         self.code = code
 
 
 class Codes:
-    """The codes of one graph, by sizes and goals for which they were planned.  Other sizes of equal cost have the same."""
+    """The codes of one graph, by the sizes and the goals for which they were planned.  Sizes of equal cost share a code."""
 
     def __init__(self, first: Code, traced: Traced, goal: Goal) -> None:
-        """``first``: at the sizes for which the graph was compiled.  ``goal``: that of the options."""
+        """``first``: the code at the sizes for which the graph was compiled.  ``goal``: the goal given by the options."""
         self.first = first
         self._goal = goal
         self._firsts = {first.settings.goal: first}
@@ -172,11 +184,11 @@ class Codes:
         position = {node: i for i, node in enumerate(inputs)}
         self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
         values = hints(traced.graph)
-        begun = tuple(values.get(name, -1) for name in self._symbols)  # -1: it depends on data
+        begun = tuple(values.get(name, -1) for name in self._symbols)  # -1: the size depends on data
         self._codes = {begun: {**self._firsts}}
         self._same = {begun: begun}
         self._clock = itertools.count()
-        self._used = {begun: next(self._clock)}  # not an order of the codes: threads ask for sizes while another plans
+        self._used = {begun: next(self._clock)}  # not an OrderedDict: other threads read sizes meanwhile
 
     @property
     def graph(self) -> GraphModule:
@@ -184,7 +196,7 @@ class Codes:
         return self._traced.graph
 
     def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
-        """The sizes by which the code of a call is known; None if there is none yet."""
+        """The sizes under which the code of a call is kept; None if there is no code for it yet."""
         if not self._symbols:
             return ()
         same = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
@@ -193,10 +205,10 @@ class Codes:
         return same
 
     def plan(self, inputs: Sequence[Any], changed: Goal | None) -> None:
-        """Plan for the sizes of a call, and forget the plan that was used longest ago if there are too many.
+        """Plan for the sizes of a call, and drop the least recently used plan if there are too many.
 
-        ``changed``: what replan or a pipeline has set for the model, if either has.  Raises ChunkflowError if no plan meets
-        the goal.
+        ``changed``: the goal that replan or a pipeline has set for the model, or None.  Raises ChunkflowError if no plan
+        meets the goal.
         """
         goal = self._goal.aimed_at(changed)
         sizes = tuple(inputs[position] for position in self._symbols.values())
@@ -214,8 +226,9 @@ class Codes:
             self._same = {other: size for other, size in self._same.items() if size != oldest}
 
     def code(self, sizes: Sizes, changed: Goal | None, **form: frozenset[str]) -> Code:
-        """The code for known sizes.  ``changed``: as in :meth:`plan`.  ``form``: which weights are packed, and which are
-        sharded, as fields of the goal.  Raises ChunkflowError if no plan meets the goal."""
+        """The code for sizes that :meth:`sizes` has returned.  ``changed``: see :meth:`plan`.  ``form``: the names of the
+        compressed weights and of the sharded weights, as fields of the goal.  Raises ChunkflowError if no plan meets the
+        goal."""
         goal = self._goal.aimed_at(changed)
         return _under(
             replace(goal, pack=form.get("pack", goal.pack), peers=form.get("peers", goal.peers)), self._codes[sizes]
@@ -226,7 +239,7 @@ class Codes:
 
 
 def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
-    """The code for a goal, made from one for another if there is none."""
+    """The code for a goal.  If there is none yet, it is made from the code for another goal."""
     if goal not in codes:
         code = next(iter(codes.values())).remade(goal=goal, plan=None)
         if len(codes) >= KEPT_GOALS:
@@ -236,13 +249,13 @@ def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
 
 
 def decided(goal: Goal, cut: Cut) -> Goal:
-    """A goal with the names of the weights that are packed and sharded, and the number of groups of heads, of which it may
-    have left the choice open."""
+    """The goal with the names of the weights that are compressed and sharded in ``cut``, and its number of groups of heads,
+    which it may have left open."""
     groups = cut.problem.exchange_groups
     return replace(goal, pack=cut.packed, peers=cut.on_peers, exchange_groups=groups > 1 and groups)
 
 
 def bare(settings: Settings) -> Settings:
-    """Without what differs between sizes of one call, and between calls."""
+    """The settings without the fields that differ between the sizes of one call, and between calls."""
     goal = replace(settings.goal, pack=False, peers=False, hoist=False, exchange_groups=False)
     return replace(settings, likes=(), part=False, outside=0, arena=0, table=0, tables=0, goal=goal)

@@ -1,7 +1,7 @@
-"""The cuda device: compute on the caller's stream, copies on a stream of their own, events between the two.
+"""The cuda device: compute runs on the caller's stream, copies run on a separate stream, and events order the two.
 
-Within a step the host waits for nothing and allocates nothing.  All use of torch.cuda goes through :class:`TorchCuda`, so
-the same code runs in tests without a GPU.
+During a step the host does not block and does not allocate.  All use of torch.cuda goes through :class:`TorchCuda`, so the
+same code runs in tests without a GPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .torch_cuda import TorchCuda
 
 
 class CudaDevice(Device):
-    """Compute and collectives on the caller's stream, copies on a stream of their own.
+    """Issues compute and collectives on the caller's stream, and copies on a separate stream.
 
-    The process group runs a collective on a stream of its own, and the caller's stream waits for that at wait_tensor.
+    The process group runs each collective on its own stream, and the caller's stream waits for it at wait_tensor.
     """
 
     name = "cuda"
@@ -44,8 +44,8 @@ class CudaDevice(Device):
         self.compute = self.collective = CudaStream(cuda, self._clock)
         self.copy = CudaStream(cuda, self._clock, cuda.stream())
         self._handover, self._issued = self.event(), [self.event() for _ in LANES]
-        self._reading: Engine | None = None  # the thread that reads the drive
-        self._launched: torch.cuda.Event | None = None  # after the newest graph
+        self._reading: Engine | None = None  # the thread that reads from the SSD
+        self._launched: torch.cuda.Event | None = None  # recorded after the latest graph launch
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
 
@@ -61,24 +61,26 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._memory = None
-        self.cuda.trim()  # a smaller arena that was freed would stay next to the new one, as memory that nothing uses
+        # else the allocator would keep the memory of a smaller arena that was freed, unused, next to the new one
+        self.cuda.trim()
         self._memory = memory = self.cuda.allocate(nbytes)
         for lane in self.lanes:
-            self.cuda.record_stream(memory, lane.stream)  # a model may be dropped while copies are in flight
+            # the model may be garbage-collected while copies are in flight
+            self.cuda.record_stream(memory, lane.stream)
         return memory
 
     def release(self) -> None:
         self._memory = None
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Memory that steps read besides the arena: it may be dropped while they are in flight, on any stream."""
+        """Keep track of memory outside the arena that steps read.  It may be freed while they are in flight on any stream."""
         self._outside = [ref for ref in self._outside if ref() is not None] + [weakref.ref(t) for t in tensors]
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         return self.cuda.pin(host)
 
     def stage(self) -> None:
-        """From now on, some copies come from pageable memory."""
+        """Stage copies from pageable memory from now on."""
         if not isinstance(self.copy, StagedCopies):
             self.copy = self.compute.stage(self.copy)
 
@@ -108,9 +110,9 @@ class CudaDevice(Device):
         lane.copy_bytes(target, source)
 
     def copy_all(self, copies: Sequence[NamedCopy], moves: Lane = "copy") -> None:
-        if self.cuda.profiled():  # each has its name there
+        if self.cuda.profiled():  # each copy is shown with its name
             super().copy_all(copies, moves)
-        else:  # as one: to change the current stream takes the host longer than a copy
+        else:  # as one piece of work, because switching the current stream takes the host longer than a copy
             self.lane(moves).run(partial(self._copy_each, copies, moves))
 
     def _copy_each(self, copies: Sequence[NamedCopy], moves: Lane) -> None:
@@ -121,7 +123,7 @@ class CudaDevice(Device):
         for lane in self.lanes:
             lane.synchronize()
         if self._launched is not None and not self.copy.inherited:
-            self._launched.synchronize()  # the copies of a graph are on no stream of ours
+            self._launched.synchronize()  # the copies of a graph run on none of these streams
 
     def why_not_recorded(self) -> str:
         if torch.version.hip is not None:
@@ -151,7 +153,7 @@ class CudaDevice(Device):
         return self.cuda.free()
 
     def start(self, marked: bool, consecutive: bool) -> Frame | None:
-        """Adopt the caller's current stream; its work starts after that of the caller's previous stream."""
+        """Use the caller's current stream for compute.  If it has changed, it first waits for the previous stream."""
         current, before = self.cuda.current(), self.compute.stream
         if before is not None and current != before:
             self._handover.record(before)
@@ -165,10 +167,11 @@ class CudaDevice(Device):
         self.copy.end_step()
         if begun is not None:
             self._clock.end(begun, self.compute.stream, [lane.stream for lane in self.lanes], over)
-        self.collect()  # now, because the GPU has a whole step to work on: reading a thousand marks takes milliseconds
+        self.collect()  # now: reading a thousand events takes milliseconds, and the GPU still has a whole step to run
 
     def collect(self, wait: bool = False) -> None:
-        if self.compute.inherited or (self._left == 0 and not wait):  # no mark is read in a step that others time
+        # no event is read in a step that is timed from outside
+        if self.compute.inherited or (self._left == 0 and not wait):
             return
         try:
             self._clock.collect(wait)
@@ -176,7 +179,7 @@ class CudaDevice(Device):
             raise ChunkflowError(f"The GPU failed: {error}") from error
 
     def close(self) -> None:
-        """Wait for work in flight: destroying the stream objects does not stop it."""
+        """Wait for work in flight, because destroying the stream objects does not stop it, and close the streams."""
         self.closed = True
         if self.compute.inherited:
             return

@@ -1,11 +1,12 @@
-"""CUDA graphs: a call that was recorded once, and costs the host one launch from then on, whatever the number of its ops.
+"""CUDA graphs: a call is recorded once.  From then on it costs the host a single launch, no matter how many ops it has.
 
-A launch stands for all instructions of the call: regions, copies and what orders them.  Weights are read where they lie, on
-the device and in host memory, so bytes that are written there are seen by the next launch.  Other inputs are copied to where
-the graph reads them, and outputs out of its pool of memory, which the next launch overwrites.
+A launch replaces all instructions of the call: regions, copies, and the events that order them.  The graph reads weights at
+their addresses, on the device and in host memory, so the next launch sees bytes that are written there.  Other inputs are
+first copied to the addresses that the graph reads.  Outputs are copied out of the memory pool of the graph, because the next
+launch overwrites it.
 
-At the end of a call, compute waits for all its copies, so no copy of a graph is in flight after it.  Copies outside of
-graphs, for a cold start, a jump or a written weight, are issued before a launch, which waits for them.
+At the end of a call, compute waits for all copies of the call, so no copy of a graph is in flight after it.  Copies outside
+of graphs, for a cold start, a jump or a written weight, are issued before a launch, which waits for them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.counts import Counts
@@ -33,33 +35,35 @@ CudaGraphsWanted = Literal[False, True, "auto", "collectives"]
 
 _log = logging.getLogger(__name__)
 
-# Passes before a call is recorded.  In the first ones kernels are loaded and tuned, and libraries choose algorithms and
-# allocate, which a recording does not allow.
+# The number of passes before a call is recorded.  During the first passes, kernels are loaded and tuned, and libraries choose
+# algorithms and allocate memory; none of this is allowed while recording.
 PASSES = 3
-# Graphs of an arena at a time, as of several sizes or calls.  Each holds memory on the device.
+# The maximum number of graphs in an arena, for several sizes or calls.  Each graph holds memory on the device.
 MOST_GRAPHS = 4
-# A graph that was launched less often has not paid for its recording, which takes a tenth of a second or more.
+# The number of launches that make up for the recording of a graph, which takes a tenth of a second or more.
 _LEAST_LAUNCHES = 8
-# After so many of those, one after the other, the call is issued op by op for good.
+# After this many graphs in a row with fewer launches, the call is issued op by op for good.
 _MOST_IN_VAIN = 3
-# Share of a step for which the host is busy from which "auto" records it.  Below it the device is the bound, with room for
-# steps that vary.
+# "auto" records a call if the host is busy for at least this share of the step.  Below it, the device is the bottleneck, with
+# a margin for steps that vary.
 _WORTH_A_GRAPH = 0.6
-# Measured steps from which it decides, half of the first that are.
+# The number of measured steps on which "auto" decides: half of those that are measured first.
 _MEASURED = FIRST_STEPS // 2
-# Times that are kept of launches, and of passes before them: those of an image or two.
+# The number of times that are kept, of launches and of earlier passes: as many as one or two images have steps.
 _KEPT_SECONDS = 64
 
 
 @dataclass(eq=False)
 class CaptureLog:
-    """What is known of a call as a CUDA graph, while its graphs come and go.
+    """The history of a call as a CUDA graph.  It is kept while graphs of the call are recorded and dropped.
 
-    ``counts``: of its model.  ``wanted``: the option.  ``why_not``: why it is issued op by op, empty if it is recorded or
-    about to be.  ``passes``: those that were issued op by op before the next recording.  ``captures``: recordings.
-    ``launches``: of all its graphs.  ``capture_s``: seconds of the newest recording.  ``nbytes``: what its graph took from
-    the device.  ``step_s``: seconds of the newest launches that were timed.  ``shares``: of the measured steps issued op by
-    op, the part for which the host was busy or waited for room in its queue.
+    ``counts``: the counters of the model.  ``wanted``: the value of the option cudagraphs.  ``why_not``: the reason why the
+    call is issued op by op; empty if it is recorded or about to be.  ``passes``: the number of passes issued op by op that
+    count towards the next recording.  ``captures``: the number of recordings.  ``launches``: the number of launches of all
+    its graphs.
+    ``capture_s``: seconds of the latest recording.  ``nbytes``: bytes of device memory that its graph holds.
+    ``step_s``: seconds of the latest launches that were timed.  ``shares``: for each measured step that was issued op by op,
+    the share of its time for which the host was busy, or waited because the launch queue was full.
     """
 
     counts: Counts
@@ -76,7 +80,7 @@ class CaptureLog:
 
     @property
     def note(self) -> str:
-        """What there is to say, as a sentence without a full stop."""
+        """A summary for the user, as a sentence without a full stop."""
         if self.why_not:
             return f"no CUDA graph: {self.why_not}"
         if not self.captures and self.wanted == "auto":
@@ -90,11 +94,11 @@ class CaptureLog:
         )
 
     def count_pass(self) -> None:
-        """A pass is issued op by op."""
+        """Count a pass that is issued op by op."""
         self.passes += 1
 
     def captured(self, nbytes: int, seconds: float) -> None:
-        """A graph was recorded."""
+        """Count a recorded graph of ``nbytes`` on the device."""
         self.captures, self.nbytes, self.capture_s = self.captures + 1, nbytes, seconds
         self.counts.add_capture(seconds)
 
@@ -104,7 +108,7 @@ class CaptureLog:
 
     @property
     def due(self) -> bool:
-        """Whether the call is to be recorded now."""
+        """Whether the call should be recorded now."""
         if self.wanted != "auto" or self.passes < PASSES:
             return self.passes >= PASSES
         if len(self.shares) < _MEASURED:
@@ -114,12 +118,12 @@ class CaptureLog:
         return not self.why_not
 
     def refuse(self, why: str) -> None:
-        """The call is not recorded any more: say so once."""
+        """Stop recording the call, and log the reason once."""
         self.why_not = why
         _log.warning("A call is no CUDA graph, and is issued op by op: %s", why)
 
     def dropped(self, launches: int, why: str) -> None:
-        """A graph is dropped after so many launches."""
+        """Count a dropped graph and its number of launches.  Stop recording if too many were dropped early."""
         self.passes, self.nbytes = PASSES - 1, 0
         self._in_vain = self._in_vain + 1 if launches < _LEAST_LAUNCHES else 0
         if self._in_vain >= _MOST_IN_VAIN:
@@ -129,8 +133,8 @@ class CaptureLog:
 class CudaGraph:
     """A recorded call.
 
-    ``graph``: CUDA's, None once it is dropped.  ``moved_bytes``: of weights that a launch copies.  ``nbytes``: that it took
-    from the device.  ``launches``: so far.
+    ``graph``: the torch.cuda.CUDAGraph; None once it is dropped.  ``moved_bytes``: bytes of weights that a launch copies.
+    ``nbytes``: bytes of device memory that it holds.  ``launches``: the number of launches so far.
     """
 
     def __init__(
@@ -147,10 +151,10 @@ class CudaGraph:
         moved_bytes: int,
         nbytes: int,
     ) -> None:
-        """``copied``: positions of the inputs that are copied, and where to.  ``in_place``: positions of the other tensors,
-        which are read at their addresses.  ``fixed``: positions of inputs that are no tensors, and their values.
-        ``outputs``: of the recording, each with the position of the input that it is, None if it is none.  ``suspects``: ops
-        whose schemas need not say what they write."""
+        """``copied``: positions of the inputs that are copied, with the tensors that they are copied to.  ``in_place``:
+        positions of the other tensor inputs, which the graph reads at their addresses.  ``fixed``: positions and values of
+        the inputs that are not tensors.  ``outputs``: the recorded outputs, each with the position of the input that it is,
+        or None.  ``suspects``: ops that may write inputs without declaring it in their schemas."""
         self.graph = graph
         self.moved_bytes, self.nbytes = moved_bytes, nbytes
         self.launches = 0
@@ -167,10 +171,10 @@ class CudaGraph:
         self._suspects = suspects
 
     def misfit(self, env: Sequence[Any]) -> str:
-        """Why it cannot be launched on these inputs, empty if it can."""
+        """The reason why the graph cannot be launched on these inputs; empty if it can."""
         if self.graph is None:
             return "it was dropped"
-        with torch._C.DisableTorchFunctionSubclass():
+        with core.DisableTorchFunctionSubclass():
             if list(map(torch.Tensor.data_ptr, self._in_place(env))) != self._addresses:
                 return "a weight that it reads in place has other memory"
             if not all(map(eq, map(_layout, self._copied(env)), map(_layout, self._inputs))):
@@ -178,7 +182,7 @@ class CudaGraph:
         return "" if self._fixed(env) == self._values else "a number among the inputs has changed"
 
     def launch(self, env: Sequence[Any]) -> tuple[Any, ...]:
-        """Enqueue the call; return its outputs, which own their memory."""
+        """Enqueue the call; return its outputs, which are copies that own their memory."""
         given = list(map(_once, self._copied(env)))
         if given:
             torch._foreach_copy_(self._targets, given)
@@ -191,7 +195,10 @@ class CudaGraph:
         return tuple(_copy(output, copies) if position is None else env[position] for output, position in self._outputs)
 
     def _check_written(self, given: Sequence[torch.Tensor]) -> None:
-        """After the first launch: give inputs what was written to their copies, and record the call no more if any was."""
+        """After the first launch, check whether it wrote to copies of inputs.
+
+        If so, write the values back to the inputs, and stop recording the call.
+        """
         for target, tensor in zip(self._targets, given, strict=True):
             if not same_bits(target, tensor):
                 tensor.copy_(target)
@@ -202,31 +209,31 @@ class CudaGraph:
 
     @property
     def timed(self) -> bool:
-        """Whether the next launch is timed: a few are."""
+        """Whether the next launch is timed, as one in ``EVERY`` is."""
         return self.launches % EVERY == 0
 
     def ended(self, begin: float, end: float, _: bool) -> None:
-        """Note the time of a launch, seconds of the device's clock."""
+        """Record the time of a launch.  ``begin``, ``end``: seconds of the device's clock."""
         self._log.step_s.append(end - begin)
 
     def drop(self, why: str) -> None:
-        """Free what it holds, once no launch is in flight."""
+        """Wait for launches in flight, then free the memory of the graph.  ``why``: the reason, for the log."""
         if self.graph is not None:
             self._device.compute.synchronize()
-            graph, self.graph = self.graph, None  # first: after a Ctrl-C it must not be launched without the rest
+            graph, self.graph = self.graph, None  # first, so that after a Ctrl-C it cannot be launched without the rest
             self._outputs, self._inputs, self._targets, self._shared = [], [], [], {}
             self._device.reset(graph)
             self._log.dropped(self.launches, why)
 
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with each of its bytes once: without the repetitions of an expanded one."""
+    """A view that contains each element in memory once, without the repetitions of an expanded tensor."""
     strides = tensor.stride()
     return tensor if 0 not in strides else tensor[tuple(slice(None if stride else 1) for stride in strides)]
 
 
 def _shared(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """The memory that several outputs lie in, as bytes, by the address of the storage: copies of them share memory, too."""
+    """Storage id -> the bytes of each storage that several outputs share.  Copies of these outputs share memory, too."""
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     counts = Counter(storage._cdata for storage in storages)
@@ -235,9 +242,10 @@ def _shared(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
 
 
 def _copy(output: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """A copy of an output, with its strides and lazy bits: they are guarded in compiled code that it is passed to.
+    """A copy of an output that keeps its strides and its conjugate and negative bits.
 
-    ``copies``: of the memory that several lie in.
+    Compiled code that gets the output has guards on all of these.  ``copies``: storage id -> the copied bytes of a storage
+    that several outputs share.
     """
     if not isinstance(output, torch.Tensor):
         return output
@@ -252,7 +260,7 @@ def _copy(output: Any, copies: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory from the first element of a tensor to its last, what lies between its elements included."""
+    """A flat view of the memory from the first to the last element of a tensor, including any gaps between its elements."""
     if not tensor.numel():
         return tensor.reshape(0)
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -264,12 +272,15 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class CudaGraphs:
-    """The CUDA graphs of an arena, the one launched longest ago first.  They share a pool of memory: none reads what another
-    leaves there.  Each belongs to its executor, and ends with it."""
+    """The CUDA graphs of an arena, least recently launched first.
+
+    They share a memory pool, because no graph reads values that another graph leaves there.  Each graph belongs to its
+    executor and ends with it.
+    """
 
     def __init__(self) -> None:
         self._kept: list[weakref.ref[CudaGraph]] = []
-        self._grown = 0  # bytes that the pool has got since there was none; it gives none back while it has a graph
+        self._grown = 0  # bytes of the pool, which only grows while it has a graph
 
     @property
     def _live(self) -> list[CudaGraph]:
@@ -277,18 +288,18 @@ class CudaGraphs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they hold on the device, between calls too."""
+        """Bytes on the device that the graphs hold, also between calls."""
         if not self._live:
             self._grown = 0
         return self._grown
 
     @property
     def pool(self) -> Any:
-        """A graph whose pool others can share, None if there is none."""
+        """A graph whose memory pool a new graph can share, or None."""
         return next((kept.graph for kept in self._live), None)
 
     def add(self, made: CudaGraph) -> None:
-        """Keep a graph, and drop the one that was launched longest ago if there are too many."""
+        """Keep a graph, and drop the least recently launched graph if there are too many."""
         self._grown = self.nbytes + made.nbytes
         live = self._live
         for oldest in live[: max(0, len(live) + 1 - MOST_GRAPHS)]:
@@ -296,6 +307,6 @@ class CudaGraphs:
         self._kept = [weakref.ref(kept) for kept in (*self._live, made)]
 
     def launched(self, graph: CudaGraph) -> None:
-        """Note that a graph is used now."""
+        """Note that a graph is launched now."""
         if self._kept[-1]() is not graph:
             self._kept = [*(ref for ref in self._kept if ref() is not graph), weakref.ref(graph)]

@@ -1,6 +1,6 @@
-"""Pulls on a GPU: the parts of a chunk come from the GPUs of the other ranks in one call.
+"""Pulls on a GPU: one call copies the pieces of a chunk from the GPUs of the other ranks.
 
-torch has no such call, so it goes to the CUDA runtime that torch has loaded.
+torch does not expose this call, so it is made in the CUDA runtime that torch has loaded.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from chunkflow_compile.weights.pieces import Pieces
 
-# The first version of CUDA whose cudaMemcpyBatchAsync has this form; that of 12.8 has one argument more.
+# The first CUDA version whose cudaMemcpyBatchAsync has this signature; in CUDA 12.8 it has one more argument.
 _SINCE = 13
-# cudaMemcpySrcAccessOrderStream: the bytes are read in the order of the stream, as by any copy.
+# cudaMemcpySrcAccessOrderStream: the source is read in stream order, as in an ordinary copy.
 _IN_ORDER = 1
 
 
@@ -25,19 +25,19 @@ class _Attributes(ctypes.Structure):
     _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
-# Addresses of targets and of sources, bytes, and a stream.
+# Takes the addresses of the targets, the addresses of the sources, the sizes in bytes, and a stream.
 Batch = Callable[[list[int], list[int], list[int], int], None]
 
 
 def pull(target: torch.Tensor, source: Pieces) -> None:
     """Enqueue the copies of pieces into ``target`` (uint8, of as many bytes) on the current stream.
 
-    Those from other GPUs are one call, which starts them on several copy engines at once; what this GPU has itself comes by
-    torch's own copy, because a copy engine takes longer for it than for a pull (87 against 354 GiB/s, NCCL issue 2177).
+    The pieces on other GPUs are copied by one call, which starts them on several copy engines at once.  The piece on this GPU
+    is copied by torch, because copy engines are slower within a GPU than between GPUs (87 versus 354 GiB/s, NCCL issue 2177).
     Raises RuntimeError if the call fails.
     """
     stream = torch.cuda.current_stream().cuda_stream
-    # a graph cannot record the call before CUDA 13.5, and the default stream cannot take it
+    # CUDA graphs cannot record the call before CUDA 13.5, and the default stream does not support it
     batch = _batch() if stream and not torch.cuda.is_current_stream_capturing() else None
     if batch is None:
         for part, values in source.copies(target):
@@ -51,7 +51,7 @@ def pull(target: torch.Tensor, source: Pieces) -> None:
 
 @cache
 def _batch() -> Batch | None:
-    """cudaMemcpyBatchAsync of torch's runtime; None if it has none, or torch is linked with it in another way."""
+    """cudaMemcpyBatchAsync from the CUDA runtime that torch uses; None if that runtime lacks it or cannot be loaded."""
     version = int((torch.version.cuda or "0").split(".")[0])
     if version < _SINCE:
         return None

@@ -1,4 +1,4 @@
-"""Cycles of calls: when calls repeat, and their plan, from the rates of the hardware profile or from measured times."""
+"""Cycles of calls: detect calls that repeat, and plan them from the hardware profile or from measured times."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ from .call_site import CallKey, CallSite
 from .codes import bare
 from .cuda_graphs import MOST_GRAPHS
 
-# Calls of the longest cycle: 128 blocks of two models, twice a step.
+# The number of calls in the longest cycle: 128 blocks of two models, called twice per step.
 MOST_CALLS = 512
-# Earlier calls of the same weights at which a period may begin; a step cache calls a block in several patterns.
+# The number of earlier calls with the same weights that are tried as the beginning of a period.  With a step cache, a block
+# is called in several patterns.
 _TRIES = 4
 
 
 def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...]]:
-    """The calls from each of the newest earlier calls of the last key up to it, if the same calls came before them."""
+    """Candidates for a cycle that begins now, as tuples of keys.
+
+    A candidate consists of the calls from an earlier call with the last key up to the call before the last one.  They must
+    repeat: either the same calls came directly before them, or they are repetitions of a shorter period, which is then the
+    candidate.  Candidates that begin latest come first.
+    """
     end = len(history) - 1
     earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is history[end])
     for begin in itertools.islice(earlier, _TRIES):
@@ -39,22 +45,22 @@ def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...
 
 
 def _shortest_period(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
-    """The shortest cycle that these calls are repetitions of."""
+    """The shortest sequence of calls that gives ``keys`` when it is repeated."""
     length = len(keys)
     return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
 
 
 def is_rotation(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
-    """Whether two cycles are the same, wherever they begin."""
+    """Whether two cycles are equal up to their starting point."""
     if len(keys) != len(others):
         return False
     return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])
 
 
 def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
-    """Whether the plan of a cycle is the best for these settings of a call too.
+    """Whether the plan of a cycle is also the best plan for these settings of a call.
 
-    It is if they differ only in the budget, and it fits one that is no larger than its own.
+    It is if the settings differ only in the budget, the budget is not larger than the cycle's, and the plan still fits it.
     """
     planned, wanted = cycle.settings.goal.memory, settings.goal.memory
     if _unbudgeted(cycle.settings) != _unbudgeted(settings):
@@ -65,13 +71,13 @@ def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
 
 
 def has_room_for(cycle: BoundCycle, live_bytes: int, goal: Goal) -> bool:
-    """Whether the weights of a cycle and so many bytes of activations fit a goal."""
+    """Whether the weights of a cycle and ``live_bytes`` of activations fit the budget of a goal."""
     used = cycle.plan.device_bytes + cycle.settings.outside + goal.counted(live_bytes)
     return goal.memory is None or used <= goal.memory
 
 
 def _unbudgeted(settings: Settings) -> Settings:
-    """Without the budget, and what differs between calls."""
+    """The settings without the budget, and without the fields that differ between calls."""
     settings = bare(settings)
     return replace(settings, goal=replace(settings.goal, memory=None))
 
@@ -85,17 +91,18 @@ def planned(
     timings: Timings | None = None,
     replan_after: int = 0,
 ) -> BoundCycle:
-    """A cycle that is planned now.  Raises ChunkflowError if there is no plan."""
+    """Plan a cycle.  Raises ChunkflowError if there is no plan."""
     with planning(f"{len(keys)} calls that repeat"):
-        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # its calls are no CUDA graphs
+        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # its calls cannot be CUDA graphs
         cycle = make_cycle(calls, replace(settings, timings=timings, joined=joined))
         return BoundCycle(arena, calls, buffers, settings, cycle, keys=keys, replan_after=replan_after)
 
 
 def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call], dict[str, HostBuffer]]:
-    """The calls of a cycle, and the buffers of its weights by their names in it.  ``live``: of each, see :class:`Call`.
+    """The calls of a cycle, and the buffers of its weights by their names in the cycle.
 
-    A weight that two calls read is two weights of the cycle: it is fetched for each.
+    A weight that two calls read counts as two weights of the cycle, because it is copied for each of them.
+    ``live``: bytes of activations of each call, see :class:`Call`.
     """
     placed = list[Call]()
     buffers: dict[str, HostBuffer] = {}
@@ -113,7 +120,7 @@ def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call]
 
 
 def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
-    """The settings of a cycle, None if those of its calls do not agree.  The budget is the largest."""
+    """The settings of a cycle, or None if its calls have different settings.  Its budget is the largest of their budgets."""
     shared = [_unbudgeted(call.code.settings) for call in calls]
     if any(settings != shared[0] for settings in shared):
         return None
@@ -123,19 +130,22 @@ def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
 
 
 def _outside(calls: Sequence[CallSite]) -> int:
-    """Bytes on the device of the weights of these models that none of the calls reads, and of the tables of the calls."""
+    """Bytes on the device that the plan of a cycle does not cover.
+
+    They are the weights of the models that none of the calls reads, and the tables of rows of the calls.
+    """
     left: dict[int, int] = {}
-    for call in dict.fromkeys(calls):  # a call comes several times in a cycle
+    for call in dict.fromkeys(calls):  # a call may come several times in a cycle
         left[call.model] = left.get(call.model, call.code.settings.outside + call.kept_bytes) - call.kept_bytes
     tables = sum(call.code.settings.table for call in dict.fromkeys(calls))
     return tables + sum(max(0, nbytes) for nbytes in left.values())
 
 
 def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:
-    """Write the plan and the programs of a cycle into a folder, next to that of one of its calls, if there is one."""
+    """If one of the calls has a dump folder, write the plan and the programs of the cycle to a folder next to it."""
     other = next((call.code.folder for call in calls if call.code.folder is not None), None)
     if other is not None:
-        with contextlib.suppress(OSError):  # a full disk is no error
+        with contextlib.suppress(OSError):  # a full disk must not stop the run
             cycle.measure_into(_written(cycle, other))
 
 

@@ -29,9 +29,10 @@ from .torch_cuda import TorchCuda
 
 
 class _HostDevice(Device):
-    """The common part of devices made of host threads, which read any host memory and a clock that takes no time.
+    """The base class of devices made of host threads.  They can copy from any host memory, and reading their clock is free.
 
-    ``port``: the emulated link to the host, or None.  ``peers``: that to the other ranks, None if it is the same.
+    ``port``: the emulated link to the host, or None.  ``peers``: the emulated link to the other ranks; None if they share the
+    link to the host.
     """
 
     def __init__(self, engine: Engine, port: Port | None, peers: Port | None) -> None:
@@ -72,7 +73,8 @@ class _HostDevice(Device):
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
-        if begun is not None:  # after a pass that was not measured, it lacks the few copies that run into it
+        # A pass always counts as whole: after an unmeasured pass, only the few copies that run into this one are missed.
+        if begun is not None:
             self.compute.run(lambda: over(begun, self.clock.now(), True))
 
     def close(self) -> None:
@@ -81,7 +83,7 @@ class _HostDevice(Device):
 
 
 class CpuDevice(_HostDevice):
-    """Compute and collectives on the calling thread, copies on one thread of their own."""
+    """Runs compute and collectives on the calling thread, and copies on separate threads."""
 
     name = "cpu"
 
@@ -91,9 +93,9 @@ class CpuDevice(_HostDevice):
 
 
 class ThreadsDevice(_HostDevice):
-    """A thread for every stream: the host may enqueue whole steps before any of their work has run.
+    """Runs every stream on its own thread, so the host may enqueue whole steps before any of their work has run.
 
-    ``choose`` and ``before``: see :class:`Engine`; they force schedules that could occur on a GPU.
+    ``choose``, ``before``: see :class:`Engine`; they force schedules that could occur on a GPU.
     """
 
     name = "threads"
@@ -116,7 +118,7 @@ class ThreadsDevice(_HostDevice):
 
 
 def check_device(given: torch.device | str) -> torch.device:
-    """The device, for a GPU with its index.  Raises ChunkflowError for a device that programs cannot run on."""
+    """The device as a torch.device; a GPU gets an index.  Raises ChunkflowError for a device that is not supported."""
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
@@ -139,12 +141,12 @@ def check_device(given: torch.device | str) -> torch.device:
 
 
 def _why_none() -> str:
-    """Why torch has no GPU to run on."""
+    """The reason why torch has no GPU to run on."""
     if torch.version.cuda is None and torch.version.hip is None:
         return "is built for the CPU only"
     try:
         torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:  # it names a driver that is too old, with its version
+    except (AssertionError, RuntimeError) as error:  # the error names the version of a driver that is too old
         return f"finds no GPU or no driver ({str(error).partition('. ')[0].strip()})"
     return "finds no GPU or no driver"
 
@@ -161,7 +163,7 @@ def refuse_capture(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """The kind of device.  ``threads``: a thread for every stream.  ``link``: the link to emulate, or None."""
+    """The kind of device.  ``threads``: whether every stream is a thread.  ``link``: the link to emulate, or None."""
 
     threads: bool = False
     link: LinkEmulation | None = None

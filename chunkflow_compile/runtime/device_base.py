@@ -1,8 +1,8 @@
-"""What the executor asks of a device: memory, in-order streams, events between them, and times.
+"""The interface of a device for the executor: memory, in-order streams, events between them, and times.
 
 There are three devices.  ``cpu``, the default, computes on the calling thread and copies on one thread that stands for
-the copy engine.  ``threads`` has a thread for every stream, compute included, so the host runs ahead as on a GPU.
-``cuda`` is a GPU.  The executor issues the same operations on all of them.  The first two can emulate a link.
+the copy engine.  ``threads`` has a thread for every stream, including compute, so the host runs ahead as on a GPU.
+``cuda`` is a GPU.  The executor issues the same operations on all of them.  The first two can emulate a PCIe link.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from chunkflow_compile.weights.source import Bytes
 from .host_clock import MONOTONIC, HostClock
 from .read_ahead import InRing
 
-# A pass over the calls of a program or a cycle takes time to measure: the host needs 0.1 ms a call, and on a GPU 1 to 2 us
-# to record each of two thousand marks and 3 to 5 us to read it.  So after the first FIRST_STEPS passes, only two
-# consecutive ones in every EVERY are measured.  On a GPU the second one counts; the first tells which copies run into it.
-# EVERY is prime: of a pattern that repeats, such as the steps of a generation, each has its turn.
+# Measuring a pass over the calls of a program or a cycle takes time: the host needs 0.1 ms per call, and on a GPU 1 to 2 us
+# to record each of two thousand events and 3 to 5 us to read it.  So after the first FIRST_STEPS passes, only two consecutive
+# passes in every EVERY are measured.  On a GPU the second pass counts; the first one shows which copies run into it.
+# EVERY is prime, so that in a pattern that repeats, such as the steps of a generation, each step is measured at some time.
 FIRST_STEPS = 16
 EVERY = 17
 
@@ -33,13 +33,13 @@ NamedCopy = tuple[torch.Tensor, Bytes | InRing, str]
 
 # Called with the seconds that a stream stalled.
 Waited = Callable[[float], None]
-# Called with the times when a step began and ended, seconds of the device's clock, and whether the previous step was
-# measured too.  If it was not, its copies that ran beside the collectives of this step are unknown.
+# Called with the times when a step began and ended, in seconds of the device's clock, and whether the previous step was also
+# measured.  If it was not, it is unknown which of its copies overlapped the collectives of this step.
 StepEnd = Callable[[float, float, bool], None]
 
 
 class Watch(Protocol):
-    """Called with the times when a piece of work begins and ends, seconds of the device's clock.
+    """Gets the times when a piece of work begins and ends, in seconds of the device's clock.
 
     ``cuda`` calls it only after the step.
     """
@@ -56,32 +56,34 @@ class Stream(Protocol):
         """Enqueue ``work``.  ``watch``: receives its times.  ``name``: shown by profilers of the device."""
 
     def record(self, event: Any) -> None:
-        """Mark this point of the stream."""
+        """Record the event at this point of the stream."""
 
     def wait(self, event: Any, waited: Waited | None = None) -> None:
-        """Make the work enqueued from here on start after the event's newest mark.
+        """Make the work that is enqueued from here on start after the latest record of the event.
 
-        ``waited`` is called with the seconds that the stream stalled.
+        ``waited``: called with the seconds that the stream stalled.
         """
 
     def synchronize(self) -> None:
-        """Block the host until the stream is empty.  Raises what the stream's work raised."""
+        """Block the host until the stream is empty.  Raises the error that the stream's work raised, if any."""
 
 
 class ReadStream(Stream, Protocol):
-    """The stream of reads of the drive."""
+    """The stream of reads from the SSD."""
 
     def recover(self) -> None:
-        """Do the work that is enqueued from here on also if earlier work fails, whose events have the error."""
+        """Run the work that is enqueued from here on even if earlier work fails.  Only the events of the earlier work carry
+        its error."""
 
 
 class Device:
-    """A device: the memory of the arena, and the streams.  Methods that do nothing here do nothing on host threads.
+    """A device: the memory of an arena, and its streams.  Methods that do nothing here do nothing on host threads either.
 
-    ``copy``: the lane of copies from the host.  That of pulls, and the stream of reads, are made when first asked for.
+    ``copy``: the lane of copies from the host.  ``pull``, ``reads``: the lane of pulls and the stream of reads from the SSD;
+    both are created at their first use.
     ``collective``: the stream that collectives run on; the same object as ``compute`` if they run in its order.
-    ``clock``: of its host threads.  ``closed``: whether its streams are closed.  ``records``: whether it records what is
-    issued, as a CUDA graph.
+    ``clock``: the clock of its host threads.  ``closed``: whether its streams are closed.  ``records``: whether it records
+    the issued work as a CUDA graph instead of running it.
     """
 
     name: str
@@ -93,19 +95,19 @@ class Device:
     records = False
     pull: Stream | None = None
     reads: ReadStream | None = None
-    _left: int | None = None  # passes that are still to be measured; None to choose them
+    _left: int | None = None  # passes left to measure on request; None to choose them
 
     @property
     def zero(self) -> float:
-        """The time by ``clock`` at which the clock of the measurements stood at 0."""
+        """The time of ``clock`` at which the clock of the measurements was 0."""
         return 0.0
 
     def event(self) -> Any:
-        """A new event, with no mark."""
+        """A new event, not recorded yet."""
         raise NotImplementedError
 
     def read_event(self) -> Any:
-        """A new event that the stream of reads records."""
+        """A new event for the stream of reads to record."""
         return self.event()
 
     def lane(self, moves: Lane) -> Stream:
@@ -121,7 +123,7 @@ class Device:
         raise NotImplementedError
 
     def _make_reads(self) -> ReadStream:
-        """The stream for reads of the drive."""
+        """The stream for reads from the SSD."""
         raise NotImplementedError
 
     def stream(self, name: StreamName) -> Stream:
@@ -140,80 +142,80 @@ class Device:
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """All streams that there are so far."""
+        """All streams that were created so far."""
         reads = () if self.reads is None else (self.reads,)
         return (self.compute, self.collective, *self.lanes, *reads)
 
     @property
     def moves(self) -> tuple[Lane, ...]:
-        """The names of the lanes that there are so far."""
+        """The names of the lanes that were created so far."""
         return LANES[:1] if self.pull is None else LANES
 
     @property
     def lanes(self) -> tuple[Stream, ...]:
-        """Their streams."""
+        """The streams of the lanes that were created so far."""
         return (self.copy,) if self.pull is None else (self.copy, self.pull)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory for an arena, uint8.  Raises RuntimeError if there is not enough."""
+        """Allocate memory for an arena, uint8.  Raises RuntimeError if there is not enough."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def release(self) -> None:
-        """Keep the memory of the arena no longer: nothing in flight uses it."""
+        """Drop the reference to the arena's memory, which no work in flight uses."""
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Name memory outside the arena that steps read: it must not be reused under a step in flight."""
+        """Register memory outside the arena that steps read, so that it is not reused while a step is in flight."""
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Let the copy engine read a host tensor directly; return a function to undo it.  Raises OSError on failure."""
         return lambda: None
 
     def stage(self) -> None:
-        """From now on, some copies come from memory that could not be pinned."""
+        """Prepare for copies from memory that could not be pinned."""
 
     def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
-        """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of a lane."""
+        """Copy ``source`` to ``target`` (uint8, equal sizes).  It is called as work on the stream of a lane."""
         raise NotImplementedError
 
     def copy_all(self, copies: Sequence[NamedCopy], moves: Lane = "copy") -> None:
-        """Enqueue copies that nobody times in a lane."""
+        """Enqueue copies in a lane, without timing them."""
         for target, source, name in copies:
             self.lane(moves).run(partial(self.copy_bytes, target, source, moves), None, name)
 
     def received(self, nbytes: int) -> None:
-        """Called as work of the collective stream, after a collective has brought ``nbytes`` into this rank."""
+        """Note that a collective has received ``nbytes`` on this rank.  It is called as work of the collective stream."""
 
     def deliver(self) -> None:
-        """Return when all enqueued work has produced its Python objects; raise what the work raised.
+        """Wait until all enqueued work has produced its Python objects.  Raises the error that the work raised, if any.
 
-        The contents of the tensors among them may still be in flight, as on a GPU.
+        The contents of tensors may still be in flight, as on a GPU.
         """
 
     def sync_copies(self) -> None:
-        """Wait for the copies that delivered steps read: after that the host may write to their source."""
+        """Wait for the copies of all delivered steps.  After that, the host may write to their sources."""
 
     def why_not_recorded(self) -> str:
-        """Why calls cannot be recorded as CUDA graphs here; empty if they can."""
+        """The reason why calls cannot be recorded as CUDA graphs on this device; empty if they can."""
         return f"only a GPU has them, and this is device {self.name}"
 
     def recording(self, pool: Any) -> contextlib.AbstractContextManager[tuple[Any, Device]]:
-        """Record a call as a CUDA graph: the graph, and the device to which the context issues the call.
+        """A context that records a call as a CUDA graph.  It yields the graph, and the device to issue the call to.
 
-        ``pool``: a graph whose pool of memory it shares, None for a pool of its own.  Raises RuntimeError if something in the
-        call cannot be recorded.
+        ``pool``: a graph whose memory pool the new graph shares, or None to create a pool.  Raises RuntimeError if part of
+        the call cannot be recorded.
         """
         raise NotImplementedError
 
     def launch(self, graph: Any) -> None:
-        """Enqueue a graph on the compute stream, after all copies issued outside of graphs."""
+        """Enqueue a graph on the compute stream, after all copies that were issued outside of graphs."""
         raise NotImplementedError
 
     def reset(self, graph: Any) -> None:
-        """Free what a graph holds, with no launch of it in flight."""
+        """Free the memory of a graph.  No launch of it may be in flight."""
         raise NotImplementedError
 
     def free(self) -> int:
-        """Bytes of the device that nothing holds; waits for what is in flight."""
+        """Free memory of the device in bytes, after work in flight has ended."""
         return 0
 
     @property
@@ -222,16 +224,16 @@ class Device:
         return bool(self._left)
 
     def measure(self, passes: int | None) -> None:
-        """Measure the next ``passes`` passes, and none after them; None to choose them.
+        """Measure the next ``passes`` passes, and no later ones.  With None, :meth:`choose` decides which passes to measure.
 
-        What was measured is known when :meth:`collect` waits for it.
+        Call :meth:`collect` with ``wait`` to get the measurements.
         """
         self._left = passes
 
     def choose(self, step: int, wanted: bool = False) -> bool:
         """Whether to measure the calls of the pass that begins.
 
-        ``step``: of its program, counted from 0.  ``wanted``: whether a plan is to be made from its times.
+        ``step``: number of the step of its program, from 0.  ``wanted``: whether its times are needed for re-planning.
         """
         if self._left is None:
             return wanted or step < FIRST_STEPS or (step - FIRST_STEPS + 1) % EVERY < 2
@@ -239,19 +241,19 @@ class Device:
         return before > 0
 
     def start(self, marked: bool, consecutive: bool) -> Any:
-        """Begin a call of a program; return what :meth:`finish` needs as ``begun``, None if the call is not measured.
+        """Begin a call of a program; return the value that :meth:`finish` takes as ``begun``, None if it is not measured.
 
-        ``marked``: as chosen for its pass.  ``consecutive``: whether the program's call before it was
-        measured.
+        ``marked``: whether the call is measured, see :meth:`choose`.  ``consecutive``: whether the previous call of the
+        program was measured.
         """
         raise NotImplementedError
 
     def finish(self, begun: Any, over: StepEnd) -> None:
-        """End a call.  ``over`` is called once its times are known, or never if it is not measured."""
+        """End a call.  ``over``: called once the times of the call are known; never called if it is not measured."""
         raise NotImplementedError
 
     def collect(self, wait: bool = False) -> None:
-        """Report the times known by now of the steps issued; with ``wait``, wait for those of all steps."""
+        """Report the times of steps that are known by now.  ``wait``: whether to wait for the times of all issued steps."""
 
     def close(self) -> None:
         """Close the streams."""

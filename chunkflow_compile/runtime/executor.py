@@ -1,8 +1,9 @@
-"""The executor: issues the ops of a call, as they were proved (step.py), to the streams of a device.
+"""The executor: issues the ops of a call, as they were verified (step.py), to the streams of a device.
 
-A call has its step (``Cycle.ops``), and before it a prologue at a cold start, at a jump and after writes to weights
-(``Cycle.prologue``).  Only the events that these record and await order the streams, and if collectives have a stream of
-their own, two more: a collective waits for its start, which compute records, and compute for its end.
+The ops of a call are its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue comes
+before it (``Cycle.prologue``).  The streams are ordered only by the events that these ops record and wait for.  If
+collectives have a separate stream, two more events order it: a collective waits until compute has reached its start, and
+compute waits for its end.
 
 instructions.py makes the functions that issue the ops; this file runs them, or launches the call as a CUDA graph.
 """
@@ -32,9 +33,9 @@ from .wrapped_calls import LoweredRegion, separated
 class Executor:
     """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena.
 
-    ``target``: where its ops are issued.  ``instructions``: the functions that issue those of its step.  ``rewritten``:
-    weights that were written since they were copied, with the versions of their values.  ``cost``: of the newest step.
-    ``captures``: that of its call if it is to be a CUDA graph, None if not.
+    ``target``: the memory and the streams that its ops are issued to.  ``instructions``: the functions that issue the ops of
+    a step.  ``rewritten``: weights that were written since they were copied -> the versions of their values.  ``cost``: the
+    cost of the latest step.  ``captures``: the log of its call as a CUDA graph; None if it is never recorded.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class Executor:
         versions: Callable[[], dict[str, int]] = dict,
         captures: CaptureLog | None = None,
     ) -> None:
-        """``poison``: see :class:`Target`.  ``cycle``: of which the program is a call, None for one by itself.
-
-        ``file``: takes the measurement of each step.  ``versions``: returns those of the values of all weights of the cycle.
+        """``poison``: see :class:`Target`.  ``cycle``: the cycle that contains the program as a call; None if the program
+        runs alone.  ``file``: called with the measurement of each step.  ``versions``: returns the weights of the cycle with
+        the current versions of their values.
         """
         self.program = program
         self.cycle = cycle = cycle or Cycle.of(program)
@@ -68,7 +69,7 @@ class Executor:
         self._next = (self.call + 1) % len(cycle.calls)
         self._plan = cycle.plan.digest
         self._steps = 0
-        self._measured = True  # whether the step before was, or there was none
+        self._measured = True  # whether the previous step was measured, or there was none
         self._windows = len(program.problem.regions)
         self._streams = bool(program.plan.streamed)
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
@@ -79,7 +80,7 @@ class Executor:
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
         self._later: list[Any] = [None] * (len(nodes) - len(placeholders))
-        # those for no stale weights, made when they are first needed: few calls of a cycle ever begin a pass
+        # the prologues without stale weights, made at their first use: few calls of a cycle ever begin a pass
         self._prologues: dict[tuple[bool, Sequence[Lane]], list[Issue]] = {}
         self.instructions = instructions(self.target, cycle.ops[self.call], issued(program))
 
@@ -88,16 +89,16 @@ class Executor:
         return self.target.binding
 
     def run(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> list[Any]:
-        """Run one step on each row, which is one set of inputs of the traced graph; return the outputs of each row.
+        """Run one step on each row; return the outputs of each row.  A row is one set of inputs of the traced graph.
 
-        Several rows share one pass over the weights: each weight is copied once, and each op of compute runs for one row
-        after the other.  The rows repeat only ops of compute, between the same waits and before the same evicts, so the
-        order that was proved for one row holds for all of them.  Such a step is not measured, and is never a CUDA graph.
-        The outputs of different rows share no memory.  The values between regions are on the device for all rows at the same
-        time, and the graph must not write an input that two rows share.
+        Several rows share one pass over the weights: each weight is copied once, and each compute op runs for all rows, one
+        after the other.  Only compute ops are repeated, between the same waits and before the same evictions, so the order
+        that was verified for one row holds for all of them.  Such a step is not measured, and is never a CUDA graph.
+        The outputs of different rows share no memory.  The device holds the values between regions for all rows at the same
+        time.  The graph must not write to an input that two rows share.
 
-        ``timed``: whether a plan is to be made from the times of the steps.
-        Raises ChunkflowError if a copy or a collective fails; the next call then starts cold.
+        ``timed``: whether the times of the steps are needed for re-planning.
+        Raises ChunkflowError if a copy or a collective fails; the next call is then a cold start.
         """
         try:
             step = self.enqueue(rows, timed)
@@ -108,18 +109,18 @@ class Executor:
         return step.outputs if len(rows) == 1 else separated(step.outputs)
 
     def copy_again(self, versions: Mapping[str, int]) -> None:
-        """Let the next step copy these weights again, unless the memory has values of these versions."""
+        """Make the next step copy these weights again, unless the memory already has values of these versions."""
         self.rewritten |= versions
 
     def enqueue(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> RunningStep:
-        """Issue one step.  Its outputs are valid after the device has delivered; more steps may be issued before.
+        """Issue one step.  Its outputs are valid after :meth:`Device.deliver`; more steps may be issued before that.
 
-        ``rows``, ``timed``: as in :meth:`run`.
+        ``rows``, ``timed``: see :meth:`run`.
         """
         *earlier, env = map(self._values_of, rows)
         state = self.state
         jumps = state.next_call != self.call
-        begins = self.call == 0 or jumps  # a pass
+        begins = self.call == 0 or jumps  # whether a pass begins
         requested = not earlier and (self.device.measuring if begins else state.measurement_requested)
         graph = None if earlier else self._recorded(env, requested or timed)
         if begins:
@@ -131,7 +132,7 @@ class Executor:
         step = RunningStep(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps, earlier)
         self.cost = step.cost
         self._steps += 1
-        if self._streams:  # else it leaves the arena to the others
+        if self._streams:  # else it does not use the arena's memory
             if self.binding.arena.holder is not state:
                 self._prime(step)
             elif jumps:
@@ -150,22 +151,23 @@ class Executor:
                 issue(step)
             step.cost.end_issue(self.device.clock.now() - begin_s)
         number = state.end_call(self._next)
-        # not the step: its values would live too long
+        # bound to the cost and not to the step, whose values would live too long
         over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
         return step
 
     def _values_of(self, row: Sequence[Any]) -> list[Any]:
-        """The values of a step before it has computed a row: the inputs, and a place for each other value."""
+        """The values of a step before it runs on a row: the inputs, then None for each value to be computed."""
         env = [*row, *self._later]
         for position, value in self._values:
             env[position] = value
         return env
 
     def _recorded(self, env: Sequence[Any], measured: bool) -> CudaGraph | None:
-        """The CUDA graph of the call on these inputs, recorded now if it is time; None to issue its instructions.
+        """The CUDA graph for the call on these inputs, which is recorded now if it is due; None to issue instructions
+        instead.
 
-        ``measured``: whether the times of its parts are needed, which a launch does not have.
+        ``measured``: whether the times of regions and collectives are needed, which a graph launch does not provide.
         """
         if (log := self.captures) is None:
             return None
@@ -190,7 +192,7 @@ class Executor:
             graph.drop(why)
 
     def _stale(self) -> set[str]:
-        """The weights whose values in the memory are not the newest."""
+        """The weights whose values in the arena's memory are out of date."""
         return {name for name, version in self.rewritten.items() if self.state.versions.get(name) != version}
 
     def _prime(self, step: RunningStep, stale: Collection[str] | None = None, *, jumps: bool = False) -> None:
@@ -201,7 +203,7 @@ class Executor:
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
-                reads.recover()  # a read that failed was for another model, or the prologue repeats it
+                reads.recover()  # a failed read was for another model, or is repeated by the prologue
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)
@@ -210,7 +212,7 @@ class Executor:
         step.cost.end_priming()
 
     def _prologue(self, stale: Collection[str] | None, jumps: bool) -> list[Issue]:
-        """The functions that issue the prologue of the call, see :meth:`_prime`."""
+        """The functions that issue the prologue of the call.  ``stale``, ``jumps``: see :meth:`_prime`."""
         lanes = self.device.moves
         if (kept := self._prologues.get((jumps, lanes))) is not None and not stale:
             return kept
@@ -249,10 +251,10 @@ class Executor:
         )
 
     def forget(self) -> None:
-        """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
+        """Wait for work in flight and discard the chunks in the arena.  The next step is then a cold start."""
         self.binding.arena.discard(self.state)
         for stream in self.device.streams:
-            with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
+            with contextlib.suppress(ChunkflowError):  # already raised where the failed work was awaited
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self._drop_graph("its memory was given up, or a call failed")
@@ -261,6 +263,7 @@ class Executor:
         self.traffic.forget()
 
     def vacate(self) -> None:
-        """Drop every reference to the memory, with no work in flight (:meth:`forget`).  The executor cannot run again."""
+        """Drop every reference to the arena's memory.  No work may be in flight (:meth:`forget`).  The executor cannot run
+        again."""
         self.instructions, self._values, self._prologues = [], [], {}
         self.target.vacate()

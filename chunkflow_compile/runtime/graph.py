@@ -1,7 +1,8 @@
-"""Compiled graphs: what Dynamo calls.
+"""Compiled graphs: the callables that Dynamo calls.
 
-Dynamo shares a compiled graph between models of one class, so it may be called with the parameters of several models.  It
-keeps a weak reference to a program for each, which belongs to its model's placement and ends with it.
+Dynamo shares a compiled graph between models of one class, so the graph may be called with the parameters of several models.
+It has one program per model, which belongs to the placement of the model and ends with it.  The graph only keeps a weak
+reference to it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.utils import dynamo_timed
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,6 +24,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import takes_packed
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.private_torch import core
+from chunkflow_compile.private_torch.dynamo import dynamo_timed
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of, store_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.locks import ProcessLock, aside, when_collected
@@ -37,20 +39,25 @@ from .wrapped_calls import tuple_getter
 
 _log = logging.getLogger(__name__)
 
-# The ids of the first and the last weight, because blocks may share one of them, and the sizes of the call.
+# The ids of the first and the last weight, and the sizes of the call.  Both ids are needed, because blocks may share a
+# weight.
 _Key = tuple[int, int, Sizes]
 
-# Called with the parameters by name, the names of the weights to offload, and ``start``.  Move those weights into the
-# host store, calls ``start`` with the model's arena, and attaches the program that it returns to the model's placement.
+# Called with the parameters by name, the names of the weights to offload, and ``start``.  It moves those weights into the
+# host store, calls ``start`` with the model's arena, and attaches the program that ``start`` returns to the placement of the
+# model.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
-# Called with the parameters by name.  Returns the goal that replan or a pipeline has set for their model, if either has.
+# Called with the parameters by name.  Returns the goal that replan or a pipeline has set for their model, or None.
 Changed = Callable[[Mapping[str, nn.Parameter]], Goal | None]
 
 
 class HostConstants:
-    """Copies on ``device`` of inputs on the CPU that forward moves there, such as rotary embeddings: moved once, not in every
-    step, and kept as long as the table lives.  ``positions``: of the tables among the inputs."""
+    """Copies, on ``device``, of CPU inputs that forward moves to it, such as tables of rotary embeddings.
+
+    Each table is moved once instead of in every step, and its copy is kept as long as the table lives.
+    ``positions``: positions of the tables among the inputs.
+    """
 
     def __init__(self, device: torch.device, positions: Sequence[int] = ()) -> None:
         self._device = device
@@ -58,12 +65,12 @@ class HostConstants:
         self._moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # table -> its version, and the copy
 
     def move(self, inputs: list[Any]) -> None:
-        """Replace each table among ``inputs`` by its copy, which is made anew if the table has changed."""
+        """Replace each table among ``inputs`` by its copy.  A copy is renewed if its table was written since."""
         for position in self.positions:
             inputs[position] = self._copy(inputs[position])
 
     def _copy(self, table: torch.Tensor) -> torch.Tensor:
-        if table.is_inference():  # counts no versions: it could have changed
+        if table.is_inference():  # it has no version counter, so a change would be missed
             return table.to(self._device)
         moved: tuple[int, torch.Tensor] | None = self._moved.get(table)
         if moved is None or moved[0] != table._version:
@@ -73,15 +80,15 @@ class HostConstants:
 
 
 class CompiledGraph:
-    """The callable for AOTAutograd: it gets the inputs of the traced graph as one list, which it may empty."""
+    """The callable for AOTAutograd.  It gets the inputs of the traced graph as one list, which it may empty."""
 
     _boxed_call = True
 
     def __init__(
         self, codes: Codes, place: Place, changed: Changed, arena: Arena | None, tables: HostConstants, packs: bool
     ) -> None:
-        """``arena``: the one that the user passed; None for each model's own.  ``packs``: whether raw weights are packed
-        here; else they stay as they were placed."""
+        """``place``, ``changed``: see :data:`Place` and :data:`Changed`.  ``arena``: the arena that the user passed; None if
+        each model has its own.  ``packs``: whether raw weights are compressed here; if not, they stay as they were placed."""
         self.codes = codes
         self._packs = packs
         self._tables = tables
@@ -89,7 +96,7 @@ class CompiledGraph:
         self._changed = changed
         self._arena = arena
         self._programs: weakref.WeakValueDictionary[_Key, SingleCall] = weakref.WeakValueDictionary()
-        # by the id of the model's first weight, with its memory: once that is gone, the id may be another's
+        # Keyed by the id of the model's first weight.  Its storage is kept, too: once it is freed, the id may be reused.
         self._current: dict[tuple[int, Sizes], tuple[StorageWeakRef, CurrentCode]] = {}
         self._lock = ProcessLock()
         when_collected(self, _drop_all, self._programs)
@@ -102,13 +109,13 @@ class CompiledGraph:
         self._weights = tuple_getter(places)
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run one step.  A second thread waits until the first has finished its step.
+        """Run one step.  A second thread waits until the first one has finished its step.
 
-        Under a FakeTensorMode nothing runs or moves: the outputs are fake tensors.
+        Under a FakeTensorMode, nothing is computed or moved, and the outputs are fake tensors.
         """
         inputs = list(args)
         args.clear()
-        if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is not None:
+        if (mode := core.fake_mode()) is not None:
             return on_fakes(mode, self.codes.graph, inputs)
         if self._tables.positions:
             self._tables.move(inputs)
@@ -117,12 +124,12 @@ class CompiledGraph:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What was compiled, at the sizes for which it was."""
+        """The compiled program, at the sizes for which the graph was compiled."""
         return (self.codes.first.program,)
 
     @contextlib.contextmanager
     def ready(self, inputs: Sequence[Any]) -> Iterator[SingleCall]:
-        """The program that fits a call with these inputs, while the lock of its arena is held."""
+        """A context that yields the program for a call with these inputs, and holds the lock of its arena."""
         weights = self._weights(inputs)
         noticed = False
         while True:
@@ -141,14 +148,14 @@ class CompiledGraph:
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
-                # no other thread has replaced it meanwhile
+                # unless another thread has replaced it meanwhile
                 if self._programs.get(key) is program and sizes in self.codes:
                     self._renew(key, program, parameters)
 
     def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Plan for the sizes of a call; end the programs of sizes that were forgotten for it."""
+        """Plan for the sizes of a call.  End the programs of sizes whose plans were dropped for it."""
         with self._lock(), awaited(parameters.values()):
-            if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
+            if self.codes.sizes(inputs) is None:  # unless another thread has planned for them meanwhile
                 self.codes.plan(inputs, self._changed(parameters))
                 self._current = {key: kept for key, kept in self._current.items() if key[1] in self.codes}
                 for key, program in [*self._programs.items()]:
@@ -181,9 +188,9 @@ class CompiledGraph:
         self._programs[key] = fresh
 
     def _current_code(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
-        """The current code of a model at sizes, created if there is none.
+        """The current code of a model at these sizes, which is created if there is none.
 
-        Not in a weak dictionary: its callbacks run in the garbage collector, where Python drops a Ctrl-C.
+        It is not kept in a weak dictionary, whose callbacks run in the garbage collector, where Python would drop a Ctrl-C.
         """
         first = next(iter(parameters.values()))
         self._current = {key: kept for key, kept in self._current.items() if not kept[0].expired()}
@@ -197,13 +204,14 @@ class CompiledGraph:
     def _bind(
         self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes, arena: Arena
     ) -> SingleCall:
-        """A program of the model, whose weights are placed.
+        """Make a program for a model whose weights are placed, and bind it.
 
-        The weights take the sources that its code wants, once, before they are bound.  What can be compressed was asked
-        before code was lowered for it.  So other code is needed only if the weights are not those of that time: those of
-        another block or model that shares the graph, or written since, with values that do not fit.  If the ranks do not
-        agree on what is sharded, or more weights are in files than the plan expects, which is made for another model, there
-        is another plan, and nothing is lowered.
+        Before they are bound, the weights are converted once to the sources that the code wants.  Which weights can be
+        compressed was determined before the code was lowered.  So other code must be lowered in two cases only: these weights
+        belong to another block or model that shares the graph, or they were written since and their values can no longer be
+        compressed.
+        In two other cases only the plan changes and nothing is lowered: the ranks do not agree on the sharded weights, or
+        more weights are in files than the plan expects, because it was made for another model.
         """
         sources = self._take_sources(current.code, parameters)
         if sources != current.code.sources:
@@ -213,14 +221,15 @@ class CompiledGraph:
         return bind_program(CallSite(current, parameters), arena)
 
     def _take_sources(self, code: Code, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:
-        """Let weights take the sources that their code wants, as far as they can.  Returns those that they have then, as
-        :attr:`Code.sources`.
+        """Convert the weights to the sources that the code wants, as far as possible; return the sources that they have then,
+        in the form of :attr:`Code.sources`.
 
-        One that several regions read, or that the graph returns, becomes raw.  Any other that is compressed stays so.
+        A compressed weight that several regions read, or that the graph returns, is decompressed.  All other compressed
+        weights stay compressed.
         """
         for store in _stores(parameters.values()):
             if store.exported:
-                store.mark_exported_dirty()  # programs copy what was written before they start
+                store.sync_external_writes()  # before programs start, so that they copy the written values
         able, wanted = takes_packed(self.codes.first.cut), code.packed if self._packs else frozenset()
         buffers = {
             name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None
@@ -235,10 +244,12 @@ class CompiledGraph:
 
 
 def _shard_across_peers(buffers: Mapping[str, HostBuffer], wanted: Collection[str]) -> frozenset[str]:
-    """Shard the weights ``wanted`` across the peers of their models, if that is still to do; return the names of all sharded.
+    """Shard the ``wanted`` weights across the peers of their models, unless this is done; return the names of all sharded
+    weights.
 
-    All ranks come here in the same order, with the weights that they placed together, also if one wants none of them.  After
-    that no rank comes back to wait: not for those that it did not want, nor for a weight that came later.
+    All ranks call this in the same order, for the weights that they placed together, even a rank that wants none of them.
+    Afterwards, ranks do not wait for each other again: a weight that a rank did not want then, or that was placed later, is
+    never sharded.
     """
     for peers in dict.fromkeys(buffer.store.peers for buffer in buffers.values()):
         todo = {
@@ -256,8 +267,10 @@ def _stores(values: Iterable[Any]) -> list[Store]:
 
 @contextlib.contextmanager
 def awaited(values: Iterable[Any]) -> Iterator[None]:
-    """Around what comes before the weights among ``values`` are sharded: the other ranks wait for it, and raise what it
-    raises."""
+    """A context for work that precedes the sharding of the weights among ``values``.
+
+    The other ranks wait for this work.  If it raises an error, they raise it, too.
+    """
     with contextlib.ExitStack() as calls:
         for store in _stores(values):
             calls.enter_context(store.first_call())
@@ -265,7 +278,7 @@ def awaited(values: Iterable[Any]) -> Iterator[None]:
 
 
 def on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
-    """The outputs of an ATen graph, as fake tensors of ``mode``, whatever tensors the inputs are."""
+    """The outputs of an ATen graph as fake tensors of ``mode``, for any kind of input tensors."""
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or type(value) is FakeTensor:
@@ -278,6 +291,6 @@ def on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _drop_all(programs: weakref.WeakValueDictionary[_Key, SingleCall]) -> None:
-    """End programs whose compiled code is gone (torch._dynamo.reset): nothing can run them again."""
+    """End programs whose compiled graph is gone (torch._dynamo.reset), because nothing can run them again."""
     for program in list(programs.values()):
         aside(program.close)

@@ -1,4 +1,4 @@
-"""Hoisted graphs: a preamble that runs once for many steps, and main, which takes the results of the preamble as inputs.
+"""Hoisted graphs: a preamble, which runs once for many steps, and main, which takes the results of the preamble as inputs.
 
 The preamble computes one row for each set of slow inputs (graph/hoist.py), and a table keeps the rows (rows.py).  If the
 table contains the row for the slow inputs of a step, the step runs main alone; if not, it runs the preamble first.
@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.hoist import Halves
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.units import size
 
 from .device import refuse_capture
@@ -34,11 +35,12 @@ _version = attrgetter("_version")
 
 
 class Preamble:
-    """Computes rows and keeps them in tables: one table per model, or one per block if the model is compiled by kind.
+    """Computes rows and keeps them in tables.  There is one table per model, or one per block if blocks are compiled
+    separately.
 
     The graphs of a model for several sizes share a preamble.
-    ``key``: equal for preambles that compute the same values.  ``hoisted``: names of the weights that only preambles read.
-    ``most_bytes``: limit of each table.
+    ``key``: a value that is equal for preambles that compute the same rows.  ``hoisted``: names of the weights that only
+    preambles read.  ``most_bytes``: size limit of each table in bytes.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Preamble:
         timesteps: Callable[[SingleCall], torch.Tensor | None],
         share: Callable[[Preamble, SingleCall], None],
     ) -> None:
-        """``timesteps``: returns the timesteps of a model's schedule, None if they are not known.  ``share``: called when a
-        model gets a table.  Both take the program that computes the rows of the model."""
+        """``most_rows``: the maximum number of rows in a table.  ``timesteps``: returns the timesteps of a model's schedule,
+        or None if they are not known.  ``share``: called when a model gets a table.  Both functions take the program that
+        computes the rows of the model."""
         self.key = key
         self._timesteps, self._share = timesteps, share
         self.graph = graph
@@ -75,14 +78,14 @@ class Preamble:
     def row(self, inputs: Sequence[Any]) -> Row | None:
         """The row of a call, which is computed now if the table does not contain it.  ``inputs``: inputs of the preamble.
 
-        Returns None if hoisting should end, because no row has been used a second time.
-        After a miss, the other blocks of the model compute their rows for the same slow inputs, too.  If each block computed
-        its row only when it is called, each of these passes would make the cycle of the blocks start cold.
+        Returns None if hoisting should end, because rows are never used a second time.
+        After a miss, the other blocks of the model also compute their rows for the same slow inputs.  If each block computed
+        its row only when it is called, each of these computations would cause a cold start of the cycle of blocks.
         """
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
             if program.arena.device.type == "cuda":
-                refuse_capture(program.arena.device)  # a read of values would end it
+                refuse_capture(program.arena.device)  # reading values would end the capture
             table, counts = self._table_of(program, inputs), program.call.counts
             rows, before = table.rows, table.newest
             if (timesteps := self._timesteps(program)) is not None:
@@ -142,7 +145,7 @@ class Preamble:
         return table
 
     def note(self, programs: Collection[SingleCall]) -> str:
-        """A summary of the tables of these programs, which are of one model: a sentence without its full stop."""
+        """A summary, as a sentence without its full stop, of the tables of these programs, which belong to one model."""
         tables = [table.rows.statistics for program in programs if (table := program.table) is not None]
         hits, misses, computed = (sum(getattr(t, name) for t in tables) for name in ("hits", "misses", "computed"))
         by = f"{len(self._slow)} small inputs" if len(self._slow) > 1 else "one small input"
@@ -168,7 +171,7 @@ def _most_bytes(ref: weakref.ref[Preamble]) -> int:
 
 
 def _others(program: SingleCall, newest: Key) -> list[Table]:
-    """The tables of those other blocks of the model whose newest call had this key: they take the same slow inputs."""
+    """The tables of the other blocks of the model whose latest call had this key, so that they get the same slow inputs."""
     return [
         table
         for other in program.arena.programs
@@ -178,7 +181,7 @@ def _others(program: SingleCall, newest: Key) -> list[Table]:
 
 
 def _versions(program: SingleCall) -> tuple[tuple[int, ...], ...]:
-    """The versions of all weights of a program: first those of the offloaded weights, then those of the others."""
+    """The versions of the offloaded weights of a program, and the versions of its other weights."""
     call = program.call
     return call.versions, tuple(map(_version, call.in_place.values()))
 
@@ -197,8 +200,8 @@ class HoistedGraph:
         tables: HostConstants,
         whole: Callable[[], CompiledGraph],
     ) -> None:
-        """``graph``: the whole graph.  ``tables``: host constants among its inputs.  ``whole``: compiles the whole graph, for
-        when hoisting ends."""
+        """``graph``: the whole graph.  ``tables``: host constants among its inputs.  ``whole``: compiles the whole graph; it
+        is called if hoisting ends."""
         self._graph = graph
         self._tables = tables
         self._halves: tuple[Preamble, CompiledGraph] | None = (preamble, main)
@@ -216,10 +219,10 @@ class HoistedGraph:
         return *main.programs, *preamble.graph.programs
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run one step, see :meth:`CompiledGraph.__call__`."""
+        """Run one step.  See :meth:`CompiledGraph.__call__`."""
         if self._halves is None:
             return self._run_whole(args)
-        if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is not None:
+        if (mode := core.fake_mode()) is not None:
             return on_fakes(mode, self._graph, args)
         preamble, main = self._halves
         if self._tables.positions:

@@ -1,4 +1,5 @@
-"""The clock of a device's host threads: what its streams, its link and its drive measure by, and sleep by."""
+"""The clock of a device's host threads.  Its streams, its emulated link and its emulated SSD measure time and sleep with
+it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HostClock:
-    """``now``: seconds that only go forward, the same in every process.  ``sleep``: lets so many seconds pass."""
+    """``now``: returns the time in seconds, which never decreases and is the same in every process.  ``sleep``: blocks for a
+    number of seconds."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep

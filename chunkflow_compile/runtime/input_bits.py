@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# The dtype, shape and bytes of a tensor; or the type and value of another input.  Two are equal only if all bits are equal.
+# The dtype, shape and bytes of a tensor, or the type and value of another input.  Two are equal only if all bits are equal.
 Bits: TypeAlias = tuple[Any, ...]
 
-# The base of a view is read as a whole if it has at most this many bytes, so that all its views are known.  A schedule takes
+# If the base of a view has at most this many bytes, it is read as a whole, so that all its views are known.  A schedule takes
 # at most 4 KB.
 MOST_BASE_BYTES = 64 << 10
 
@@ -40,11 +40,10 @@ class BitSources:
 class InputBits:
     """Finds the bits of inputs.  Not thread-safe: the caller holds the arena's lock.
 
-    Values in host memory are read directly.  A tensor on a device needs no transfer if the same object, which is held weakly,
-    was read before at the same ``_version`` and layout, or if the tensor is a view of a small base that was.  All other
-    tensors of a call are read in one transfer.  Writes to a tensor on a device that torch does not count are not noticed,
-    such as writes through ``.data`` or by a user's kernel.  Inference tensors have no version, so they are read in every
-    call.
+    Values in host memory are read directly.  A tensor on a device needs no transfer if the same object was read before at the
+    same ``_version`` and layout, or if it is a view of a small base that was.  Known tensors are held weakly.  All other
+    tensors of a call are read in one transfer.  Writes to a device tensor that torch does not count, such as writes through
+    ``.data`` or by a user's kernel, are not noticed.  Inference tensors have no version, so they are read in every call.
 
     ``on_host``: whether a tensor is in host memory; tests replace it to run without a device.
     """
@@ -65,9 +64,10 @@ class InputBits:
         return found  # type: ignore[return-value]
 
     def elements_of_base(self, view: Any) -> tuple[list[bytes], int] | None:
-        """If ``view`` is one element of a small base, also expanded: all elements of the base, and the index of that element.
+        """If ``view`` is one element of a small base, possibly expanded: all elements of the base, and the index of the
+        element.
 
-        None for any other input, and for a view on a device whose base :meth:`find` has not read.
+        Returns None for all other inputs, and for a view on a device whose base :meth:`find` has not read.
         """
         if not isinstance(view, torch.Tensor) or not _repeats_one(view) or (base := _small_base(view)) is None:
             return None
@@ -129,9 +129,10 @@ def split(content: bytes, nbytes: int) -> list[bytes]:
 
 
 def values_like(like: Any, wanted: Sequence[Bits]) -> list[Any]:
-    """Inputs with exactly the bits ``wanted``.  Tensors get the layout and the device of ``like``, and are moved in one copy.
+    """Inputs with exactly the bits in ``wanted``, one per entry.
 
-    An entry is None if its values differ where the strides of ``like`` repeat one element.
+    Tensors get the layout and the device of ``like``, and are moved to the device in one copy.
+    An entry is None if the strides of ``like`` repeat an element for which the wanted values differ.
     """
     if not isinstance(like, torch.Tensor):
         return [_number_of(bits) for bits in wanted]
@@ -175,7 +176,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    dense = tensor if plain else _dense(tensor)  # which takes half of the time here
+    dense = tensor if plain else _dense(tensor)  # _dense takes half of the time of this function
     return ctypes.string_at(dense.data_ptr(), dense.nbytes)
 
 

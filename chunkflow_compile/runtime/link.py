@@ -1,11 +1,10 @@
-"""An emulated link: a receive port with a bandwidth, through which copies and the incoming bytes of collectives pass.
+"""An emulated PCIe link: a receive port with a bandwidth, through which copies and the incoming bytes of collectives pass.
 
-Every rank has a port of its own, or all ranks of a machine share one (a root complex), through a file.  A port serves
-the lanes that have bytes left one quantum at a time, round-robin, as a bus arbiter does; or it carries whole transfers
-in order of arrival.  The time of a transfer is computed, and its sender sleeps until the last byte is through, which
-costs no compute.
+Every rank has its own port, or all ranks of a machine share one port (a root complex) through a file.  A port serves the
+lanes that have bytes left round-robin, one quantum at a time, as a bus arbiter does; or it carries whole transfers in order
+of arrival.  The end of a transfer is computed, and its sender sleeps until then, which uses no CPU time.
 
-Only time is emulated.  The copies and exchanges of the bytes are real.
+Only time is emulated.  The bytes are really copied and exchanged.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from .host_clock import MONOTONIC, HostClock
 
 LaneName = Literal["copy", "collective", "pull"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
-# The most ranks that can share a port: those of one machine.
+# The maximum number of ranks that can share a port.  They are on one machine.
 MOST_RANKS = 16
-# A transfer with fewer bytes left is over: they come from rounding.
+# A transfer with fewer bytes left has ended: the rest is a rounding error.
 _NOTHING = 1e-3
 
 
 @dataclass
 class _Lane:
-    """The transfer of a lane.  ``left``: bytes to carry.  ``arrived``: its place in the order of arrival.
+    """The transfer of a lane.  ``left``: bytes still to carry.  ``arrived``: its position in the order of arrival.
 
-    ``over``: the time of its last byte, seconds.
+    ``over``: the time in seconds when its last byte arrives.
     """
 
     left: float = 0.0
@@ -58,9 +57,11 @@ class _Lane:
 
 @dataclass
 class Wire:
-    """The state of a port at ``now``, seconds.  ``turn``: the lane being served.  ``quantum``: its bytes left.
+    """The state of a port at the time ``now`` in seconds.
 
-    ``idle_from`` to ``idle_to``: the last time without a transfer, less the part credited to late senders.
+    ``turn``: the lane being served.  ``quantum``: bytes left of its quantum.  ``arrivals``: the number of transfers so far.
+    ``idle_from``, ``idle_to``: begin and end of the last period without a transfer, without the part that was credited to
+    late senders.
     """
 
     emulation: LinkEmulation
@@ -73,10 +74,10 @@ class Wire:
     idle_to: float = 0.0
 
     def add(self, lane: int, nbytes: float, late: float) -> None:
-        """Add a transfer that could have begun ``late`` seconds ago.
+        """Add a transfer of ``nbytes`` to a lane.  It could have begun ``late`` seconds ago.
 
-        It is credited with the time that the wire was idle since then, and with its share of what others carried since
-        then.  They carry that share again.
+        It is credited with the time that the port was idle since then, and with its share of the bytes that other transfers
+        carried since then.  The other transfers have to carry this share again.
         """
         rate, added = self.emulation.bandwidth, self.lanes[lane]
         others = [other for other in self.lanes if other.left > 0]
@@ -93,7 +94,7 @@ class Wire:
             added.end(self.now if share else begin + unused)
 
     def advance(self, until: float, lane: int | None = None) -> None:
-        """Carry bytes until the time ``until``, or only until the transfer of ``lane`` is over."""
+        """Carry bytes until the time ``until``, or only until the transfer of ``lane`` has ended."""
         while self.now < until and (lane is None or self.lanes[lane].left > 0):
             waiting = [i for i, waits in enumerate(self.lanes) if waits.left > 0]
             if not waiting:
@@ -110,12 +111,12 @@ class Wire:
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
             served.carry(amount)
             self.quantum -= amount
-            if single:  # many quanta at once; a new transfer waits for the rest of the current one
+            if single:  # many quanta at once; a new transfer waits for the rest of the current quantum
                 self.quantum %= self.emulation.quantum
             if served.left <= _NOTHING:
                 served.end(self.now)
                 self.quantum = 0.0
-            elif amount <= 0:  # the time left is too short for a byte
+            elif amount <= 0:  # the rest of the time is too short for a byte
                 self.now = until
 
     def _next(self, waiting: Sequence[int]) -> int:
@@ -126,9 +127,10 @@ class Wire:
 
 @dataclass
 class Port:
-    """The receive port of a rank.  ``file``: holds the state if ranks share a port.  ``rank``: this one among them.
+    """The receive port of a rank.
 
-    ``clock``: by which senders sleep."""
+    ``file``: the file that holds the state if ranks share the port, or None.  ``rank``: the number of this rank among them.
+    ``clock``: the clock that senders sleep by."""
 
     emulation: LinkEmulation
     file: Path | None = None
@@ -145,9 +147,10 @@ class Port:
             self._memory = mmap.mmap(self._shared.fileno(), self._format.size)
 
     def send(self, lane: LaneName, nbytes: int, since: float | None = None) -> float:
-        """Block until ``nbytes`` are through; return the time of their last byte, by the clock.
+        """Block until ``nbytes`` have arrived; return the time of their last byte, by the clock.
 
-        ``since``: when the transfer could have begun.  A thread may wake up late, where a copy engine starts at once.
+        ``since``: the time when the transfer could have begun.  A copy engine would have started it then, but a thread may
+        wake up later.
         """
         mine = LANES.index(lane) + (0 if self._shared is None else self.rank * len(LANES))
         with self._wire() as wire:
@@ -162,14 +165,17 @@ class Port:
                     over = wire.lanes[mine].over + self.emulation.latency_s
                     break
                 ahead = replace(wire, lanes=[replace(lane) for lane in wire.lanes])
-            ahead.advance(float("inf"), mine)  # other transfers may still arrive, which only delays it
+            ahead.advance(float("inf"), mine)  # transfers that arrive meanwhile can only delay it
             self.clock.sleep(max(0.0, ahead.now - self.clock.now()))
         self.clock.sleep(max(0.0, over - self.clock.now()))
         return over
 
     @contextlib.contextmanager
     def _wire(self) -> Iterator[Wire]:
-        """The state of the port, under the process's lock; a shared one also under its file's, and written back."""
+        """A context that yields the state of the port, under the lock of the process.
+
+        The state of a shared port is also locked through its file, and is written back at the end.
+        """
         with self._lock():
             if self._shared is None:
                 yield self._own

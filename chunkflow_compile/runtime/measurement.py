@@ -1,4 +1,4 @@
-"""Measured times of steps, in the terms of the plan."""
+"""Measured times of steps, by the windows of the plan."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .device_base import Device
 from .rank_times import RankTimes
 
 SCHEMA = 2
-# Its name in the folder of a dump, next to the plan.
+# The file name of a measurement in the folder of a dump, next to the plan.
 MEASURED_FILE = "measured.json"
-# An hour of steps of one second; older measurements are dropped.
+# One hour of steps of one second.  Older measurements are dropped.
 KEPT_MEASUREMENTS = 3600
 
 
 class WindowSeconds(NamedTuple):
-    """Seconds for each window, which is for each region.
+    """Seconds for each window.  There is one window per region.
 
-    ``compute_s``: the region's compute.  ``exposed_s``: its stalls for weights.  ``collective_s``: the collectives
-    before it; ``beside_s``: those of them that ran beside a copy.
+    ``compute_s``: compute of the region.  ``exposed_s``: stalls of the region for weights.  ``collective_s``: the collectives
+    before the region.  ``beside_s``: the part of ``collective_s`` in collectives that overlapped a copy.
     """
 
     compute_s: MutableSequence[float]
@@ -45,13 +45,16 @@ class WindowSeconds(NamedTuple):
 
 
 def no_seconds(windows: int) -> WindowSeconds:
-    """Zeros to add to.  Arrays, because they take 30 MB for an hour of steps of 60 blocks, where lists take 300 MB."""
+    """Zero seconds for each window.
+
+    They are arrays, because an hour of steps with 60 blocks takes 30 MB in arrays, but 300 MB in lists.
+    """
     zeros = bytes(8 * windows)
     return WindowSeconds(array("d", zeros), array("d", zeros), array("d", zeros), array("d", zeros))
 
 
 class RegionWatch:
-    """Adds a region's seconds to its window."""
+    """Adds the compute time of a region to its window."""
 
     def __init__(self, windows: WindowSeconds, window: int) -> None:
         self._windows = windows
@@ -66,16 +69,17 @@ class RegionWatch:
 
 
 class StepMeasurement(NamedTuple):
-    """One run of a program.  A tuple, because one is made in every call.
+    """The measurement of one run of a program.  It is a tuple, because one is made in every call.
 
     ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds that compute
-    stalled for weights, including the priming of a cold start.  ``collective_s``: seconds of collectives and their
-    completions.  ``copy_s``: seconds of the copies that ended in the step; ``alone_s`` and ``alone_bytes``: seconds and
-    bytes of those from the host with no collective and no pull beside them.  ``moved_bytes``: bytes of the copies issued in
-    the step; ``pulled_bytes``: of them from other ranks; ``primed_bytes``: further bytes issued before a cold step.
-    ``read_s``, ``read_bytes``: of the drive, ahead of copies, since the step before.  ``idle_s``: seconds between the end
-    of the call before it in its cycle and its start; 0 if that is not known.  ``begin_s``: when it began, by the device's
-    clock.  ``plan``: digest of the plan that it ran under, its own or a cycle's.
+    stalled for weights, including the copies before a cold start.  ``collective_s``: seconds of collectives and their
+    completions.  ``copy_s``: seconds of the copies that ended in the step.  ``alone_s``, ``alone_bytes``: seconds and bytes
+    of those copies from the host that overlapped no collective and no pull.  ``moved_bytes``: bytes of the copies issued in
+    the step.  ``pulled_bytes``: the part of ``moved_bytes`` that came from other ranks.  ``primed_bytes``: further bytes that
+    were copied before a cold step.
+    ``read_s``, ``read_bytes``: seconds and bytes of reads from the SSD, ahead of copies, since the previous step.
+    ``idle_s``: seconds from the end of the previous call in its cycle to its start; 0 if not known.  ``begin_s``: the time of
+    its start, by the device's clock.  ``plan``: digest of the plan that it ran under, which is its own plan or a cycle's.
     """
 
     step_s: float
@@ -97,7 +101,7 @@ class StepMeasurement(NamedTuple):
 
 
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
-    """The calls of a cycle as one step, without the time between them."""
+    """Combine the measurements of the calls of a cycle into one step, without the time between the calls."""
     columns = zip(*(call.windows for call in calls), strict=True)
     windows = WindowSeconds(*(list(chain.from_iterable(column)) for column in columns))
     names = [name for name in StepMeasurement._fields if name not in ("windows", "plan", "begin_s")]
@@ -107,12 +111,13 @@ def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians over the warm steps of a program, or over its cold ones if all are cold.  ``plan``, ``problem``: digests.
+    """Medians over the warm steps of a program, or over its cold steps if all are cold.
 
-    ``steps``: the number of steps in the medians.  ``cold``: the number of cold steps, which includes the first.
-    ``copy_rate``: bytes/s of the copies with no collective beside them.  ``drive_rate``: bytes/s of the drive, None if it
-    read nothing.  ``alone_s``: for each window, seconds of its
-    collectives in steps with no copy beside them.  Both are None if there was no such copy or step.
+    ``plan``, ``problem``: digests of the plan and the problem.  ``steps``: the number of steps in the medians.  ``cold``: the
+    number of cold steps; the first step is always cold.
+    ``copy_rate``: bytes/s of the copies that overlapped no collective; None if there were none.  ``drive_rate``: bytes/s of
+    reads from the SSD; None if there were none.  ``alone_s``: for each window, seconds of its collectives in steps where they
+    overlapped no copy; None for a window without such a step.
     """
 
     plan: str
@@ -136,8 +141,8 @@ class Measured:
     def timings(self) -> Timings:
         """Timings to plan from, which add up to the time of the step.
 
-        The medians of many windows add up to less than the median of the step, because a window now and then takes
-        long.  So they are scaled to add up to it.  The host's share of the step is spread evenly over the regions.
+        The medians of many windows add up to less than the median of the step, because now and then a window takes long.
+        So the medians are scaled to the sum of the step.  The host's share of the step is spread evenly over the regions.
         """
         windows = self.windows
         rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
@@ -154,7 +159,7 @@ class Measured:
 
     @staticmethod
     def from_json(text: str) -> Measured:
-        """Read what :meth:`to_json` wrote.  Raises ChunkflowError if ``text`` is not that or has another schema."""
+        """Read the output of :meth:`to_json`.  Raises ChunkflowError if ``text`` is not such output or has another schema."""
         try:
             body: dict[str, Any] = json.loads(text)
             schema = body.pop("schema")
@@ -175,19 +180,22 @@ def _ratio(whole: float, parts: Sequence[float]) -> float:
 
 
 class Passes:
-    """What the passes over the calls of a cycle took.  ``whole``: the newest, oldest first, each as its calls'."""
+    """Measured times of the passes over the calls of a cycle.
+
+    ``whole``: the latest complete passes, oldest first; each consists of the measurements of its calls.
+    """
 
     def __init__(self, cycle: Cycle) -> None:
         self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
         self._cycle = cycle
-        self._newest: list[StepMeasurement] = []  # until it is whole
+        self._newest: list[StepMeasurement] = []  # the calls of the current pass, until it is complete
         self._predicted = seconds_of_calls(cycle)
-        self._ended = 0  # passes without a jump, measured or not
-        self._ranks: RankTimes | None = None  # while the times of other ranks are awaited
+        self._ended = 0  # number of passes without a jump, measured or not
+        self._ranks: RankTimes | None = None  # set while the times of other ranks are awaited
 
     @property
     def name(self) -> str:
-        """Of the cycle: the same on every rank, whose shards may differ in size."""
+        """A name of the cycle that is equal on all ranks, although their shards may differ in size."""
         problem, count = self._cycle.problem, len(self._cycle.calls)
         block = next((r.block for r in problem.regions if r.block), "the model")
         return (
@@ -197,15 +205,16 @@ class Passes:
 
     @property
     def groups(self) -> list[Group]:
-        """The process groups whose ranks run the cycle in step: those of its collectives, in the order of their first use."""
+        """The process groups of the cycle's collectives, in the order of their first use.  Their ranks run it in step."""
         graphs = [program.module.graph for program in self._cycle.calls if program.problem.collectives]
         names = dict.fromkeys(name for graph in graphs for name in group_names(graph))
         return [group for name in names if (group := group_named(name)) is not None]
 
     def add(self, call: int, steps: deque[StepMeasurement], counts: Counts, step: StepMeasurement) -> None:
-        """Keep the measurement of a call, and count it.  A pass that a jump has ended, or that lacks a call, is none.
+        """Keep and count the measurement of a call.  A pass that ends in a jump, or lacks a call, is dropped.
 
-        ``steps``, ``counts``: of the call, which its executor must not keep.
+        ``steps``, ``counts``: the measurements and counters of the call.  They are passed in, because its executor must not
+        keep the call alive.
         """
         steps.append(step)
         counts.add_measured(
@@ -223,8 +232,8 @@ class Passes:
             self._newest = []
 
     def timings(self, least: int) -> Timings | None:
-        """The times of the warm passes so far and of the time between calls; None if there are fewer than ``least``."""
-        single = len(self._predicted) == 1  # its first step need not be cold, and pays for first touches
+        """The times of the warm passes so far, and the times between calls; None if there are fewer than ``least`` passes."""
+        single = len(self._predicted) == 1  # its first step may count as warm, but includes one-time costs
         warm = [calls for calls in list(self.whole)[single:] if not any(call.primed_bytes for call in calls)]
         if len(warm) < least:
             return None
@@ -237,11 +246,11 @@ class Passes:
         return replace(timings, idle_s=tuple(idle))
 
     def due(self, after: int, device: Device) -> Timings | None:
-        """Note that a pass has ended.  Returns the times to plan again from, the largest of all ranks, if that is due.
+        """Note that a pass has ended.  Return the times to re-plan from, the maximum over all ranks, if re-planning is due.
 
-        It is due after each ``after`` + 1 whole passes, until ``after`` of them were warm.  Only counts decide, so that ranks
-        that run the same calls come to it in the same pass; it takes them a pass more for each of their groups.
-        Raises ChunkflowError if a rank has no times of it, and always will.
+        It is due after every ``after`` + 1 complete passes, until ``after`` of them were warm.  This depends on counts only,
+        so ranks that run the same calls re-plan in the same pass.  They need one more pass for each of their groups.
+        Raises ChunkflowError if another rank will never have times for this cycle.
         """
         self._ended += 1
         if self._ranks is None:
@@ -258,7 +267,7 @@ class Passes:
         return timings
 
     def save(self, folder: Path) -> None:
-        """Write them to the folder of a dump, if there are any.  A full disk or a failed device is no error."""
+        """Write the medians to the folder of a dump, if there are any.  A full disk or a failed device raises no error."""
         path = folder / MEASURED_FILE
         part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
         with contextlib.suppress(OSError, ChunkflowError):
@@ -267,7 +276,7 @@ class Passes:
 
 
 def seconds_of_calls(cycle: Cycle) -> list[float]:
-    """Predicted seconds of each call, until the next one begins; 0 without a prediction."""
+    """Predicted seconds of each call, up to the start of the next call; 0 without a prediction."""
     if (predicted := cycle.plan.predicted) is None:
         return [0.0 for _ in cycle.calls]
     regions = [span.start for span in predicted.spans if span.lane == "compute"]
@@ -277,7 +286,7 @@ def seconds_of_calls(cycle: Cycle) -> list[float]:
 
 
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
-    """The share, 0 to 1, of compute and collective time with a copy beside it.
+    """The share, from 0 to 1, of compute and collective time that overlaps a copy.
 
     A copy is in flight whenever compute stalls, so stalls are subtracted from both times.
     """
@@ -286,9 +295,9 @@ def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
 
 
 def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
-    """The medians of the ``steps`` that ran under ``plan``, without the cold ones unless all are.
+    """The medians over the ``steps`` that ran under ``plan``.  Cold steps count only if all steps are cold.
 
-    Raises ChunkflowError if there are none.
+    Raises ChunkflowError if there are no such steps.
     """
     digest = plan.digest
     steps = [step for step in steps if step.plan == digest]

@@ -1,10 +1,11 @@
-"""Order: which cycle runs a call.  It is learnt while the programs of an arena run.
+"""Order: decides which cycle runs a call.  It learns the order of calls while the programs of an arena run.
 
-Every call is recorded by what it reads: a *key* stands for the weights of its regions.  When the same keys have come
-twice in the same order, the third pass is planned as one cycle, once, and runs as it: each call runs the program of its
-place in the cycle.  Ranks that call the same programs plan them in the same pass.  A call other than the expected one is a
-*jump*: it finds its place in the cycle, or in another that is known, or runs its own program (single_call.py).  Whatever ran
-before, it then fetches what it needs.
+Every call is recorded by its *key*, which stands for the weights that its regions read.  When the same keys have come twice
+in the same order, they are planned once as a cycle, and the third pass runs as this cycle: each call runs the program at its
+position in the cycle.  Ranks that call the same programs plan them in the same pass.
+A call other than the expected one is a *jump*.  It continues at its position in this cycle or in another known cycle, or it
+runs its own program (single_call.py).  In each case, it first copies the weights that the previous calls have not left for
+it.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from .executor import Executor
 
 _log = logging.getLogger(__name__)
 
-# Regions of the longest cycle: 128 blocks of two models, twice a step.  Planning time grows with them.
+# The number of regions in the longest cycle: 128 blocks of two models, called twice per step.  Planning time grows with it.
 MOST_REGIONS = 4096
-# Cycles that an arena remembers.  Each keeps its plan, and its programs, but no device memory.
+# The number of cycles that an arena remembers.  Each keeps its plan and its programs, but no device memory.
 _MOST_CYCLES = 8
 
 
 class Order:
     """The order in which the calls of an arena come, and their cycles.  The caller of its methods holds the arena's lock.
 
-    ``cycles``: those that are known.  ``current``: the one that runs now, if one does.
+    ``cycles``: the known cycles.  ``current``: the cycle that runs now, or None.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -60,16 +61,17 @@ class Order:
         self._unexpected = 0
 
     def add(self, call: CallSite) -> CallKey | None:
-        """A call comes from now on.  Returns its key, None if it cannot be a call of a cycle."""
+        """Add a call; return its key, or None if it cannot be part of a cycle."""
         self._calls[call] = key = self._key_of(call)
         return key
 
     def remove(self, call: CallSite) -> None:
-        """A call comes no more: its program has ended."""
+        """Remove a call whose program has ended."""
         self._calls.pop(call, None)
 
     def _key_of(self, call: CallSite) -> CallKey | None:
-        """What a call reads, region by region, with the collectives between; None if the user chose its placement."""
+        """The key of a call: the weights of each region, and the collectives between them.  None if the call cannot be part
+        of a cycle, for example because the user chose its placement."""
         settings, buffers, problem = call.code.settings, call.buffers, call.program.problem
         chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         chosen = chosen or settings.preamble
@@ -84,7 +86,7 @@ class Order:
         key = self._keys.get(identity)
         if key is None or not key.alive:
             key = self._keys[identity] = CallKey(itertools.chain(*regions), settings)
-        elif key.renew(settings):  # it was planned again for another goal
+        elif key.renew(settings):  # it was re-planned for another goal
             self._start_anew(key, lambda cycle: is_optimal_for(cycle, settings))
         else:
             fits = partial(has_room_for, live_bytes=problem.live_bytes, goal=settings.goal)
@@ -93,7 +95,7 @@ class Order:
         return key
 
     def cycles_of(self, call: CallSite) -> list[BoundCycle]:
-        """The known cycles that move weights of a call."""
+        """The known cycles that copy weights of a call."""
         own = set(map(id, call.buffers.values()))
         return [cycle for cycle in self.cycles if any(id(buffer) in own for buffer in cycle.buffers.values())]
 
@@ -104,7 +106,7 @@ class Order:
             self.current = None
 
     def swap_plan(self, cycle: BoundCycle, again: BoundCycle) -> None:
-        """Let another plan of a cycle run in its place, from the next pass on."""
+        """Replace a cycle by the same cycle under another plan, from the next pass on."""
         if cycle in self.cycles:
             runs = cycle is self.current
             again.continue_from(cycle)
@@ -113,20 +115,20 @@ class Order:
             self.current = again if runs else self.current
 
     def advance(self, call: CallSite, key: CallKey) -> tuple[BoundCycle, Executor] | None:
-        """A call comes.  Returns the cycle that runs it and the executor there, None if it runs by itself."""
+        """Note that a call comes; return the cycle that runs it and its executor there, or None if it runs alone."""
         if (place := self._locate(call, key)) is None:
             return None
         cycle, number = place
         try:
             return cycle, cycle.begin(call, number)
-        except ChunkflowError as error:  # the program by itself still runs
+        except ChunkflowError as error:  # the program can still run alone
             _log.warning("%s calls do not run as a cycle: %s", len(cycle.keys), str(error))
             self._refused.append(cycle.keys)
             self.forget(cycle)
             return None
 
     def _locate(self, call: CallSite, key: CallKey) -> tuple[BoundCycle, int] | None:
-        """The cycle, and the place there, of the call that follows; None if no cycle has it."""
+        """The cycle that runs the next call, and the position of the call there; None if no cycle contains it."""
         previous = self._history[-1] if self._history else None
         self._history.append(key)
         if self.current is not None and not self.current.can_bind():
@@ -136,13 +138,13 @@ class Order:
             self._unexpected = 0
             return current, current.position
         if current is None and key is previous and not call.part:
-            return None  # a whole model, again and again
+            return None  # a whole model that is called repeatedly
         return self._on_unexpected_call(key, previous, call)
 
     def _on_unexpected_call(
         self, key: CallKey, previous: CallKey | None, call: CallSite
     ) -> tuple[BoundCycle, int] | None:
-        """The place of a call that the current cycle does not expect, or that no cycle runs."""
+        """The cycle and the position of a call that the current cycle does not expect, or None if no cycle contains it."""
         self.prune()
         self._unexpected += 1
         if self.current is not None and self._unexpected > len(self.current.keys):
@@ -153,7 +155,7 @@ class Order:
         for cycle in [c for c in (self.current, *self.cycles) if c is not None]:
             count, other = len(cycle.keys), cycle is not self.current
             places = (number % count for number in range(cycle.position, cycle.position + count))
-            number = next((number for number in places if cycle.keys[number] is key), None)  # the expected one first
+            number = next((number for number in places if cycle.keys[number] is key), None)  # expected first
             if number is None or (other and not call.part and cycle.keys[number - 1] is not previous):
                 continue
             if other or number != cycle.position:
@@ -172,7 +174,10 @@ class Order:
         return [cycle for cycle in self.cycles if key in cycle.keys]
 
     def _start_anew(self, key: CallKey, stays: Callable[[BoundCycle], bool]) -> None:
-        """Forget what is known of the cycles of a call.  ``stays``: whether a cycle is as good for its newest program."""
+        """Forget the cycles of a call, except those for which ``stays`` returns True.
+
+        If a cycle is forgotten, or the call has no cycle, the history is cleared and the order is learnt from scratch.
+        """
         cycles = self._cycles_with(key)
         gone = [cycle for cycle in cycles if not stays(cycle)]
         for cycle in gone:
@@ -182,8 +187,11 @@ class Order:
             self._history.clear()
 
     def _try_new_cycle(self, key: CallKey) -> BoundCycle | None:
-        """Plan the calls since an earlier one of the same weights as a cycle, which begins now: when they have come twice,
-        and are more than those of the cycle that runs."""
+        """Plan a new cycle that begins with this call; None if there is none.
+
+        Its calls are those since an earlier call with the same key.  They must have come twice, and must be more than the
+        calls of the current cycle.
+        """
         current = self.current
         if current is not None and len(self.cycles) >= _MOST_CYCLES:
             return None
@@ -198,17 +206,17 @@ class Order:
         return None
 
     def latest_calls(self, keys: Sequence[CallKey]) -> list[CallSite] | None:
-        """The newest call of each key, None if its program has ended."""
+        """The newest call for each key; None if the program of one of them has ended."""
         latest = {key: call for call, key in self._calls.items()}
         calls = [latest[key] for key in keys if key in latest]
         return calls if len(calls) == len(keys) else None
 
     def _live_bytes(self, key: CallKey) -> int:
-        """Most bytes of activations of the calls with a key, which may be of several sizes."""
+        """The maximum bytes of activations over the calls with a key, which may have several sizes."""
         return max((call.program.problem.live_bytes for call, other in self._calls.items() if other is key), default=0)
 
     def _plan(self, keys: tuple[CallKey, ...]) -> BoundCycle | None:
-        """Plan a cycle of these calls; None if they cannot be one."""
+        """Plan a cycle of these calls; return None if they cannot be a cycle."""
         calls = self.latest_calls(keys)
         if calls is None or not all(key.alive for key in keys):
             return None
@@ -227,14 +235,14 @@ class Order:
             _log.warning(
                 "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
                 len(keys),
-                str(error),  # a record that is kept would keep the arena, by the traceback
+                str(error),  # not the error: a log record that is kept would keep the arena alive through the traceback
             )
             return None
         self._add(cycle)
         return cycle
 
     def _add(self, cycle: BoundCycle) -> None:
-        """Know a cycle."""
+        """Remember a cycle, and forget the oldest if there are too many."""
         for old in [c for c in self.cycles if c is not self.current][: max(0, len(self.cycles) + 1 - _MOST_CYCLES)]:
             self.forget(old)
         self.cycles.append(cycle)

@@ -1,9 +1,10 @@
-"""Measured times of several ranks: each plans from the largest, so that all run the same plan.
+"""Measured times of several ranks: each rank plans from the maximum over all ranks, so that all run the same plan.
 
-Ranks that meet in the collectives of a program run it in step.  Each posts its times in the store of their process group at
-the end of the same pass.  A collective of the next pass ends on no rank before all have begun that pass; so at its end all
-times are there, and no rank waits for another.  One that has posted none runs something else, and then the others keep
-their plans.  With several groups, such as the two dimensions of a mesh, the largest of each are posted to the next.
+Ranks that share the collectives of a program run it in step.  At the end of the same pass, each rank posts its times to the
+store of their process group.  In the next pass, a collective ends on no rank before all ranks have begun that pass.  So after
+this collective all times have been posted, and no rank waits for another.  A rank that has posted no times runs other calls;
+the other ranks then keep their plans.  With several groups, such as the two dimensions of a mesh, the maxima of each group
+are posted to the next group.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from chunkflow_compile.weights.groups import Group, numbers
 
 
 class RankTimes:
-    """Times of some cycles, by name, on this rank and on those that it meets; None for one that has none yet.
+    """Measured times of some cycles, combined over the ranks of several groups.
 
-    All ranks create one for the same cycles in the same order.  ``timings``: so far.  ``missing``: the groups of which
-    they are not known.
+    All ranks create one for the same cycles in the same order.  ``timings``: name of a cycle -> the maximum of its times so
+    far, or None if a rank has none yet.  ``missing``: the groups whose times are not known yet.
     """
 
     def __init__(self, groups: Iterable[Group], timings: Mapping[str, Timings | None]) -> None:
@@ -31,9 +32,10 @@ class RankTimes:
         self._post()
 
     def read(self, wait: bool = False) -> None:
-        """Take those of the next group.  ``wait``: for ranks that have posted none so far, as long as a collective would.
+        """Read the times of the next group.
 
-        Raises ChunkflowError, with their numbers, if there are such ranks.
+        ``wait``: whether to wait for ranks that have not posted their times yet, up to the timeout of a collective.
+        Raises ChunkflowError, with the numbers of the ranks, if some have posted no times.
         """
         group = self.missing.popleft()
         seconds = group.timeout.total_seconds() if wait else 0.0

@@ -1,6 +1,6 @@
-"""Reading ahead: how the bytes of weights on the drive come into the ring, and from there into copies.
+"""Reading ahead: read weights from the SSD into a ring buffer in host memory, from which copies to the device take them.
 
-The ops of a step say what is read where, and when (step.py).
+The ops of a step (step.py) determine which bytes are read, when, and to which position of the ring.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from .host_clock import MONOTONIC, HostClock
 
 _log = logging.getLogger(__name__)
 
-# Lets the device read host memory directly; returns a function to undo it.
+# Pins host memory, so that the device can read it directly; returns a function that unpins it.
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 
-# A drive is reported if it reads at less than this share of the rate that the plan expects, over at least this time.
+# An SSD is reported as slow if it reads at less than this share of the rate that the plan expects, over at least _SURE_S
+# seconds.
 _SLOW = 1 / 3
 _SURE_S = 1.0
-# An emulated drive makes up for a thread that wakes up late, by at most this.
+# An emulated SSD makes up for a thread that wakes up late, by at most this many seconds.
 _LATE_S = 0.005
 
 
 @dataclass(frozen=True)
 class InRing:
-    """The bytes of a copy that a read brings into the ring, at ``begin``."""
+    """The source of a copy whose bytes are read into the ring at the position ``begin``."""
 
     reader: DriveReader
     source: DriveBytes
@@ -45,34 +46,34 @@ class InRing:
         return self.source.numel()
 
     def values(self) -> torch.Tensor:
-        """The bytes, uint8, once they are read."""
+        """The bytes, uint8.  They must have been read."""
         return self.reader.values(self.source, self.begin)
 
 
 class DriveReader:
-    """Reads the drive for an arena, into one ring for all its programs."""
+    """Reads weights from the SSD for an arena, into one ring for all its programs."""
 
     def __init__(self, pin: Pin, rate: float = 0.0, clock: HostClock = MONOTONIC) -> None:
-        """``pin``: pins host memory for the device.  ``rate``: bytes/s of a drive to emulate; 0 for the machine's own."""
+        """``pin``: pins host memory for the device.  ``rate``: bytes/s of an SSD to emulate; 0 to use the SSD as it is."""
         self._pin = pin
         self._drive = _Drive(clock, rate)
         self._ring: _RingMemory | None = None
         self._expected: float | None = None
-        self._settled = (0.0, 0)  # seconds and bytes that :meth:`settle` has returned
+        self._settled = (0.0, 0)  # seconds and bytes up to the last call of :meth:`settle`
         self._warned = False
 
     def expect(self, nbytes: int, rate: float | None) -> None:
-        """From now on, ``nbytes`` are read in each step, at this rate in bytes/s."""
+        """Expect that each step reads ``nbytes`` from now on, at this rate in bytes/s; None if the rate is not known."""
         self._expected = rate
-        # where memory is short, the page cache would drop what it has before it is read again; ranks of one machine may
-        # still find there what another has just read
+        # If memory is short, the page cache would drop pages before they are read again, so it is bypassed.  Several ranks
+        # on one machine use it all the same: they may find pages there that another rank has just read.
         self._drive.past_cache = host_memory().free < nbytes and local_ranks() < 2
 
     def read(self, source: DriveBytes, begin: int, ring_bytes: int) -> None:
-        """Read into the ring, from ``begin`` on: work of the stream of reads.
+        """Read into the ring at the position ``begin``.  It runs as work of the stream of reads.
 
-        ``ring_bytes``: of the program.  The ring is replaced by a larger one only in the first read after a prologue, which
-        comes after all copies out of it.  Raises ChunkflowError if the drive fails.
+        ``ring_bytes``: size of the ring that the program needs.  The ring is replaced by a larger one only in the first read
+        after a prologue, which is issued after all copies out of the ring.  Raises ChunkflowError if the read fails.
         """
         try:
             if self._ring is None or self._ring.bytes.numel() < ring_bytes:
@@ -86,12 +87,12 @@ class DriveReader:
             raise ChunkflowError(f"Reading ahead of the copies failed: {what}") from error
 
     def values(self, source: DriveBytes, begin: int) -> torch.Tensor:
-        """What was read into the ring from ``begin`` on, uint8."""
+        """The bytes that were read into the ring at the position ``begin``, uint8."""
         assert self._ring is not None, "it is read before"
         return _inside(source, self._ring.bytes[begin:])
 
     def settle(self) -> tuple[float, int]:
-        """Seconds and bytes of reading since the last call; says once if the drive is far slower than expected."""
+        """Seconds and bytes of reading since the last call.  Warns once if the SSD is much slower than expected."""
         seconds, nbytes = self._drive.seconds, self._drive.nbytes
         slow = self._expected is not None and seconds >= _SURE_S and nbytes < _SLOW * self._expected * seconds
         if slow and not self._warned:
@@ -107,22 +108,22 @@ class DriveReader:
         return seconds - before[0], nbytes - before[1]
 
     def close(self) -> None:
-        """Give the ring back."""
+        """Free the ring."""
         self._ring = None
 
 
 def _inside(source: DriveBytes, memory: torch.Tensor) -> torch.Tensor:
-    """Where the bytes are in memory that begins with the block of the file in which they begin."""
+    """The bytes of ``source`` within ``memory``, which begins with the file block that contains their first byte."""
     begin = source.offset % BLOCK
     return memory[begin : begin + source.numel()]
 
 
 @dataclass
 class _Drive:
-    """How the drive is read, and what was read.
+    """Reads from the SSD, and sums their times.
 
-    ``rate``: bytes/s of a drive to emulate, 0 for the machine's own.  ``past_cache``: whether to leave the page cache.
-    ``seconds``, ``nbytes``: of reading so far.  ``name``: the file read last.
+    ``rate``: bytes/s of an SSD to emulate; 0 to use the SSD as it is.  ``past_cache``: whether to bypass the page cache.
+    ``seconds``, ``nbytes``: duration and bytes of all reads so far.  ``name``: name of the last file that was read.
     """
 
     clock: HostClock
@@ -134,7 +135,7 @@ class _Drive:
     _late: float = 0.0
 
     def read(self, source: DriveBytes, memory: torch.Tensor) -> None:
-        """Read into memory of the ring."""
+        """Read the bytes of ``source`` into memory of the ring."""
         now = self.clock.now
         start = now()
         if self.past_cache:
@@ -151,15 +152,15 @@ class _Drive:
 
 
 class _RingMemory:
-    """Host pages that reads go into; they stay pinned as long as this lasts.  ``bytes``: the pages, uint8."""
+    """Pinned host pages for reads; they are unpinned when this object is collected.  ``bytes``: the pages, uint8."""
 
     def __init__(self, nbytes: int, pin: Pin) -> None:
         self.bytes = empty_pages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
-        with contextlib.suppress(OSError):  # copies from memory that is not pinned are slower, and as right
+        with contextlib.suppress(OSError):  # copies from memory that is not pinned are slower, but correct
             when_collected(self, _unpinned, pin(self.bytes))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer, which may run anywhere
 def _unpinned(undo: Callable[[], None]) -> None:
     with contextlib.suppress(OSError):  # the device has failed
         undo()

@@ -1,6 +1,6 @@
 """Recorder: the streams of a GPU while a call is recorded as a CUDA graph.
 
-The ops of the call in that form (:func:`forms.captured`) are issued to it as to the GPU itself.
+The ops of the call, in the form for capturing (:func:`forms.captured`), are issued to it as they are to the GPU itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Compute(_Lane):
 
 
 class Recorder(Device):
-    """A device for the instructions of one call, which it records.  ``lanes``: the streams on which those are recorded."""
+    """A device that records the instructions of one call.  ``lanes``: the streams that record the copies of each lane."""
 
     name = "cuda"
     records = True

@@ -1,4 +1,4 @@
-"""The table of rows: the results of a preamble, which are found by the bits of its slow inputs."""
+"""The table of rows: the results of a preamble, found by the bits of its slow inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chunkflow_compile.units import size
 from .input_bits import BitSources, InputBits, values_like
 from .schedules import ExpectedSchedule, Key, UsedKeys, guesses
 
-# After so many misses without a hit, the slow inputs are taken to change in every call, as random noise levels do.
+# After this many misses without a hit, the slow inputs are assumed to change in every call, as random noise levels do.
 _SPENT = 64
 
 
@@ -32,7 +32,7 @@ class Row:
 
     @classmethod
     def of(cls, values: Sequence[torch.Tensor]) -> Row:
-        """Memory that several values share counts once."""
+        """Make a row of these values.  Memory that several values share counts once."""
         memory = {s.data_ptr(): s.nbytes() for s in (value.untyped_storage() for value in values)}
         return cls(tuple(values), sum(memory.values()))
 
@@ -47,9 +47,9 @@ class Missing:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """``hits``, ``misses``: numbers of calls.  ``computed``: rows added so far, including guesses.  ``rows``, ``nbytes``:
-    number and size of the rows in the table now.  ``transfers``: reads of device memory by the host.  ``fill_s``: seconds
-    spent on computing rows."""
+    """Statistics of a table.  ``hits``, ``misses``: numbers of calls.  ``computed``: number of rows added so far, including
+    guesses.  ``rows``, ``nbytes``: number and total bytes of the rows in the table now.  ``transfers``: number of reads of
+    device memory by the host.  ``fill_s``: seconds spent on computing rows."""
 
     hits: int
     misses: int
@@ -71,9 +71,9 @@ class Rows:
             missing = rows.missing(key, slow_inputs, row_bytes)
             row = rows.add(missing, [preamble(m.inputs) for m in missing], seconds)
 
-    A row is found only if all bits of all slow inputs, and the versions of all hoisted weights, are equal to those from which
-    it was computed.  Guesses only decide which other rows :meth:`missing` returns.  A row stays alive as long as the caller
-    holds it, so an eviction frees no memory that a running step reads.
+    A row is found only if all bits of all slow inputs, and the versions of all hoisted weights, are the same as when it was
+    computed.  Guesses only decide which other rows :meth:`missing` returns.  A row stays alive as long as the caller holds
+    it, so evicting it frees no memory that a running step reads.
 
     ``most_bytes`` is called whenever the limit matters, because replanning may change it.
     """
@@ -125,8 +125,8 @@ class Rows:
     def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int) -> list[Missing]:
         """The rows to compute after a miss: first the row of the call, then guesses, as many as fit in the table.
 
-        ``row_bytes``: size of each row.  If no call has been a hit since the last guesses, at most half as many are made as
-        then.  The least recently used rows are evicted now, so that the new rows fit when they are computed.
+        ``row_bytes``: size of each row.  If no call has been a hit since the last guesses, at most half as many guesses are
+        made as last time.  The least recently used rows are evicted now, so that the new rows fit when they are computed.
         """
         most = self._most_bytes()
         self._check(row_bytes, most)
@@ -172,7 +172,7 @@ class Rows:
 
     @property
     def spent(self) -> bool:
-        """Whether so many successive calls were misses that hoisting should end: their slow inputs change in every call."""
+        """Whether hoisting should end: so many calls in a row were misses that the slow inputs seem to change every time."""
         return self._misses_since_hit >= _SPENT
 
     @property
@@ -211,7 +211,7 @@ class Rows:
 
 
 class Table:
-    """The rows of one model, or of one block if the model is compiled by kind, and the function that computes them.
+    """The rows of one model, or of one block if blocks are compiled separately, and the function that computes them.
 
     ``newest``: key of the newest call.
     """
@@ -219,8 +219,8 @@ class Table:
     def __init__(
         self, rows: Rows, weights: Sequence[Any], compute: Callable[[Sequence[Any], Sequence[Any]], None]
     ) -> None:
-        """``weights``: inputs of the preamble, with None in place of each slow input.  ``compute``: a method that takes these
-        weights and slow inputs, and computes their row if it is missing.  The weights and the method's object are held
+        """``weights``: inputs of the preamble, with None for each slow input.  ``compute``: a method that takes these weights
+        and slow inputs, and computes their row if it is missing.  The weights and the object of the method are held
         weakly."""
         self.rows = rows
         self.newest: Key | None = None
@@ -239,7 +239,7 @@ def _with_inputs(keys: Sequence[Key], key: Key, inputs: Sequence[Any]) -> list[M
     """The missing rows of guessed keys, with inputs of exactly these bits.  ``key``, ``inputs``: the key and the slow inputs
     of the call; a guess takes over each input whose bits are equal.
 
-    Leaves out a key that needs different values where the strides of the call's input repeat one element.
+    A key is left out if the strides of the call's input repeat an element for which it needs different values.
     """
     made: dict[Key, list[Any] | None] = {guess: list(inputs) for guess in keys}
     for position, value in enumerate(inputs):

@@ -1,4 +1,4 @@
-"""Guesses the slow inputs of the next calls.  A wrong guess costs time, and never changes a result."""
+"""Guesses the slow inputs of the next calls.  A wrong guess costs time, but never changes a result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Key: TypeAlias = tuple[Bits, ...]
 # Number of keys of earlier calls that are kept: enough for two generations of 50 steps, or for one with two prompts.
 _MOST_KEYS = 128
 
-# dtypes that a timestep may have.  They can be divided, and bool is left out because it cannot hold a schedule.
+# The dtypes that a timestep may have.  Values of these dtypes can be divided; bool is left out, as it cannot hold a schedule.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
 
 
@@ -50,7 +50,7 @@ class ExpectedSchedule:
         self._forms: dict[torch.dtype, list[list[bytes]]] = {}
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        """Guess from these timesteps.  If they are expected already and have not been written, nothing changes."""
+        """Guess from these timesteps from now on.  If they are already expected and unchanged, nothing happens."""
         version = 0 if timesteps.is_inference() else timesteps._version
         if self._timesteps is None or self._timesteps() is not timesteps or version != self._version:
             self._timesteps, self._version, self._forms = TensorWeakRef(timesteps), version, {}
@@ -72,8 +72,8 @@ class ExpectedSchedule:
     def guesses(self, key: Key, position: int) -> list[Key]:
         """Keys with the other timesteps, later ones first, in the form that contains the value at ``position``.
 
-        If several forms contain the value, the form in which it comes earliest is taken.  For example 0 may be the last
-        timestep, or the first one of a pipeline that passes ``(1000 - t) / 1000``.
+        If several forms contain the value, the form in which it comes earliest is used.  For example, 0 may be the last
+        timestep, or the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
         """
         dtype, *shape, content = key[position]
         forms = self._forms.get(dtype, [])
@@ -95,8 +95,7 @@ def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class UsedKeys:
-    """The keys of the newest calls, oldest first.  They outlive the rows, so that a schedule is still known after the rows
-    were dropped."""
+    """The keys of the latest calls, oldest first.  They are kept when rows are dropped, so that the schedule stays known."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[Key, None] = OrderedDict()
@@ -111,8 +110,8 @@ class UsedKeys:
         """Keys that combine this call's inputs with the values that one of them, such as the timestep, had in an earlier
         generation.
 
-        The keys of a generation differ in one input.  It can only be an input whose present value was used before, which
-        the text of a new prompt was not.  If there are several such inputs, the one with the most values is taken.  Newer
+        The keys of a generation differ in one input.  Only an input whose present value was used before can be this input;
+        the text of a new prompt cannot.  If there are several such inputs, the one with the most values is taken.  Newer
         generations are tried first, until one yields a key without a row.  For example, the second prompt of a generation
         finds nothing new in the keys of the first prompt.
         """
@@ -153,10 +152,11 @@ def guesses(
     used: UsedKeys,
     has_row: Callable[[Key], bool],
 ) -> Iterator[Key]:
-    """Keys of the calls that may follow the call with this key, the next ones first.
+    """Keys of the calls that may follow the call with this key, nearest first.
 
-    The values come from the base of an input that is one element of it (``bases``, see :meth:`InputBits.elements_of_base`),
-    and from the timesteps of the scheduler; if neither gives any, from the calls of earlier generations.
+    If an input is one element of a base tensor, the values come from that base (``bases``, see
+    :meth:`InputBits.elements_of_base`).  They also come from the timesteps of the scheduler.  If neither gives any, they come
+    from the calls of earlier generations.
     """
     known = False
     for position, value in enumerate(inputs):

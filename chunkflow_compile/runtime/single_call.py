@@ -1,4 +1,4 @@
-"""Single calls: programs that run by themselves, or in a cycle of the order of their arena."""
+"""Single calls: programs that run alone, or as part of a cycle that the order of their arena has found."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 class SingleCall(BoundCycle):
-    """A program by itself: a cycle of one call.  It belongs to the placement of its model, and ends with it.
+    """A program that can run alone: a cycle of one call.  It belongs to the placement of its model, and ends with it.
 
-    ``call``: what it runs and reads.  ``key``: what it reads, None if it is never a call of another cycle.  ``order``: which
-    cycle runs it.  ``title``: for errors.  ``started``: when.  ``closed``: whether it has ended.  ``table``: of the rows that
-    it has computed, if it is a preamble.
+    ``call``: its call site.  ``key``: the key of the call; None if it is never part of another cycle.  ``order``: decides
+    which cycle runs the call.  ``title``: its name in errors.  ``started``: the time of its creation.  ``closed``: whether it
+    has ended.  ``table``: the table of the rows that it has computed, if it is a preamble.
     """
 
     closed = False
@@ -49,7 +49,7 @@ class SingleCall(BoundCycle):
         self.call = call
         self.key: CallKey | None = None
         self.table: Table | None = None
-        self.order = order_of(arena) or Order(arena)  # with the other programs there
+        self.order = order_of(arena) or Order(arena)  # shared with the other programs of the arena
         problem = call.program.problem
         block = next((block for buffer in call.buffers.values() if (block := block_of(buffer.name))), "")
         of = block if call.part and block else "the model"
@@ -57,12 +57,13 @@ class SingleCall(BoundCycle):
         self.started = time.monotonic()
         self.folder = code.folder
         died = partial(_weight_died, weakref.ref(arena))
-        self._weights = [weakref.ref(life, died) for buffer in call.buffers.values() if (life := buffer.life)]
+        self._weights = [weakref.ref(token, died) for buffer in call.buffers.values() if (token := buffer.token)]
 
     def start(self) -> None:
-        """Enter the arena and its order, and bind to the memory.  The caller holds the arena's lock.
+        """Enter the arena and its order, and bind to the arena's memory.  The caller holds the arena's lock.
 
-        Raises ChunkflowError, and leaves the arena, if it has no room, or if the program is not safe with another in it.
+        Raises ChunkflowError if the device does not have enough memory, or if the program is not safe in one arena with
+        another program.  The program then leaves the arena.
         """
         code = self.code
         if code.verified:
@@ -70,7 +71,7 @@ class SingleCall(BoundCycle):
         self.arena.add(self, code.kind)
         try:
             self.key = self.order.add(self.call)
-            if not (self.call.part and self.key):  # else its cycle is planned again
+            if not (self.call.part and self.key):  # else its cycle is re-planned instead
                 self.replan_after = code.replan_after
             self.executor_of(self.call, 0)
         except BaseException:
@@ -88,7 +89,7 @@ class SingleCall(BoundCycle):
 
     @property
     def preamble(self) -> bool:
-        """Whether it computes what crosses into another program (hoisted.py), and is planned with that one."""
+        """Whether it computes inputs of a main program (hoisted.py), and is planned together with it."""
         return self.code.settings.preamble
 
     @property
@@ -105,28 +106,28 @@ class SingleCall(BoundCycle):
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The newest measured steps of its call, in a cycle too, oldest first; waits for those in flight."""
+        """The latest measured steps of its call, alone or in a cycle, oldest first.  Waits for steps in flight."""
         if not self.closed:
             self.arena.streams.collect(wait=True)
         return tuple(self.call.measured)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For the user, on what was compiled, and on the call as a CUDA graph if it is to be one."""
+        """Sentences for the user about the compilation, and about the CUDA graph of the call if the option asks for it."""
         return (*self.code.notes, self.call.captures.note) if self.code.cudagraphs else self.code.notes
 
     @property
     def executor(self) -> Executor:
-        """The one outside cycles.  Raises ChunkflowError if the program has ended."""
+        """The executor for running alone.  Raises ChunkflowError if the program has ended."""
         if self.closed:
             raise ChunkflowError("This program has ended: call the compiled model again.")
         return self.executor_of(self.call, 0)
 
     def run(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
-        """Run one step, in the cycle that has the call next, or by itself.  The caller holds the arena's lock.
+        """Run one step, as part of a cycle if one contains the call, or else alone.  The caller holds the arena's lock.
 
-        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError if there are several, and the program has a collective or
-        they differ in the shape of an input.
+        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError if there are several rows and the program has a collective,
+        or if the rows differ in the shape of an input.
         """
         arena, call = self.arena, self.call
         if len(rows) > 1:
@@ -165,10 +166,10 @@ class SingleCall(BoundCycle):
                     )
 
     def repeats(self, other: SingleCall) -> bool:
-        """Whether it is the same program on the same weights."""
+        """Whether this is the same program on the same weights as ``other``."""
         mine, theirs = self.call.buffers, other.call.buffers
         same = mine.keys() == theirs.keys() and all(buffer is theirs[name] for name, buffer in mine.items())
-        return same and self.program.same_as(other.program)  # last: there are many programs, few on the same weights
+        return same and self.program.same_as(other.program)  # last, because few programs are on the same weights
 
     def adopt(self, other: SingleCall) -> None:
         """Take over the measurements of the program that this one replaces."""
@@ -176,9 +177,9 @@ class SingleCall(BoundCycle):
         self.times.whole.extend(other.times.whole)
 
     def close(self) -> None:
-        """Wait for its step and copies in flight, free what it holds, and leave the arena.
+        """Wait for its work in flight, free its memory, and leave the arena.
 
-        Cycles of its weights free what they hold, too, because they move these weights.  Other cycles stay warm.
+        Cycles that copy its weights also free their memory.  Other cycles stay warm.
         """
         with self.arena.lock():
             if not self.closed:
@@ -193,16 +194,17 @@ class SingleCall(BoundCycle):
 
 
 def _shape(value: Any) -> str:
-    """What an input must have in common with that of every other row of its pass: a tensor all but its values."""
+    """The properties of an input that must be equal in all rows of a pass: for a tensor, all except its values."""
     if isinstance(value, torch.Tensor):
         return f"{[*value.shape]} in {str(value.dtype).removeprefix('torch.')} on {value.device}"
     return str(value) if isinstance(value, int) else type(value).__name__
 
 
 def bind_program(call: CallSite, arena: Arena) -> SingleCall:
-    """A program that is bound to the memory of an arena.
+    """Make a program for a call, and bind it to the memory of an arena.
 
-    Raises ChunkflowError if the arena has no room, or if the program is not safe with another in it.
+    Raises ChunkflowError if the device does not have enough memory, or if the program is not safe in one arena with another
+    program.
     """
     code = call.code
     check_kind(arena.device, code.kind)
@@ -214,19 +216,20 @@ def bind_program(call: CallSite, arena: Arena) -> SingleCall:
 
 
 def order_of(arena: Arena) -> Order | None:
-    """That of the programs in an arena, which ends with the last of them."""
+    """The order of the programs in an arena, or None if there are none.  It ends with the last program."""
     return next((program.order for program in arena.programs if isinstance(program, SingleCall)), None)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
-    """Let the next step end the programs that have outlived a weight; the collector may run anywhere."""
+    """Make the next step end the programs that have lost a weight.  This runs in the garbage collector, so it does no
+    more."""
     if (arena := ref()) is not None:
         arena.lose_weight()
 
 
 def _replan_if_due(cycle: BoundCycle) -> None:
-    """At the end of a pass, plan from measured times if that is due."""
+    """Re-plan from measured times at the end of a pass, if that is due."""
     try:
         if (timings := cycle.timings_due()) is not None:
             replan({cycle: timings}, by_itself=True)
@@ -237,19 +240,20 @@ def _replan_if_due(cycle: BoundCycle) -> None:
 def replan(
     cycles: Mapping[BoundCycle, Timings | None], goal: Goal | None = None, *, by_itself: bool = False, **settings: Any
 ) -> None:
-    """Give cycles other plans, which are proved, from their next pass on.  The caller holds the locks of their arenas.
+    """Give cycles new plans, which are verified, from their next pass on.  The caller holds the locks of their arenas.
 
-    ``cycles``: each with the times to plan from, the largest of all ranks that run it; None for those that it has.
-    ``goal``: None for the one that each has.  ``settings``: others to change.  ``by_itself``: whether no user asked for it;
-    then a plan that places the weights as before is left out, and one that cannot start is logged.
-    Raises ChunkflowError, and changes nothing, if there is no such plan.
+    ``cycles``: the cycles with the times to plan from, which are the maxima over all ranks that run them; None keeps the
+    times that a cycle was planned with.  ``goal``: the new goal; None keeps the goal of each cycle.  ``settings``: other
+    settings to change, by name.  ``by_itself``: whether the re-planning is automatic.  In that case a plan that places the
+    weights as before is ignored, and a failure to start a new plan is logged instead of raised.
+    Raises ChunkflowError, and changes nothing, if no plan meets the goal.
     """
     swaps, remade = list[partial[None]](), dict[tuple[Code, Timings | None], Code]()
     for cycle, timings in cycles.items():
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
             current = cycle.call.current
-            key = current.code, timings  # blocks of one kind share their code
+            key = current.code, timings  # blocks of one type share their code
             if goal is not None:
                 change["goal"] = current.code.settings.goal.aimed_at(goal)
             code = remade[key] = remade.get(key) or current.code.remade(**change)

@@ -1,8 +1,8 @@
-"""Streams and events on host threads.  A stream is a thread with a FIFO queue, which lags the host as a GPU does.
+"""Streams and events on host threads.  A stream is a thread with a FIFO queue, which lags behind the host as a GPU does.
 
 Events work as in CUDA: ``record`` marks a point of a stream; ``wait`` makes another stream wait for the mark that was
-newest *when the host called wait*.  A failed stream runs no more work but still reaches its marks, with the error, so
-no thread waits for ever.  ``synchronize`` raises the error once and makes the stream usable again.
+latest *when the host called wait*.  After a failure, a stream runs no more work, but it still reaches its marks, and passes
+on the error with them, so no thread waits forever.  ``synchronize`` raises the error once and makes the stream usable again.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .device_base import Waited, Watch
 from .host_clock import MONOTONIC, HostClock
 
-# How long an exiting process waits for work that hangs, such as a collective whose peer is gone.
+# The time in seconds that an exiting process waits for work that hangs, such as a collective whose peer is gone.
 EXIT_SECONDS = 5.0
 
 _T = TypeVar("_T")
 
-# Chooses the stream to run next: gets the names of those that can run, returns one of them.
+# Chooses the stream to run next: gets the names of the streams that can run, and returns one of them.
 Choose = Callable[[Sequence[str]], str]
 
 
 class Bell:
-    """Lets threads wait for a change.
+    """A condition variable: lets threads wait for a change.
 
-    Made of plain locks, because Ctrl-C between the lines of a threading.Condition could leave it locked for ever.
-    ``now``: of the clock that tells when an event is reached.
+    It uses only simple locks, because a Ctrl-C inside threading.Condition could leave it locked forever.
+    ``now``: returns the time in seconds at which an event is reached.
     """
 
     def __init__(self, clock: HostClock = MONOTONIC) -> None:
@@ -45,7 +45,7 @@ class Bell:
         self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
 
     def ring(self) -> None:
-        """Wake the waiters that are ready.  To wake a thread in vain costs more than to ask."""
+        """Wake the waiters that are ready.  Checking first is cheaper than waking a thread in vain."""
         with self.lock:
             for waiter, ready in list(self._waiting.items()):
                 if ready():
@@ -54,9 +54,9 @@ class Bell:
                     self._waiting.pop(waiter, None)
 
     def wait_for(self, ready: Callable[[], bool], take: Callable[[], _T]) -> _T:
-        """Wait until ``ready`` is true, asked at once and after every ring; return what ``take`` returns then.
+        """Wait until ``ready`` returns True; then call ``take`` and return its result.
 
-        Both are called under the lock.
+        ``ready`` is called at once and after every ring.  Both are called under the lock.
         """
         while True:
             with self.lock:
@@ -69,7 +69,7 @@ class Bell:
 
 
 class HostEvent:
-    """An event between host threads: a count of marks recorded and of marks reached."""
+    """An event between host threads.  ``recorded``: number of recorded marks.  ``reached``: number of reached marks."""
 
     def __init__(self, bell: Bell) -> None:
         self.recorded = 0
@@ -79,7 +79,8 @@ class HostEvent:
         self._bell = bell
 
     def mark(self) -> int:
-        """Number a new mark, in the host's program order; :meth:`reach` is called when the stream has come to it."""
+        """Return the number of a new mark, in the program order of the host.  Its stream calls :meth:`reach` with it
+        later."""
         self.recorded += 1
         return self.recorded
 
@@ -89,7 +90,7 @@ class HostEvent:
             self._bell.ring()
 
     def block(self, mark: int) -> None:
-        """Block the calling thread until ``mark`` is reached; raise if the stream failed before it."""
+        """Block the calling thread until ``mark`` is reached.  Raises ChunkflowError if the stream failed before it."""
         self._bell.wait_for(lambda: self.reached >= mark, self.check)
 
     def check(self) -> None:
@@ -99,9 +100,12 @@ class HostEvent:
 
 @dataclass
 class _Item:
-    """An entry of a stream's queue.  ``run``: what the stream does, unless it has failed; gets when it could have begun.
-    ``awaits``: an event, and the mark that must be reached before.  ``end``: called with the stream's failure or None, also
-    after a failure.  ``enqueued``: by the host, seconds of the device's clock.
+    """An entry in the queue of a stream.
+
+    ``run``: the work, which is skipped if the stream has failed; it gets the time when it could have begun.
+    ``awaits``: an event, and its mark that must be reached first.  ``end``: called afterwards, with the failure of the stream
+    or None, even if the work was skipped.  ``enqueued``: the time when the host enqueued it, in seconds of the device's
+    clock.
     """
 
     run: Callable[[float], None] | None = None
@@ -114,11 +118,11 @@ class _Item:
 
 
 class Engine:
-    """The streams of a device that are threads: ``streams``, by their names.  One lock is for all of their queues.
+    """The streams of a device that run on host threads.  One lock guards all of their queues.
 
-    Each stream has a thread.  With ``choose``, one thread runs all streams, and ``choose`` picks the next among those
-    that can run, so a schedule can be reproduced.  ``pause`` stops the threads, so the host can run any distance ahead.
-    ``before``: called with the stream's name before each piece of work.
+    Each stream has a thread.  With ``choose``, one thread runs all streams, and ``choose`` picks the next stream among those
+    that can run, so a schedule can be reproduced.  ``pause`` stops the threads, so the host can run ahead by any distance.
+    ``streams``: the streams by their names.  ``before``: called with the name of the stream before each piece of work.
     """
 
     def __init__(
@@ -148,7 +152,7 @@ class Engine:
 
     @property
     def runs_here(self) -> bool:
-        """Whether the calling thread is one of its threads."""
+        """Whether the calling thread is one of the engine's threads."""
         return threading.current_thread() in self._threads
 
     def pause(self) -> None:
@@ -172,7 +176,7 @@ class Engine:
             self.bell.ring()
 
     def end(self) -> None:
-        """Let the threads end once their queues are empty.  Does not wait: the collector may call it anywhere."""
+        """Let the threads end once their queues are empty.  Does not wait, because the garbage collector may call it."""
         if os.getpid() != self._process:
             return  # a forked child has no threads, and one of them may have held the lock at the fork
         with self.bell.lock:
@@ -180,7 +184,7 @@ class Engine:
             self.bell.ring()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the threads once their queues are empty; wait for each at most ``timeout`` seconds."""
+        """End the threads once their queues are empty, and wait for each thread for at most ``timeout`` seconds."""
         self.end()
         for thread in self._threads:
             if thread is not threading.current_thread() and os.getpid() == self._process:
@@ -208,19 +212,19 @@ class Engine:
             finally:
                 if item.end is not None:
                     item.end(stream.failure)
-                del item, taken  # their references must not live until the next item comes
+                del item, taken  # else their references would live until the next item comes
         with self.bell.lock:
             self._running -= 1
             if not self._running:
                 atexit.unregister(self.close)  # the registration would keep the engine alive
 
     def _ready(self, share: Sequence[str]) -> bool:
-        """Whether there is an item that a thread may run, or no more will come."""
+        """Whether there is an item that a thread may run, or no more items will come."""
         over = self._closed and not any(self.streams[name].items for name in share)
         return over or bool(not self._paused and self._able(share))
 
     def _take(self, share: Sequence[str]) -> tuple[ThreadStream, _Item] | None:
-        """The next item that a thread may run, and its stream; None if no more will come."""
+        """The next item that a thread may run, and its stream; None if no more items will come."""
         if not (able := self._able(share)):
             return None
         stream = self.streams[self._choose(able)]
@@ -231,7 +235,7 @@ class Engine:
 
 
 class CallingStream:
-    """The calling thread as a stream: work has finished when ``run`` returns."""
+    """The calling thread as a stream.  Work has finished when ``run`` returns."""
 
     def __init__(self, clock: HostClock = MONOTONIC) -> None:
         self._now = clock.now
@@ -253,10 +257,10 @@ class CallingStream:
 
 
 class ThreadStream:
-    """A stream whose work a thread of its engine runs.
+    """A stream whose work runs on a thread of its engine.
 
-    ``items``: its queue.  ``since``: when the running work could have begun, by the clock; its thread may have woken up
-    later.  ``ended``: when the running work ended, by the clock, if that is not when it returns.
+    ``items``: its queue.  ``since``: the time when the running work could have begun; its thread may have woken up later.
+    ``ended``: the time when the running work ended, if it differs from the time when it returns; else None.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -279,7 +283,7 @@ class ThreadStream:
         self._put(_Item(run))
 
     def end_work(self, at: float) -> None:
-        """The running work has ended at ``at``, although it has not returned yet."""
+        """Note that the running work ended at the time ``at``, although it has not returned yet."""
         self.ended = at
 
     def record(self, event: HostEvent) -> None:
@@ -295,7 +299,8 @@ class ThreadStream:
         self._put(_Item(run, awaits=(event, event.recorded)))
 
     def recover(self) -> None:
-        """Do the work that is enqueued from here on also if earlier work fails, whose marks are reached with the error."""
+        """Run the work that is enqueued from here on even if earlier work fails.  Only the marks of the earlier work carry
+        its error."""
 
         def forget(_: BaseException | None) -> None:
             self.failure = None
@@ -306,7 +311,7 @@ class ThreadStream:
         over = threading.Lock()
         over.acquire()
         self._put(_Item(end=lambda _: over.release()))
-        over.acquire()  # a plain lock, as in Bell
+        over.acquire()  # a simple lock, as in Bell
         failure, self.failure = self.failure, None  # the stream is usable again
         if failure is not None:
             raise ChunkflowError(str(failure)) from failure
@@ -327,7 +332,7 @@ def _watched(work: Callable[[], None], watch: Watch | None, now: Callable[[], fl
 
 
 def _as_here(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap work so that it runs in the caller's autograd modes, which torch keeps for each thread."""
+    """Wrap work so that it runs in the caller's autograd modes, which torch keeps per thread."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run() -> None:
@@ -346,7 +351,7 @@ _WORK = {
 
 
 def _explained(name: str, error: BaseException) -> BaseException:
-    """The error as a ChunkflowError, without its frames, which would keep the executor alive."""
+    """The error as a ChunkflowError without its traceback, which would keep the executor alive."""
     bare = error.with_traceback(None)
     if isinstance(error, ChunkflowError):
         return bare

@@ -1,4 +1,4 @@
-"""The target of a call: the memory and the streams to which its ops are issued, and what is known of a step while it runs."""
+"""The target of a call: the memory and the streams that its ops are issued to.  Also the state of a running step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ from .wrapped_calls import LoweredRegion
 
 @dataclass
 class Cost:
-    """What a step has cost so far.  ``windows``: None if it is not measured.  ``moved``: bytes copied, ``pulled``: from other
-    ranks among them.  ``primed``: bytes copied before a cold step.  ``issue_s``: seconds of the host."""
+    """The cost of a step so far.
+
+    ``windows``: seconds per window; None if the step is not measured.  ``moved``: bytes copied.  ``pulled``: the part of
+    ``moved`` that came from other ranks.  ``primed``: bytes copied before a cold step.  ``collectives``: the number of
+    collectives.  ``issue_s``: seconds that the host took to issue the step.
+    """
 
     windows: WindowSeconds | None = None
     primed: int = 0
@@ -35,28 +39,30 @@ class Cost:
     issue_s: float = 0.0
 
     def add_copies(self, nbytes: int, pulled: int = 0) -> None:
-        """Copies were issued."""
+        """Count copies that were issued."""
         self.moved += nbytes
         self.pulled += pulled
 
     def add_collective(self) -> None:
-        """A collective was issued."""
+        """Count a collective that was issued."""
         self.collectives += 1
 
     def end_priming(self) -> None:
-        """All copies so far were issued before the step."""
+        """Note that all copies so far belong to the prologue, and that the step begins now."""
         self.primed, self.moved, self.pulled = self.moved, 0, 0
 
     def end_issue(self, seconds: float) -> None:
-        """The host has issued the step in ``seconds``."""
+        """Note that the host took ``seconds`` to issue the step."""
         self.issue_s = seconds
 
 
 @dataclass
 class RunningStep:
-    """One run: the values of the program's nodes by number, and its cost, which is complete later than its outputs.
+    """One run of a program.
 
-    ``number``: of the run.  ``earlier``: if it computes several rows, the values of all but the last, which has ``env``.
+    ``env``: the values of the program's nodes, by number.  ``cost``: the cost of the run, which is complete later than the
+    outputs.  ``number``: the number of the run.  ``earlier``: if the run computes several rows, the values of all rows except
+    the last one, whose values are in ``env``.
     """
 
     env: list[Any]
@@ -74,11 +80,12 @@ Issue = Callable[[RunningStep], None]
 
 
 class Target:
-    """Where the ops of a call are issued: the memory that it is bound to, and the streams of a device.
+    """The memory that a call is bound to, and the streams of the device that its ops are issued to.
 
-    ``program``: of the call.  ``events``: of the device, by their numbers in the cycle.  ``traffic``: the transfers that are
-    issued.  ``on_drive``: weights that are read from the drive into the ring; ``read_bytes``: of a step, as planned.
-    ``number``: of each node, its place among the values of a step.
+    ``program``: the program of the call.  ``events``: the events of the device, by their numbers in the cycle.  ``traffic``:
+    the transfers that are issued.  ``on_drive``: names of the weights that are read from the SSD into the ring.
+    ``read_bytes``: bytes that a step reads from the SSD, as planned.  ``number``: node -> its index among the values of a
+    step.
     """
 
     def __init__(
@@ -91,8 +98,8 @@ class Target:
         events: Sequence[Any],
         poison: bool = False,
     ) -> None:
-        """``cycle``: of which the program is a call.  ``device``: that of the arena, or one that records the call.
-        ``poison``: whether to overwrite the bytes of an evicted weight, so that a late reader sees NaN."""
+        """``cycle``: the cycle that contains the program as a call.  ``device``: the device of the arena, or a device that
+        records the call.  ``poison``: whether to overwrite the bytes of an evicted weight, so that a late reader gets NaN."""
         self.program = program
         self.cycle = cycle
         self.regions = regions
@@ -101,7 +108,7 @@ class Target:
         self.events = events
         self.poison = poison
         self.traffic = Traffic()
-        pulled = program.plan.pulled  # one of them that has no pieces any more is read as it is copied
+        pulled = program.plan.pulled  # a pulled weight that has lost its pieces is read when it is copied
         self.on_drive = frozenset(
             n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
         )
@@ -109,24 +116,24 @@ class Target:
         self.read_bytes = sum(nbytes for _, nbytes in read)
         self._ring_bytes = max((op.ring + room(nbytes) for op, nbytes in read), default=0)
         if pulled:
-            device.lane("pull")  # now, because a step makes no stream
+            device.lane("pull")  # created now, because a step creates no streams
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         self.started, self.ended = device.event(), device.event()
 
     def copy(self, op: Copy) -> NamedCopy:
-        """The copy of an op, as the device takes it.  Adjacent chunks of one window are one copy."""
+        """The copy of an op, as the device takes it.  Adjacent chunks in a window are one copy."""
         slot, span = self.binding.slots[op.weight], self._span(op)
         if op.window is None:
             return slot[span], self.binding.hosts[op.weight][span], f"keep {op.weight}"
         source: Bytes | InRing = self.binding.hosts[op.weight][span]
-        if op.ring is not None and op.weight in self.on_drive:  # one that was written has left it
+        if op.ring is not None and op.weight in self.on_drive:  # a weight that was written is no longer on the SSD
             assert isinstance(source, DriveBytes)
             source = InRing(self.binding.arena.reader, source, op.ring)
         return slot[span], source, f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
 
     def read(self, op: Read) -> tuple[Callable[[], None], None, str]:
-        """What :meth:`Stream.run` takes for a read.  Its work is nothing for a weight that was written, and has left the
-        drive."""
+        """The arguments of :meth:`Stream.run` for a read.  The work does nothing if the weight was written since, because it
+        is no longer on the SSD."""
         source, name = self.binding.hosts[op.weight][self._span(op)], f"read {op.weight}[{op.first}:{op.end}]"
         if op.weight not in self.on_drive:
             return _nothing, None, name
@@ -141,7 +148,7 @@ class Target:
         return slice(op.first * size, op.end * size)
 
     def vacate(self) -> None:
-        """Drop every reference to the memory, with nothing in flight."""
+        """Drop every reference to the arena's memory.  No work may be in flight."""
         self.binding = Binding(self.binding.arena, {}, {}, {})
 
 

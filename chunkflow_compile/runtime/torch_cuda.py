@@ -1,4 +1,4 @@
-"""What the cuda device uses of torch.cuda, for one GPU."""
+"""The functions of torch.cuda that the cuda device uses, for one GPU."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from typing import Any, TypeVar
 import torch
 
 from chunkflow_compile.passes.names import LANES, Lane
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.weights.pieces import Pieces
 
 from .cuda_pulls import pull
 
 Object = TypeVar("Object")
 
-# Nsight Systems and Nsight Compute set them for the processes that they start.
+# Environment variables that Nsight Systems and Nsight Compute set in the processes that they start.
 _OF_NSIGHT = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
 
 
 class TorchCuda:
-    """A GPU through torch.cuda.  Tests put another in its place, which has the same methods."""
+    """A GPU, accessed through torch.cuda.  Tests replace it by a fake with the same methods."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._traced = any(variable in os.environ for variable in _OF_NSIGHT)
 
     def stream(self, moves: Lane = "copy") -> torch.cuda.Stream:
-        """The stream of a lane: one for each GPU, for the life of the process."""
+        """The stream of a lane.  There is one per GPU, for the lifetime of the process."""
         return _lane_stream(self._device, moves)
 
     def current(self) -> torch.cuda.Stream:
@@ -41,8 +42,8 @@ class TorchCuda:
         return torch.cuda.current_stream(self._device)
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
-        """Make ``stream`` the current one inside the context."""
-        # torch.cuda.stream ends by setting the thread's own GPU, which starts it: GPU 0 in any thread that set none
+        """A context in which ``stream`` is the current stream."""
+        # At its end, torch.cuda.stream sets the GPU of the thread again, which initializes that GPU: GPU 0 by default.
         here = torch.cuda.current_device() == stream.device_index
         return torch.cuda.stream(stream) if here else self._on_other(stream)
 
@@ -52,11 +53,12 @@ class TorchCuda:
             yield
 
     def event(self, timed: bool) -> torch.cuda.Event:
-        """A new event; a timed one costs more to record."""
+        """A new event.  Recording a timed event costs more."""
         return _kept_by_children(torch.cuda.Event(enable_timing=timed))
 
     def profiled(self) -> bool:
-        """Whether a profiler runs that shows names: torch's, or one of NVIDIA's, which has started this process."""
+        """Whether a profiler that shows names is running: torch's profiler, or an NVIDIA profiler that started this
+        process."""
         return self._traced or torch.autograd.profiler._is_profiler_enabled
 
     def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
@@ -69,24 +71,25 @@ class TorchCuda:
         return _kept_by_children(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def trim(self) -> None:
-        """Give memory that was freed back to the device."""
+        """Return freed memory to the device."""
         torch.cuda.empty_cache()
 
     def record_stream(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Let the allocator reuse ``memory``, once freed, only after the work that ``stream`` holds by then."""
+        """Keep the allocator from reusing ``memory`` after it is freed until the work enqueued on ``stream`` by then is
+        done."""
         _kept_by_children(memory).record_stream(stream)
 
     def abandon(self, memory: torch.Tensor) -> None:
-        """Never free ``memory``.  On a GPU that has failed, torch would end the process when it frees it."""
+        """Never free ``memory``.  If the GPU has failed, torch would abort the process when it frees the memory."""
         _keep_for_ever(memory)
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """Pinned host memory, uint8.  Raises RuntimeError if there is none."""
+        """Pinned host memory, uint8.  Raises RuntimeError if it cannot be allocated."""
         with torch.cuda.device(self._device):
             return _kept_by_children(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor | Pieces) -> None:
-        """Enqueue a copy from the host, or from the devices of the ranks, on the current stream."""
+        """Enqueue a copy from the host, or from the devices of other ranks, on the current stream."""
         if isinstance(source, Pieces):
             pull(target, source)
         else:
@@ -97,10 +100,10 @@ class TorchCuda:
         return register(host, self._device)
 
     def free(self) -> int:
-        """Bytes of the device that nothing holds, with nothing in flight and nothing kept for later."""
+        """Free memory of the device in bytes, after work in flight has ended and caches were emptied."""
         torch.cuda.synchronize(self._device)
-        # its workspaces are of a stream: captured, one lies in the pool, and the next graph may use its bytes again
-        torch._C._cuda_clearCublasWorkspaces()
+        # cuBLAS keeps a workspace per stream: a captured one is in the pool, where the next graph may reuse its bytes
+        core.free_cublas_workspaces()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
@@ -108,15 +111,16 @@ class TorchCuda:
     def capturing(
         self, shares: torch.cuda.CUDAGraph | None
     ) -> Iterator[tuple[torch.cuda.CUDAGraph, Mapping[Lane, torch.cuda.Stream]]]:
-        """Record what the context enqueues on the current stream as a CUDA graph: that one and the streams of its lanes.
+        """A context that records the work enqueued on the current stream as a CUDA graph.
 
-        ``shares``: a graph whose pool of memory it shares, None for one of its own.
-        Raises RuntimeError if something cannot be recorded.  The streams can be used again then.
+        It yields the graph, and the streams of its lanes.
+        ``shares``: a graph whose memory pool the new graph shares, or None to create a pool.
+        Raises RuntimeError if part of the work cannot be recorded.  The streams can still be used afterwards.
         """
         lock, compute, lanes = _capture_streams(self._device)
         graph = _kept_by_children(torch.cuda.CUDAGraph())
         pool = torch.cuda.graph_pool_handle() if shares is None else shares.pool()
-        # a finalizer may free memory of the device, which no capture allows
+        # a finalizer may free device memory, which is not allowed during capture
         collects = gc.isenabled()
         with lock, torch.cuda.device(self._device), torch.cuda.stream(compute):
             gc.disable()
@@ -126,21 +130,21 @@ class TorchCuda:
                 try:
                     yield graph, lanes
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # what it says is that the capture is invalid
+                    with contextlib.suppress(RuntimeError):  # it only says that the capture is invalid
                         _end_capture(graph, self._device, pool)
                     raise
                 _end_capture(graph, self._device, pool)
             finally:
                 if collects:
                     gc.enable()
-                # of the pool, like those of any other stream while nothing is captured
-                torch._C._cuda_clearCublasWorkspaces()
+                # no capture is active now: this frees the workspaces left in the pool, and those in all other streams
+                core.free_cublas_workspaces()
 
 
-# torch hands out the 32 streams of a pool in turn.  A new one for each session would in time be the caller's own, or
-# NCCL's, and copies would queue before compute without a word.  Each priority has a pool.  Within torch, NCCL and the
-# caller have that of 0, NCCL with is_high_priority_stream and symmetric memory that of -3, FSDP that of -1, and nothing that
-# of -2.  A priority has no effect on copies.
+# torch hands out the 32 streams of a pool round-robin.  If every arena took a new stream, it would in time get the caller's
+# stream or NCCL's, and copies would silently queue in front of compute.  torch has one pool per priority.  NCCL and the
+# caller use the pool of priority 0, NCCL with is_high_priority_stream and symmetric memory use priority -3, and FSDP uses -1.
+# No part of torch uses -2, so the lanes do.  The priority of a stream has no effect on copies.
 _PRIORITY = -2
 
 
@@ -153,9 +157,10 @@ def _lane_stream(device: torch.device, moves: Lane) -> torch.cuda.Stream:
 def _capture_streams(
     device: torch.device,
 ) -> tuple[threading.Lock, torch.cuda.Stream, Mapping[Lane, torch.cuda.Stream]]:
-    """The streams on which calls are recorded, of compute and of the lanes, and who records holds the lock.
+    """A lock to hold while recording, the stream on which compute is recorded, and the streams of the lanes.
 
-    Nothing ever runs on them.  The nodes of a graph have the priorities of their streams: compute that of the caller's.
+    No work ever runs on these streams.  The nodes of a graph get the priorities of the streams on which they are recorded, so
+    compute has the priority of the caller's stream.
     """
     lanes: dict[Lane, torch.cuda.Stream] = {moves: torch.cuda.Stream(device, priority=_PRIORITY) for moves in LANES}
     return threading.Lock(), torch.cuda.Stream(device), lanes
@@ -165,9 +170,9 @@ def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -
     try:
         graph.capture_end()
     except RuntimeError:
-        with contextlib.suppress(RuntimeError):  # else torch 2.11 stays in the pool, and gives no memory back any more
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-            torch._C._cuda_releasePool(device.index, pool)
+        # else torch 2.11 keeps allocating from the pool, and never returns memory
+        with contextlib.suppress(RuntimeError):
+            core.end_pool(device.index, pool)
         raise
 
 
@@ -176,12 +181,13 @@ def _keep_for_ever(owner: object) -> None:
 
 
 class _Token:
-    """Lasts as long as the event or the memory that has it.  torch 2.11 clears no weak reference to an event itself."""
+    """Lives as long as the event or the memory that it is attached to.  In torch 2.11, a weak reference to an event itself is
+    never cleared."""
 
 
 @cache
 def _tokens() -> weakref.WeakValueDictionary[int, _Token]:
-    """By the address of what has them."""
+    """The tokens of all events and memory, by the ids of their owners."""
     tokens: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
 
     def in_child() -> None:
@@ -193,7 +199,7 @@ def _tokens() -> weakref.WeakValueDictionary[int, _Token]:
 
 
 def _kept_by_children(owner: Object) -> Object:
-    """Let a forked child never free an event or memory of the GPU, which it cannot use: torch would end it."""
+    """Keep a forked child from ever freeing a GPU event or GPU memory.  It cannot use the GPU, so torch would abort it."""
     token: Any = _Token()
     owner.__dict__["chunkflow_token"] = _tokens()[id(owner)] = token
     return owner
@@ -207,18 +213,18 @@ _PORTABLE = 1
 def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
     """Pin exactly the bytes of a host tensor; return a function that unpins them.  Raises OSError if that fails.
 
-    The runtime that torch itself has loaded does it: bindings of another package may be newer than the driver.
+    It uses the CUDA runtime that torch has loaded, because the bindings of another package may be newer than the driver.
     """
-    if host.is_pinned():  # by torch's allocator, say: CUDA refuses to pin it twice
+    if host.is_pinned():  # for example by torch's allocator; pinning it twice is a CUDA error
         return lambda: None
     address, nbytes, process = host.data_ptr(), host.numel() * host.element_size(), os.getpid()
     runtime = torch.cuda.cudart()
-    with torch.cuda.device(device):  # a thread that has used no GPU yet would start GPU 0
+    with torch.cuda.device(device):  # a thread that has not used a GPU yet would initialize GPU 0
         _check(runtime.cudaHostRegister(address, nbytes, _PORTABLE), device)
 
     def undo() -> None:
         if os.getpid() != process:
-            return  # a forked child has pinned nothing, and has no GPU
+            return  # a forked child has pinned nothing and cannot use the GPU
         with torch.cuda.device(device):
             _check(runtime.cudaHostUnregister(address), device)
 
@@ -228,6 +234,7 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
 def _check(error: Any, device: torch.device) -> None:
     if int(error) == 0:
         return
-    with contextlib.suppress(RuntimeError):  # the runtime keeps the error for the next launch: let it be ours
+    # the runtime raises the error again in the next launch, so launch a kernel here
+    with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
     raise OSError(f"CUDA error {int(error)}, {torch.cuda.cudart().cudaGetErrorString(error)}")

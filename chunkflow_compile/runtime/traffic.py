@@ -1,4 +1,4 @@
-"""Traffic: the transfers over the link into a rank, and which of them had the link to themselves."""
+"""Traffic: the transfers over PCIe into a rank.  It determines which of them overlapped no other transfer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _UNDER_WAY = float("inf")
 
 
 class Copied(NamedTuple):
-    """Sums over copies: seconds and bytes of all of them, and of those from the host ``alone``, with no collective and no
-    pull beside them."""
+    """Sums over copies.
+
+    ``seconds``, ``nbytes``: seconds and bytes of all copies.  ``alone_s``, ``alone_bytes``: seconds and bytes of the copies
+    from the host that overlapped no collective and no pull.
+    """
 
     seconds: float = 0.0
     nbytes: int = 0
@@ -29,9 +32,11 @@ _NOTHING = Copied()
 
 @dataclass(eq=False)
 class Transfer:
-    """A transfer over the link from ``begin`` to ``end``, seconds of the device's clock; infinite until they are known.
+    """A transfer over PCIe.
 
-    A copy has ``nbytes``.  A collective, or its completion, has the ``window`` of ``windows`` where its seconds count.
+    ``log``: the list that it is added to when it begins.  ``nbytes``: the bytes of a copy.  ``windows``, ``window``: for a
+    collective or its completion, the times per window and the index of the window that its seconds are added to.
+    ``begin``, ``end``: times in seconds of the device's clock; infinite until they are known.
     """
 
     log: deque[Transfer]
@@ -50,28 +55,31 @@ class Transfer:
 
 
 class Traffic:
-    """The transfers of a program.  Threads report copies, pulls and collectives, one each; another calls :meth:`settle`."""
+    """The transfers of a program.
+
+    One thread reports copies, one reports pulls, and one reports collectives; another thread calls :meth:`settle`.
+    """
 
     def __init__(self) -> None:
         self._counted = 0
         self._lanes: dict[Lane, deque[Transfer]] = {moves: deque() for moves in LANES}
         self._collectives: deque[Transfer] = deque()
-        # collectives and pulls that ran beside copies still in flight
+        # collectives and pulls that may have overlapped copies still in flight
         self._settled: deque[Transfer] = deque()
         self._pulled: deque[Transfer] = deque()
 
     def copy(self, nbytes: int, moves: Lane = "copy") -> Transfer:
-        """A copy that is about to run in a lane."""
+        """A record for a copy that is about to run in a lane."""
         return Transfer(self._lanes[moves], nbytes)
 
     def collective(self, windows: WindowSeconds, window: int) -> Transfer:
-        """A collective, or its completion, that is about to run."""
+        """A record for a collective, or its completion, that is about to run."""
         return Transfer(self._collectives, windows=windows, window=window)
 
     def settle(self, now: float) -> Copied:
-        """Add the collectives to their windows, and return the sums over the copies that had ended by ``now``.
+        """Add the seconds of the collectives to their windows; return the sums over the copies that had ended by ``now``.
 
-        Called when no collective is in flight.
+        It is called when no collective is in flight.
         """
         if not (self._collectives or self._settled or any(self._lanes.values())):
             return _NOTHING
@@ -103,7 +111,7 @@ class Traffic:
         return self._counted + sum(copy.nbytes for copy in copies if copy.end < _UNDER_WAY)
 
     def forget(self) -> None:
-        """Drop the transfers of a failed step, which no step counts."""
+        """Drop the transfers of a failed step, so that no later step counts them."""
         self._counted = self.copied_bytes
         for lane in self._lanes.values():
             lane.clear()
@@ -113,18 +121,18 @@ class Traffic:
 
 
 def _ended(lane: deque[Transfer], now: float) -> Iterator[Transfer]:
-    """The transfers that had ended by ``now``, which leave the lane."""
+    """Remove the transfers that had ended by ``now`` from the lane, and yield them."""
     while lane and lane[0].end <= now:
         yield lane.popleft()
 
 
 def _sums(copies: Sequence[Transfer]) -> tuple[float, int]:
-    """Seconds and bytes."""
+    """The total seconds and bytes of copies."""
     return sum((copy.end - copy.begin for copy in copies), 0.0), sum(copy.nbytes for copy in copies)
 
 
 def _overlaps(transfers: Sequence[Transfer], others: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
-    """Each of ``transfers``, and whether any of ``others`` ran at the same time; both are in order of time."""
+    """Yield each of ``transfers`` with whether it overlaps any of ``others``.  Both sequences are in order of time."""
     position = 0
     for transfer in transfers:
         while position < len(others) and others[position].end <= transfer.begin:

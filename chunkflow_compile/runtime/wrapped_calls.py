@@ -1,5 +1,5 @@
-"""What is put around the calls of regions and collectives: for outputs that lie in a slot, weights that a region writes, and
-errors of a collective."""
+"""Wrappers for calls of regions and collectives.  They handle outputs that are stored in a slot, weights that a region
+writes, and errors of a collective."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.undeclared import declares
 
 # The lowered code of a region, in torch's boxed calling convention: it gets its inputs in a list, which it empties, and
-# drops each after its last use.
+# drops each input after its last use.
 LoweredRegion = Callable[[list[Any]], Sequence[Any]]
 
 
 def owning(
     region: LoweredRegion, values: Iterable[torch.Tensor], settled: Callable[[LoweredRegion], None]
 ) -> LoweredRegion:
-    """Wrap a region so that its outputs own their memory: those that lie in ``values``, copies of weights, are cloned.
+    """Wrap a region so that its outputs own their memory.
 
-    A slot's next weight would overwrite them, or new values of a resident one.  Inductor returns an input as an output if
-    the op does not change it (w * 1).  The first call finds out which outputs those are.  ``settled``: is given then what
-    later calls need, which is the region itself if there are none.
+    Inductor returns an input as an output if the op does not change it (w * 1).  An output may therefore be stored in one of
+    ``values``, the copies of weights on the device.  The next weight in the slot, or new values of a resident weight, would
+    overwrite it, so such outputs are cloned.
+    The first call finds out which outputs these are.  ``settled``: called then with the function for later calls, which is
+    the region itself if there are no such outputs.
     """
     memory = frozenset(value.untyped_storage()._cdata for value in values)
 
@@ -52,9 +54,10 @@ def _cloned(outputs: Sequence[Any], inside: Collection[int]) -> Sequence[Any]:
 
 
 def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Tensor]) -> LoweredRegion:
-    """Wrap the code of a repeated region, which is called for one slice after the other.
+    """Wrap the code of a repeated region, so that it is called for one slice after the other.
 
-    ``values``: what its outputs are like; those with memory of their own are allocated in each call.
+    ``values``: tensors with the shapes, strides and dtypes of its outputs.  Outputs that are not written to an input are
+    allocated in each call.
     """
     fresh = [value for value, (_, over) in zip(values, slicing.writes, strict=False) if over is None]
     parts = [*slicing.inputs, *(part for part, over in slicing.writes if over is None)]
@@ -74,14 +77,14 @@ def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Ten
 
 
 def _part(value: torch.Tensor, part: Slice, call: int) -> torch.Tensor:
-    """The slice of a value that a call takes."""
+    """The slice of a value that one call takes.  ``call``: number of the call."""
     return value.narrow(part.dim, part.offset + call * part.size, part.size)
 
 
 def separated(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-    """The outputs of several rows, of which no two share memory.
+    """The outputs of several rows, such that no two rows share memory.
 
-    Those that do, because they lie in a constant or in an input that several rows have, are cloned.
+    Outputs that share memory are cloned.  They are part of a constant, or of an input that several rows share.
     """
     memory = [{o.untyped_storage()._cdata for o in outputs if isinstance(o, torch.Tensor)} for outputs in rows]
     counts = Counter(chain.from_iterable(memory))
@@ -94,16 +97,16 @@ def _lies_in(value: object, memory: Collection[int]) -> bool:
 
 
 def undeclared(region: GraphModule) -> list[str]:
-    """The ops of a region whose schemas need not declare what they write."""
+    """The ops of a region that may write arguments without declaring it in their schemas."""
     called = (node.target for node in region.graph.nodes if node.op == "call_function")
     return sorted({str(op) for op in called if isinstance(op, torch._ops.OpOverload) and not declares(op)})
 
 
 def checked(region: LoweredRegion, weights: Mapping[str, torch.Tensor], ops: Sequence[str]) -> LoweredRegion:
-    """Wrap a region that calls ``ops``, which may write the copies on the device of these offloaded weights.
+    """Wrap a region that calls ``ops``, which may write the copies of these offloaded weights on the device.
 
-    Its first call compares them with what they were, and raises ChunkflowError if they differ: they have the old values
-    again then.
+    After the first call, the copies are compared with their values before it.  If they differ, the old values are restored
+    and ChunkflowError is raised.
     """
     unseen = dict(weights)
 
@@ -126,9 +129,9 @@ def checked(region: LoweredRegion, weights: Mapping[str, torch.Tensor], ops: Seq
 
 
 def explained(function: Callable[..., Any], name: str, received: Callable[[], None] | None) -> Callable[..., Any]:
-    """Wrap an op of the collective ``name``: it gets the number of the step too, for errors that say what to do.
+    """Wrap an op of the collective ``name``.  The wrapper also takes the number of the step, for its error message.
 
-    ``received``: called after it, if there is something.
+    ``received``: called after the op if it receives data, else None.  The wrapper raises ChunkflowError if the op fails.
     """
 
     def call(step: int, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +150,7 @@ def explained(function: Callable[..., Any], name: str, received: Callable[[], No
 
 
 def tuple_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function from a sequence to its elements at ``positions``: one call into C, if there are several."""
+    """A function that returns the elements of a sequence at ``positions``.  For several positions, it is one call into C."""
     if len(positions) > 1:
         return itemgetter(*positions)
     return lambda values: tuple(values[position] for position in positions)

@@ -1,9 +1,10 @@
-"""``admit``: before a request runs, how long it takes and whether it fits; no weight moves, and nothing is compiled.
+"""``admit``: predicts how long a request takes and whether it fits, before it runs.  No weight is copied, and nothing is
+compiled.
 
-The transformer is traced without weights at three sizes around that of a request.  At sizes between, the times of its
-regions follow from these: products grow with the tokens, attention with their square.  The placement of the weights is that
-of a plan for the same budget, played with these times.  If activations leave too little for weights, the blocks are split
-into slices of their tokens, as few as it takes.
+The transformer is traced without weights at three sizes around the size of a request.  For sizes in between, the times of
+its regions are interpolated: matrix products grow linearly with the number of tokens, attention quadratically.  A plan is
+made for the same budget, and its step is simulated with these times.  If activations leave too little memory for weights,
+the blocks are split into the smallest sufficient number of slices of their tokens.
 """
 
 from __future__ import annotations
@@ -46,24 +47,27 @@ from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.leaves import leaves, tensors_of
 from chunkflow_compile.weights.locks import ProcessLock
 
-# Attribute of a compiled pipeline: its Admitter.
+# The attribute of a compiled pipeline that holds its Admitter.
 _ADMITTER = "_chunkflow_admitter"
-# Families whose latents are packed: an element of four.
+# Families that pack their latents: four elements become one.
 _PACKED = ("flux", "qwen-image")
-# Multiples of the edges of a request at which its transformer is traced: a quarter of its tokens to four times as many; where
-# half of an edge is no size, from its own on.  Farther off, what limits a region may be another thing.
+# The transformer is traced at these multiples of the edges of a request, so at a quarter of its tokens to four times as
+# many.  If half of an edge is not a valid size, the multiples start at one.  For sizes farther away, a region may have
+# another bottleneck.
 _EDGES, _FROM_HERE = (0.5, 1, 2), (1, 2, 3)
-# Parts of the budget: the rest that activations leave is rounded down to one of them, so that few plans are made.
+# The memory that activations leave for weights is rounded down to a multiple of this fraction of the budget, so that few
+# plans are made.
 _PARTS = 16
-# The families whose calls it derives from the arguments of a pipeline; of two of one class, the narrower one first.
+# The families for which calls can be derived from the arguments of a pipeline.  If two share a class, the more specific one
+# comes first.
 _KNOWN = ("wan-i2v", "wan", "flux", "hunyuanvideo", "qwen-image")
-# Arguments of pipelines for the number of samples.
+# The arguments of pipelines that set the number of samples.
 _BATCH = ("num_images_per_prompt", "num_videos_per_prompt")
-# Arguments of pipelines without which true_cfg_scale has no effect.
+# true_cfg_scale has an effect only if a pipeline is given one of these arguments.
 _NEGATIVE = ("negative_prompt", "negative_prompt_embeds")
-# Tokens of text, samples, and numbers of slices, of what was traced together.
+# Text tokens, samples and numbers of slices of a joint trace.
 _Key = tuple[int, int, tuple[int, ...]]
-# Numbers of tokens around which a transformer was traced, and what was found there.
+# The numbers of tokens at which a transformer was traced, and the resulting forecasts.
 _Found = tuple[tuple[int, ...], tuple["_Forecast", ...]]
 
 
@@ -71,11 +75,11 @@ _Found = tuple[tuple[int, ...], tuple["_Forecast", ...]]
 class Admission:
     """Whether a request fits, and how long it takes.
 
-    ``step_s``: predicted seconds of a denoising step, both branches of guidance; ``total_s``: of all steps, and of the newest
-    call of every other component as far as it was measured.  ``device_bytes``: most bytes on the device, of which
-    ``activation_bytes`` are the transformer's activations (those alive in its compiled regions).  ``host_bytes``: of the
-    pipeline's weights in host memory.  ``budget``: bytes that were given to ``compile``.
-    ``reason``: why it does not fit, empty if it does.
+    ``step_s``: predicted seconds per denoising step, including both guidance branches.  ``total_s``: predicted seconds of
+    all steps plus the latest measured call of every other component.  ``device_bytes``: peak bytes on the device;
+    ``activation_bytes`` of them are the transformer's activations (values that are live in its compiled regions).
+    ``host_bytes``: bytes of the pipeline's weights in host memory.  ``budget``: budget given to ``compile``, in bytes.
+    ``reason``: why the request does not fit; empty if it fits.
     """
 
     fits: bool
@@ -103,16 +107,16 @@ class Admission:
 
 
 def admit(pipe: Any, **sizes: Any) -> Admission:
-    """How long a request takes on a compiled pipeline, and whether it fits the budget, before it runs.
+    """Predict how long a request takes on a compiled pipeline, and whether it fits in the budget, before it runs.
 
-    ``sizes``: arguments of the pipeline's call that sizes and the number of forwards depend on, such as ``height``,
-    ``width``, ``num_frames``, ``num_inference_steps``, ``guidance_scale``, and ``negative_prompt`` where the pipeline has
-    ``true_cfg_scale``; those left out have the defaults of the call.  The first call traces the transformer without weights,
-    in a process of its own, which takes seconds to a minute; later ones take milliseconds.  It may be called while a request
-    runs, and waits for none.
+    ``sizes``: arguments of the pipeline's call that determine the sizes and the number of forwards, such as ``height``,
+    ``width``, ``num_frames``, ``num_inference_steps``, ``guidance_scale``, and ``negative_prompt`` if the pipeline has
+    ``true_cfg_scale``.  The others have the defaults of the pipeline's call.  The first call traces the transformer without
+    weights in a separate process, which takes from a few seconds to a minute; later calls take milliseconds.  It may be
+    called while requests run, and does not wait for them.
 
-    Raises ChunkflowError for a pipeline that is not compiled or whose transformer it does not know, for an unknown argument,
-    and for a size that the model cannot take.
+    Raises ChunkflowError for a pipeline that is not compiled or whose transformer is unknown, for an unknown argument, and
+    for a size that the model does not support.
     """
     budget = budget_of(pipe)
     if budget is None or isinstance(pipe, nn.Module):
@@ -128,14 +132,16 @@ def admit(pipe: Any, **sizes: Any) -> Admission:
 
 @dataclass(eq=False, kw_only=True)
 class Admitter:
-    """What :func:`admit` needs of a pipeline, without the pipeline: it can be pickled, and asked in another process.
+    """The facts about a pipeline that :func:`admit` needs, without the pipeline.  It can be pickled and used in another
+    process.
 
-    ``defaults``: of the arguments of the call.  ``family``, ``config``, ``dtype``, ``ulysses``: of the transformer.
-    ``nbytes``: of its weights by name, which may be quantised.  ``timestep``: whether the pipeline passes one per sample
-    or one per token.  ``spatial``, ``temporal``: pixels and frames of an element of the latent.  ``unit``: pixels that edges
-    are multiples of; ``edge``: the default one.  ``chosen``: the options of compile.  ``budget``, ``usable``: bytes on the
-    device, and those of them that plans may count on.  ``forecasts``: by text, batch and numbers of slices, newest first; one
-    for each of these numbers.
+    ``defaults``: default values of the call's arguments.  ``family``, ``config``, ``dtype``, ``ulysses``: properties of the
+    transformer.  ``nbytes``: size of each of its weights by name, in bytes; weights may be quantised.  ``timestep``:
+    whether the pipeline passes one timestep per sample or one per token.  ``spatial``, ``temporal``: pixels and frames per
+    element of the latent.  ``unit``: number of pixels of which edges are multiples.  ``edge``: default edge in pixels.
+    ``chosen``: options given to compile.  ``budget``: bytes on the device.  ``usable``: bytes of the budget that plans may
+    use.  ``forecasts``: forecasts by text tokens, batch and numbers of slices, newest first; each has one entry per number
+    of slices.
     """
 
     pipeline: str
@@ -160,7 +166,7 @@ class Admitter:
 
     @staticmethod
     def of(pipe: Any) -> Admitter:
-        """That of a compiled pipeline.  Raises ChunkflowError as :func:`admit`."""
+        """The Admitter of a compiled pipeline.  Raises ChunkflowError like :func:`admit`."""
         budget, model = budget_of(pipe), getattr(pipe, "transformer", None)
         assert budget is not None, "it is compiled"
         if not isinstance(model, nn.Module):
@@ -237,19 +243,21 @@ class Admitter:
         )
 
     def _forms(self, shape: Shape) -> Iterator[_Forecast]:
-        """The transformer at a request, with whole blocks, and then in more and more slices, if ``split`` allows it."""
+        """Forecasts of the transformer for a request: first with whole blocks, then with more and more slices, as ``split``
+        allows."""
         split = self.chosen.split
         found: tuple[_Forecast, ...] = ()
         for repeats in (REPEATS[:1], REPEATS[1:]) if split == "auto" else ((split,), REPEATS[:1]):
-            if split == "auto" or not found:  # tokens that cannot be split so are whole
+            if split == "auto" or not found:  # tokens that cannot be split into this number are not split
                 found = self._known(shape, repeats)
                 yield from found
 
     def _known(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
-        """The transformer at a request in these numbers of slices, traced if it was not traced around it before."""
+        """Forecasts of the transformer for a request with these numbers of slices.  It is traced if no earlier trace covers
+        the request."""
         found = self._cached(shape, repeats)
         if found is None:
-            with self.lock():  # two threads trace nothing twice
+            with self.lock():  # two threads must not trace the same twice
                 found = self._cached(shape, repeats)
                 if found is None:
                     found = self._traced(shape, repeats)
@@ -259,13 +267,13 @@ class Admitter:
         return found
 
     def _cached(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...] | None:
-        """What was traced around a request, None if nothing was."""
+        """The forecasts of an earlier trace that covers a request, or None."""
         forecasts = self.forecasts.get((shape.text, shape.batch, repeats), ())
         within = (found for around, found in forecasts if around[0] <= _tokens(shape) <= around[-1])
         return next(within, None)
 
     def _shape(self, given: Mapping[str, Any]) -> Shape:
-        """The latent of a request."""
+        """The shape of the latent of a request."""
         edges = {}
         for name in ("height", "width"):
             value = given.get(name) or self.edge
@@ -276,7 +284,7 @@ class Admitter:
         if not isinstance(frames, int) or frames < 1 or (frames - 1) % self.temporal:
             raise ChunkflowError(f"num_frames={frames!r} is not {self.temporal} k + 1, as {self.pipeline} needs.")
         batch = next((int(given[name]) for name in _BATCH if given.get(name)), 1)
-        padded = self.family != "qwen-image"  # whose prompts are as long as they are
+        padded = self.family != "qwen-image"  # qwen-image does not pad prompts
         text = given.get("max_sequence_length") if padded else PRESETS["qwen-image"].sizes.text
         return Shape(
             batch=batch,
@@ -287,9 +295,11 @@ class Admitter:
         )
 
     def _traced(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
-        """The transformer at three numbers of tokens, in each of these numbers of slices, traced in a process of its own.
+        """Forecasts of the transformer at three numbers of tokens, one for each of these numbers of slices, traced in a
+        separate process.
 
-        Here it would change the default dtype under a request that runs, and find the process group of its ranks.
+        In this process, tracing would change the default dtype while a request runs, and it would find the process group of
+        its ranks.
         """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-c", f"from {__name__} import _answer; _answer()"]
@@ -307,8 +317,8 @@ class Admitter:
         return forecasts
 
     def _why_not_split(self, shape: Shape) -> str:
-        """Why the ranks cannot share the tokens of a latent; empty if they can.  diffusers asserts it too, but Dynamo
-        does not repeat the text of an assertion."""
+        """Why the tokens of a latent cannot be split over the ranks; empty if they can.  diffusers asserts this too, but
+        Dynamo does not pass on the message of the assertion."""
         patch = self.unit // self.spatial
         tokens = shape.frames * (shape.height // patch) * (shape.width // patch)
         if tokens % self.ulysses == 0:
@@ -319,8 +329,8 @@ class Admitter:
         )
 
     def trace(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
-        """The transformer at three numbers of tokens, in each of these numbers of slices; blocks are whole in one.  Numbers
-        that do not divide the tokens of all three are left out."""
+        """Forecasts of the transformer at three numbers of tokens, one for each of these numbers of slices (1 means whole
+        blocks).  Numbers of slices that do not divide all three numbers of tokens are left out."""
         found, tokens = list[list[Problem]](), list[int]()
         halves = not any(edge % (2 * self.unit // self.spatial) for edge in (shape.height, shape.width))
         for times in _EDGES if halves else _FROM_HERE:
@@ -340,21 +350,21 @@ class Admitter:
         return tuple(_Forecast(self.chosen.settings(), tuple(tokens), problems) for problems in alike)
 
     def _as_stored(self, problem: Problem) -> Problem:
-        """The problem with weights as large as they are, which may be quantised."""
+        """The problem with the stored sizes of the weights, which may be quantised."""
         weights = (replace(w, nbytes=min(w.nbytes, self.nbytes.get(w.name, w.nbytes))) for w in problem.weights)
         return replace(problem, weights=tuple(weights))
 
 
 def _answer() -> None:
-    """Trace what comes on stdin, and write the result to stdout, which nothing else may write to."""
+    """Unpickle a trace request from stdin, and write the result to stdout.  Nothing else may write to stdout."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     admitter, shape, repeats = pickle.load(sys.stdin.buffer)
     try:
         forecasts = admitter.trace(shape, repeats)
-    except Exception as error:  # noqa: BLE001  (whatever it is, the process that asked says it)
+    except Exception as error:  # noqa: BLE001  (the parent process reports it, whatever it is)
         traceback.print_exc()
-        sys.exit(first_line(error))  # Dynamo adds lines after those of an error in traced code
+        sys.exit(first_line(error))  # Dynamo appends lines to the message of an error in traced code
     with out:
         pickle.dump(forecasts, out)
 
@@ -370,8 +380,8 @@ def _family(model: nn.Module) -> Family:
 
 
 def _branches(given: Mapping[str, Any]) -> int:
-    """Calls of the transformer per step: two with classifier-free guidance, each with one branch."""
-    if "true_cfg_scale" in given:  # guidance_scale is then an input of the transformer
+    """Calls of the transformer per step: with classifier-free guidance two, one per branch."""
+    if "true_cfg_scale" in given:  # guidance_scale is an input of the transformer then
         guided = (given["true_cfg_scale"] or 0) > 1 and any(given.get(name) is not None for name in _NEGATIVE)
     else:
         guided = (given.get("guidance_scale") or 0) > 1
@@ -379,14 +389,15 @@ def _branches(given: Mapping[str, Any]) -> int:
 
 
 def _others(pipe: Any, budget: Budget) -> float:
-    """Seconds of the other components' calls, as far as they were measured."""
+    """Measured seconds of the calls of the other components."""
     kind = type(pipe.transformer)
     return sum(phase.seconds() or 0.0 for phase in budget.phases if type(phase.root) is not kind)
 
 
 @dataclass(eq=False)
 class _Forecast:
-    """A transformer at three numbers of tokens.  ``plans``: by the bytes that they were made for."""
+    """The forecast of a transformer, from traces at three numbers of tokens.  ``plans``: plans by the bytes for which they
+    were made."""
 
     settings: Settings
     tokens: tuple[int, ...]
@@ -395,7 +406,7 @@ class _Forecast:
 
     @cached_property
     def least(self) -> int:
-        """The least bytes of weights on the device."""
+        """The minimum bytes of weights on the device."""
         return least_memory(self.problems[0], self.settings.hardware, self.settings.chunk_bytes)
 
     @cached_property
@@ -403,7 +414,7 @@ class _Forecast:
         return [Simulator(p, self.settings.hardware, self.settings.chunk_bytes) for p in self.problems]
 
     def plan(self, nbytes: int) -> Plan:
-        """The fastest plan within so many bytes of weights on the device."""
+        """The fastest plan with at most ``nbytes`` bytes of weights on the device."""
         if nbytes not in self.plans:
             chosen = self.settings
             goal = replace(chosen.goal, memory=nbytes, activations=False)
@@ -411,7 +422,7 @@ class _Forecast:
         return self.plans[nbytes]
 
     def seconds(self, plan: Plan, count: int) -> float:
-        """Of a call with so many tokens, under a plan that was made for another number of them."""
+        """Seconds of a call with ``count`` tokens, under a plan that was made for another number of tokens."""
         simulator = copy.copy(self._simulators[0])
         for name in ("compute_s", "collective_s", "link_s"):
             columns = zip(*(getattr(s, name) for s in self._simulators), strict=True)
@@ -419,17 +430,17 @@ class _Forecast:
         return simulator.step_under(plan)
 
     def activations_at(self, count: int) -> int:
-        """Bytes at so many tokens."""
+        """Bytes of activations with ``count`` tokens."""
         return max(0, round(_interpolated(self.tokens, [problem.live_bytes for problem in self.problems], count)))
 
 
 def _tokens(shape: Shape) -> int:
-    """Elements of the latent of a sample, which its tokens are proportional to."""
+    """Elements in the latent of a sample.  The number of tokens is proportional to it."""
     return shape.frames * shape.height * shape.width
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: int) -> float:
-    """The value at ``x`` on the parabola through ``values`` at three points (Lagrange)."""
+    """The value at ``x`` of the parabola through ``values`` at three points (Lagrange interpolation)."""
     parts = (math.prod((x - other) / (here - other) for other in at if other != here) for here in at)
     return sum(part * value for part, value in zip(parts, values, strict=True))
 

@@ -1,6 +1,6 @@
-"""The metrics of the models that a plug-in has placed, on a port of each rank's own, for Prometheus.
+"""Serves the metrics of models placed by a plug-in to Prometheus, on a separate port for each rank.
 
-The servers' own ``/metrics`` reads files that collectors of other processes do not write.
+The ``/metrics`` endpoint of the server cannot be used: it reads files that collectors in other processes do not write.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from chunkflow_compile.pipeline.metrics import Metrics, library, metrics
 
 
 class Scrape:
-    """``port``: of rank 0, to which each rank adds its number; None for no metrics."""
+    """A metrics server.  ``port``: port of rank 0, to which each rank adds its number, or None to serve no metrics."""
 
     def __init__(self, port: int | None) -> None:
         self.port = port
@@ -24,8 +24,8 @@ class Scrape:
         self._collector: Metrics | None = None
 
     def add(self, model: nn.Module) -> None:
-        """Serve what this model does too, from its first call on.  Raises ChunkflowError without prometheus_client, and
-        OSError for a port that is taken."""
+        """Serve the metrics of one more model, from its first call on.  Raises ChunkflowError if prometheus_client is not
+        installed, and OSError if the port is in use."""
         if self.port is None:
             return
         self._models.append(weakref.ref(model))

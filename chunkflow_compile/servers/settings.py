@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """``memory``: limit for the weights and activations of one transformer on the device, such as "12GiB".
+    """The settings of a plug-in.  ``memory``: limit for the weights and activations of one transformer on the device, such
+    as "12GiB".
 
-    ``options``: other options of the backend.  ``port``: the port at which rank 0 serves metrics, or None; each other rank
-    adds its number.
-    ``peers``: as in ``offload``, with the ranks of the server, which are those of the default process group.
-    ``ignore_version``: whether to stream in an unsupported release of the server, too."""
+    ``options``: other options of the backend.  ``port``: port on which rank 0 serves metrics, or None; other ranks add
+    their number.  ``peers``: as in ``offload``; the ranks of the server are the ranks of the default process group.
+    ``ignore_version``: whether to accept an unsupported release of the server."""
 
     memory: str
     options: Mapping[str, Any]
@@ -45,9 +45,11 @@ class Settings:
     ignore_version: bool = False
 
     def place(self, model: nn.Module, device: torch.device | None) -> nn.Module:
-        """Offload a transformer, for the device of its weights by default; return it.  With ``peers``, all ranks must do so.
+        """Offload a transformer and return it.  ``device``: device to run on; by default, the device of its weights.  With
+        ``peers``, all ranks must call this.
 
-        Raises ChunkflowError as ``offload``, and if ranks cannot have weights on each other's devices, by the profile.
+        Raises ChunkflowError like ``offload``, and if according to the profile ranks cannot read weights from each other's
+        devices.
         """
         from chunkflow_compile.frontend.compile import refuse_no_peers
         from chunkflow_compile.placed.offload import offload, target_of
@@ -58,8 +60,8 @@ class Settings:
         return offload(model, device, min_bytes=chosen.min_bytes, peers=self.peers)
 
     def check_release(self, distribution: str, oldest: str, before: str) -> None:
-        """Raises ChunkflowError if the installed release of a server is older than ``oldest``, or not below ``before``; with
-        ``ignore_version`` logs a warning instead."""
+        """Check the installed release of a server.  Raises ChunkflowError if it is older than ``oldest`` or not older than
+        ``before``; with ``ignore_version``, logs a warning instead."""
         installed = version(distribution)
         if _numbers(oldest) <= _numbers(installed) < _numbers(before):
             return
@@ -74,9 +76,9 @@ class Settings:
 
 
 def settings_from(environ: Mapping[str, str]) -> Settings | None:
-    """The settings in an environment, or None where ``CHUNKFLOW_MEMORY`` is not set or empty.
+    """The settings in an environment, or None if ``CHUNKFLOW_MEMORY`` is unset or empty.
 
-    ``CHUNKFLOW_OPTIONS``: a JSON object of further options, such as ``{"lowering": "eager"}``, and of ``peers``.
+    ``CHUNKFLOW_OPTIONS``: a JSON object with further options, such as ``{"lowering": "eager"}``, and ``peers``.
     ``CHUNKFLOW_METRICS_PORT``: a port for Prometheus.  ``CHUNKFLOW_IGNORE_VERSION``: 1 to accept any release of the server.
     Raises ChunkflowError that names the variable if its value is invalid, or if an option is unknown.
     """
@@ -104,8 +106,8 @@ def settings_from(environ: Mapping[str, str]) -> Settings | None:
 
 
 def _parsed(*, peers: OnPeers = False, **options: Any) -> Options:
-    """The options of the backend, parsed.  Raises ChunkflowError for those that are unknown, and for bad values."""
-    from chunkflow_compile.options import check_choice, parse_options  # imports torch; without settings nothing may
+    """Parse the options of the backend.  Raises ChunkflowError for unknown options and for invalid values."""
+    from chunkflow_compile.options import check_choice, parse_options  # imports torch: only with settings
 
     chosen = parse_options(options, caller=_parsed)
     check_choice("peers", peers, get_args(OnPeers))

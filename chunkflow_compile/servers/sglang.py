@@ -1,7 +1,7 @@
-"""Plug-in of SGLang-diffusion: with ``CHUNKFLOW_MEMORY`` set, its transformers stream their weights within that memory.
+"""Plug-in for SGLang-diffusion: if ``CHUNKFLOW_MEMORY`` is set, its transformers stream their weights within this limit.
 
-SGLang calls :func:`plugin` in each of its processes, before it imports what it serves with, and then puts the hooks that
-were registered around its own functions.
+SGLang calls :func:`plugin` in each of its processes, before it imports its serving code.  Then it installs the registered
+hooks around its own functions.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _RESIDENCY = f"{_RUNTIME}managers.memory_managers.component_manager."
 
 
 def plugin() -> None:
-    """Register the hooks if ``CHUNKFLOW_MEMORY`` is set.  Ends the server, with a sentence, if a setting is invalid or the
-    release of SGLang is not supported."""
+    """Register the hooks if ``CHUNKFLOW_MEMORY`` is set.  Raises SystemExit with an explanation if a setting is invalid or
+    the release of SGLang is not supported."""
     try:
         settings = settings_from(os.environ)
         if settings is None:
             return
         settings.check_release("sglang", OLDEST, BEFORE)
     except ChunkflowError as error:
-        raise SystemExit(str(error)) from error  # SGLang logs an Exception, and serves without the plug-in
+        raise SystemExit(str(error)) from error  # SGLang would log an Exception and serve without the plug-in
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
 
     hooks = Hooks(settings)
@@ -53,7 +53,7 @@ def plugin() -> None:
 
 
 def load_on_the_host(args: Any) -> None:
-    """BEFORE ``ServerArgs`` fits its arguments to each other: the transformers are loaded into host memory.
+    """Runs BEFORE ``ServerArgs`` adjusts its arguments: has the transformers loaded into host memory.
 
     Raises ChunkflowError for arguments that contradict streaming.
     """
@@ -74,12 +74,12 @@ def load_on_the_host(args: Any) -> None:
         )
     if not args.enable_torch_compile:
         raise ChunkflowError(f"{MEMORY} streams weights through compiled code: add --enable-torch-compile.")
-    # Said of the transformer, SGLang's own choices for it (layerwise, FSDP, CUDA graphs by default) are made no more.
+    # If this is set for the transformer, SGLang does not make its own choices (layerwise, FSDP, CUDA graphs by default).
     args.component_residency["dit"] = "component-offload"
 
 
 class Hooks:
-    """The hooks that know the settings.  ``settings``: of the environment."""
+    """The hooks that depend on the settings.  ``settings``: settings from the environment."""
 
     def __init__(self, settings: Settings) -> None:
         from chunkflow_compile.servers.scrape import Scrape
@@ -89,7 +89,8 @@ class Hooks:
         self._reported: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def place(self, stage: Any, module: Any) -> None:
-        """In place of layerwise offload while compiling: the transformer of a stage leaves its weights on the host."""
+        """REPLACES layerwise offload during compilation: offloads the transformer of a stage, so that its weights stay on
+        the host."""
         from sglang.multimodal_gen.runtime.distributed import get_local_torch_device
         from torch import nn
 
@@ -100,24 +101,25 @@ class Hooks:
             _log.info("%s is placed: its weights stream, at most %s on the device", name, most)
 
     def compile(self, original: Callable[..., Any], registry: Any, module: Any, *, compile_kwargs: Any) -> Any:
-        """AROUND the compilation of a module, whole or by regions: a placed one is compiled by kind.
+        """Runs AROUND the compilation of a module, whole or by regions: a placed module is compiled by block type.
 
-        By kind, only blocks are traced.  Around them SGLang's transformers shard text, build masks on the host, cache by
-        the addresses of tensors and ask for the request's context; a graph of the whole model breaks there.
+        Compiling by block type traces the blocks only.  Outside the blocks, SGLang's transformers shard text, build masks
+        on the host, use the addresses of tensors as cache keys and read the context of the request; all of this would break
+        a graph of the whole model.
         """
         from chunkflow_compile.frontend.compile import compile as compile_by_kind
 
         if not _streams(module):
             return original(registry, module, compile_kwargs=compile_kwargs)
-        if all(part._compiled_call_impl is None for part in module.modules()):  # another stage may have it, too
-            given = {"cudagraphs": False, **self._settings.options}  # SGLANG_TORCH_COMPILE_MODE may ask
+        if all(part._compiled_call_impl is None for part in module.modules()):  # another stage may have done it
+            given = {"cudagraphs": False, **self._settings.options}  # SGLANG_TORCH_COMPILE_MODE may request them
             given["memory"] = self._settings.memory
             compile_by_kind(module, mode=compile_kwargs.get("mode"), **given)
         registry.module_ids.add(id(module))
         return True
 
     def report(self, result: None, manager: Any) -> None:
-        """AFTER a request: says once of a transformer what its steps copy."""
+        """Runs AFTER a request: logs once per transformer how much its steps copy."""
         from chunkflow_compile.placed.offload import cycles
         from chunkflow_compile.units import size
 
@@ -143,7 +145,7 @@ def _streams(module: Any) -> bool:
 
 
 def residency_strategy(original: Callable[..., Any], name: str, module: Any, args: Any, **more: Any) -> Any:
-    """AROUND the choice of what moves a component between requests: nothing moves one that is placed."""
+    """Runs AROUND the choice of a component's residency strategy: a placed component is never moved between requests."""
     from sglang.multimodal_gen.runtime.managers.memory_managers import component_residency_strategies as strategies
     from sglang.multimodal_gen.runtime.managers.memory_managers import layerwise_offload_components as components
 
@@ -155,20 +157,22 @@ def residency_strategy(original: Callable[..., Any], name: str, module: Any, arg
 
 
 def merge_in_place(original: Callable[..., Any], pipe: Any, name: str, *args: Any, **more: Any) -> Any:
-    """AROUND the choice of files for merged weights: a placed weight has none.
+    """Runs AROUND the choice of cache files for merged LoRA weights: a placed weight has none.
 
-    SGLang keeps the weight itself as what it was before, and gives it other memory: a placed weight is both.
+    SGLang keeps the weight object as a backup of the original values and gives it new memory.  A placed weight cannot be
+    backed up this way, because both would be the same object.
     """
     return None if _streams(pipe.modules[name]) else original(pipe, name, *args, **more)
 
 
 def fp32_param(norm: Any, attr: str, param: Any, device: Any) -> Any:
-    """In place of a cache that asks for ``data_ptr()``, at which Dynamo breaks the graph of each block, on GPUs too."""
+    """REPLACES a cache that calls ``data_ptr()``, which breaks the graph of each block under Dynamo, also on GPUs."""
     return None if param is None else param.float().to(device)
 
 
 def no_key(*args: Any) -> None:
-    """In place of a key by which both branches of guidance share what a block computes of the timestep.
+    """REPLACES a cache key with which both guidance branches share what a block computes from the timestep.
 
-    Where it compiles a model whole, SGLang has none.  With it, each branch would have programs of its own.
+    SGLang does not use the key either when it compiles a model as a whole.  With the key, separate programs would be
+    compiled for each branch.
     """

@@ -1,8 +1,8 @@
-"""The plug-in of vLLM-Omni: its workers stream the weights of the diffusion transformer within ``CHUNKFLOW_MEMORY``.
+"""Plug-in for vLLM-Omni: its workers stream the weights of the diffusion transformer within ``CHUNKFLOW_MEMORY``.
 
 vLLM-Omni calls ``plug_in`` in each of its processes, by the entry point ``vllm_omni.general_plugins``, before it loads a
-model.  It has no hooks for a plug-in, so ``plug_in`` wraps three of its functions, for the supported releases: the loader
-leaves the model on the host, the transformers are offloaded where the server would install its own offloading, and compiled
+model.  It has no hooks for plug-ins, so ``plug_in`` wraps three functions of the supported releases: the loader leaves the
+model on the host, the transformers are offloaded where the server would install its own offloading, and they are compiled
 where the server compiles them.
 """
 
@@ -17,14 +17,14 @@ from typing import Any
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.servers.settings import MEMORY, Settings, settings_from
 
-_log = logging.getLogger("vllm_omni.chunkflow")  # the server's log shows what is below vllm_omni
-_DIT = "dit"  # its name for the transformers, as a component that is offloaded
+_log = logging.getLogger("vllm_omni.chunkflow")  # the server shows loggers below vllm_omni only
+_DIT = "dit"  # the server's name for the transformers as an offloaded component
 
 
 def plug_in() -> None:
     """Wrap the functions of the server if ``CHUNKFLOW_MEMORY`` is set.
 
-    Raises ChunkflowError if a setting is invalid or the release of vLLM-Omni is not supported: both end its process.
+    Raises ChunkflowError if a setting is invalid or the release of vLLM-Omni is not supported.  The error ends the process.
     """
     settings = settings_from(os.environ)
     if settings is None:
@@ -43,7 +43,7 @@ def plug_in() -> None:
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """``around`` gets the wrapped function before its arguments.  What is wrapped already stays as it is."""
+    """Wrap a function unless it is wrapped already.  ``around``: called with the original function and then the arguments."""
     theirs = getattr(owner, name)
     if hasattr(theirs, "_chunkflow"):
         return
@@ -53,13 +53,13 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _load_on_the_host(theirs: Callable[..., Any], loader: Any, load_device: str, *args: Any, **kwargs: Any) -> Any:
-    """Load the pipeline on the CPU, as for the server's own offloading: it need not fit the device."""
+    """Load the pipeline on the CPU, like the server does for its own offloading, because it need not fit on the device."""
     _check(loader.od_config)
     return theirs(loader, "cpu", *args, **kwargs)
 
 
 def _check(config: Any) -> None:
-    """Raise ChunkflowError for settings of the server under which no weights would stream."""
+    """Raise ChunkflowError for server settings with which no weights would be streamed."""
     from vllm_omni.diffusion.offloader.config import OffloadStrategy, resolve_offload
 
     offload = resolve_offload(config)
@@ -98,7 +98,7 @@ class _Backend:
         if self._theirs is not None:
             self._theirs.enable(pipeline)
         else:
-            pipeline.to(self._device)  # everything else: what is offloaded stays
+            pipeline.to(self._device)  # moves everything else: offloaded weights stay on the host
 
     def disable(self) -> None:
         from chunkflow_compile.frontend.compile import restore
@@ -109,7 +109,7 @@ class _Backend:
             restore(self._models.pop())
 
     def shutdown(self) -> None:
-        """At the end of the process, which gives the memory back."""
+        """Called at the end of the process.  Offloaded weights need no cleanup, because the process frees their memory."""
         if self._theirs is not None:
             self._theirs.shutdown()
 
@@ -122,7 +122,7 @@ def _backend(settings: Settings, theirs: Callable[..., Any], config: Any, device
 
 
 def _compile(settings: Settings, scrape: Any, theirs: Callable[..., Any], runner: Any, name: str) -> None:
-    """Compile a transformer by kind, whatever the granularity of the server.  ``scrape``: serves its metrics."""
+    """Compile a transformer by block type, whatever granularity the server uses.  ``scrape``: metrics server."""
     from chunkflow_compile.frontend.compile import compile
 
     if name not in _transformers(runner.pipeline):
@@ -136,13 +136,13 @@ def _compile(settings: Settings, scrape: Any, theirs: Callable[..., Any], runner
 
 
 def _transformers(pipeline: Any) -> list[str]:
-    """The attributes of a pipeline that the server compiles; it leaves one inside another module, "model.dit", alone."""
+    """The attributes of a pipeline that the server compiles.  It does not compile nested modules such as "model.dit"."""
     names = getattr(pipeline, "_dit_modules", None) or ("transformer", "transformer_2")
     return [name for name in names if getattr(pipeline, name, None) is not None]
 
 
 def _declare_collectives() -> None:
-    """The all-to-alls of ``ulysses_a2a_permute``: kernels that read the peers' memory, on the stream of compute."""
+    """Declare the all-to-alls of ``ulysses_a2a_permute``: kernels on the compute stream that read the memory of peers."""
     from vllm_omni.diffusion.distributed import a2a_permute
 
     from chunkflow_compile.passes.graph.declared import register_collective

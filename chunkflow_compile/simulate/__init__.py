@@ -1,5 +1,5 @@
-"""Simulation: a program or the components of a pipeline, and a hardware profile, come in; a timeline or phases go out.
+"""Simulation: the timeline of a program, or the phases of a pipeline, predicted for a hardware profile.
 
-arms.py plays a program, group_offload.py what diffusers does, sharded.py what other systems do on several ranks,
-generation.py plans a whole pipeline.  Nothing here needs weights or a device.
+arms.py simulates a program, group_offload.py the group offload of diffusers, sharded.py the methods of other systems on
+several ranks.  generation.py plans a whole pipeline.  Neither weights nor a device are needed.
 """

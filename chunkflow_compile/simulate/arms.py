@@ -1,4 +1,4 @@
-"""A program, simulated node by node; and the step of a way that has no program."""
+"""Simulates a program node by node; the predicted step of a method without a program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkflow_compile.report.record import ArmRecord
 
 
 def play_program(program: Program, hardware: Hardware, timings: Timings | None = None) -> Timeline:
-    """Simulate a program node by node, independently of what its plan predicts."""
+    """Simulate a program node by node, independently of the prediction in its plan."""
     simulator = Simulator(program.problem, hardware, program.plan.chunk_bytes, timings)
     step = program.ops
     return simulator.play(joined(step) if program.plan.joins else step)
@@ -21,16 +21,16 @@ def play_program(program: Program, hardware: Hardware, timings: Timings | None =
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedStep:
-    """A call, predicted.  ``timeline``: ``exposed_s`` is what compute waits for weights, as copied or gathered;
-    ``collective_s`` counts gathers too.  ``device_bytes``: of weights, on each rank's device.  ``moved_bytes``: that it takes
-    in."""
+    """A predicted call.  ``timeline``: simulated times.  Its ``exposed_s`` is the time in which compute waits for weights,
+    whether they are copied or gathered, and its ``collective_s`` includes gathers.  ``device_bytes``: bytes of weights on
+    the device of each rank.  ``moved_bytes``: bytes that each device receives."""
 
     timeline: Timeline
     device_bytes: int
     moved_bytes: int
 
     def record(self, total_bytes: int, calls: int) -> ArmRecord:
-        """Of a step of so many calls.  ``total_bytes``: of all weights."""
+        """The record of a step.  ``total_bytes``: bytes of all weights.  ``calls``: calls per step."""
         return ArmRecord(
             step_s=self.timeline.step_s * calls,
             exposed_h2d_s=self.timeline.exposed_s * calls,

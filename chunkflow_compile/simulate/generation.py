@@ -1,4 +1,4 @@
-"""A generation of a whole pipeline, planned without weights: what each phase has on the device, in four ways."""
+"""A generation of a whole pipeline, planned without weights: the device memory of each phase, with four methods."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from chunkflow_compile.report.generation import Generation, PhaseMemory
 from chunkflow_compile.report.plan_tables import slices_notes
 from chunkflow_compile.units import enough, size
 
-from .group_offload import play_group_offload, there_and_back_s
+from .group_offload import play_group_offload, round_trip_s
 
-# Two of the ways by the calls of diffusers that they stand for.  Model offload moves a whole component there and back, too.
+# Two of the methods, with the functions of diffusers that they stand for. Model offload copies a whole component to the
+# device and back.
 MODEL_OFFLOAD = "model offload (enable_model_cpu_offload)"
 GROUP_OFFLOAD = "group offload, two blocks (enable_group_offload)"
-# Whether weights are packed in the smallest form of a component, by its option.
+# Whether the weights of a component can be compressed in its smallest form, by its option ``pack``.
 _PACKS: Mapping[Pack, Sequence[bool]] = {False: (False,), True: (True,), "auto": (False, True)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """A component of a pipeline.  ``weights``: bytes.  ``small``: those of its weights that stay on the device while other
-    components run.  ``activations``: bytes of an eager call; None for those that are alive in the regions of a compiled one.
-    ``cut``: the finest one of its compiled call; None for one that runs eagerly, whose calls take ``seconds``.  ``pack``:
-    whether weights are packed where it is planned.  ``calls``: in a generation, one after another.  ``halves``: those of its
-    graph if it can be hoisted, else None.  ``hoist``: whether it is hoisted where it is planned.  ``split``: see Goal.
+    """A component of a pipeline.
+
+    ``weights``: bytes of all its weights.  ``small``: bytes of its weights that stay on the device while other components
+    run.  ``activations``: activation bytes of an eager call, or None for a compiled call, where the live values of the
+    regions are counted.  ``calls``: consecutive calls per generation.  ``cut``: finest cut of the compiled graph, or None
+    if it runs eagerly.  ``seconds``: time of an eager call.  ``pack``: whether its plans may compress weights.  ``hoist``:
+    whether its plans may hoist.  ``halves``: halves of its graph, or None if it cannot be hoisted.  ``split``: see Goal.
     ``tileable``: see PhaseMemory."""
 
     name: str
@@ -54,12 +57,12 @@ class Component:
     tileable: bool = False
 
     def goal(self, room: int) -> Goal:
-        """For so many bytes of weights and activations."""
+        """The goal for planning it.  ``room``: bytes for weights and activations."""
         memory = max(0, room - (self.activations or 0))
         return Goal(memory=memory, activations=self.activations is None, pack=self.pack, split=self.split)
 
     def alive(self, problem: Problem | None) -> int:
-        """Bytes of activations in a call of this problem, None if it runs eagerly."""
+        """Bytes of activations in a call.  ``problem``: problem of the compiled call, or None if it runs eagerly."""
         if self.activations is not None:
             return self.activations
         assert problem is not None, "it is compiled"
@@ -67,14 +70,15 @@ class Component:
 
 
 def generations(components: Sequence[Component], hardware: Hardware, budget: int) -> Mapping[str, Generation]:
-    """The same generation with all weights on the device, under diffusers' model offload, under its group offload, and
-    planned within a budget of bytes, with weights packed.  Raises ChunkflowError if that is below the least."""
+    """The same generation with all weights on the device, with diffusers' model offload, with its group offload, and
+    planned by chunkflow.  ``budget``: GPU memory in bytes for the last one.  Raises ChunkflowError if it is below the
+    minimum."""
     total = sum(c.weights for c in components)
     rate = hardware.shared_by(1).copy_rate
     resident = Settings(hardware=hardware, goal=Goal(policy="resident"))
     whole = [c if c.cut is None else replace(c, cut=whole_blocks(c.cut, resident)) for c in components]
     plain = [replace(_phase(c, resident), weights=total) for c in whole]
-    moved_s = {c.name: there_and_back_s(c.weights, hardware) for c in components}
+    moved_s = {c.name: round_trip_s(c.weights, hardware) for c in components}
     singly = [
         replace(p, weights=c.weights, host=c.weights, loading_s=moved_s[p.name])
         for p, c in zip(plain, components, strict=True)
@@ -82,7 +86,7 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
 
     def blocks(c: Component) -> PhaseMemory:
         phase = replace(_phase(c, resident), host=c.weights)
-        if c.cut is None:  # no list of blocks of its own: it goes there and back as a whole
+        if c.cut is None:  # not planned block by block: copied to the device and back as a whole
             return replace(phase, loading_s=moved_s[c.name])
         step = play_group_offload(c.cut.problem, hardware)
         return replace(phase, weights=step.device_bytes, seconds=step.timeline.step_s, plan=None)
@@ -93,7 +97,8 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
         if c.cut is None and c.weights + c.alive(None) > room:
             raise _too_little(c, others, hardware, budget)
         settings = Settings(hardware=hardware, goal=c.goal(room))
-        packs = (c.pack, False, True) if c.pack == "auto" else (c.pack,)  # "auto" chooses among whole blocks
+        # "auto" is decided on forms with whole blocks
+        packs = (c.pack, False, True) if c.pack == "auto" else (c.pack,)
         found, refused = list[PhaseMemory](), list[ChunkflowError]()
         for pack in packs:
             form = replace(settings, goal=replace(settings.goal, pack=pack))
@@ -109,7 +114,7 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
         else:
             raise _too_little(c, others, hardware, budget) from refused[0]
         phase = min(found, key=lambda p: p.loading_s + p.calls * p.seconds)
-        # a phase begins cold
+        # the first call of a phase is a cold start
         loading_s = phase.loading_s + min(phase.weights, c.weights) / rate
         return replace(phase, weights=phase.weights + others, loading_s=loading_s)
 
@@ -122,7 +127,7 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
 
 
 def _planned(c: Component, settings: Settings) -> PhaseMemory:
-    """A phase whose whole component runs in each call."""
+    """A phase without hoisting: each call runs the whole component."""
     if c.cut is None:
         return replace(_phase(c, settings), host=c.weights)
     cut = choose_cut(c.cut.traced, settings)
@@ -130,7 +135,8 @@ def _planned(c: Component, settings: Settings) -> PhaseMemory:
 
 
 def _hoisted(c: Component, settings: Settings) -> PhaseMemory:
-    """A phase before which the rows of all its calls are computed.  Raises ChunkflowError if they do not fit the budget."""
+    """A phase with hoisting: the rows for all its calls are computed before it.  Raises ChunkflowError if they do not fit
+    in the budget."""
     assert c.halves is not None
     hoisting = plan_halves(c.halves, settings)
     cut = choose_cut(c.halves.main, hoisting.main)
@@ -141,7 +147,7 @@ def _hoisted(c: Component, settings: Settings) -> PhaseMemory:
 
 
 def least_budget(components: Sequence[Component], hardware: Hardware) -> int:
-    """The least budget in which all components run, bytes."""
+    """The minimum budget with which all components run, in bytes."""
     return max(_needed(c, _small_of_others(c, components), hardware) for c in components)
 
 
@@ -155,7 +161,7 @@ def _needed(component: Component, others: int, hardware: Hardware) -> int:
 
 
 def _least(c: Component, hardware: Hardware) -> tuple[int, int]:
-    """The least bytes of weights and activations with which a component runs, and those of activations."""
+    """The minimum bytes of weights and activations with which a component runs, and its bytes of activations."""
     if c.cut is None:
         return c.weights + c.alive(None), c.alive(None)
     forms = [packed(cut, packable(cut)) if pack else cut for cut in _cuts(c, hardware) for pack in _PACKS[c.pack]]
@@ -164,7 +170,8 @@ def _least(c: Component, hardware: Hardware) -> tuple[int, int]:
 
 
 def _cuts(c: Component, hardware: Hardware) -> list[Cut]:
-    """The finest cut of a component, and those with whole blocks or slices that its option ``split`` allows."""
+    """The cuts of a component that its option ``split`` allows: the finest one, the one with whole blocks, and those with
+    slices."""
     assert c.cut is not None, "it is compiled"
     if c.activations is not None:
         return [c.cut]
@@ -184,7 +191,7 @@ def _too_little(component: Component, others: int, hardware: Hardware, budget: i
 
 
 def _phase(component: Component, settings: Settings) -> PhaseMemory:
-    """A phase, planned under ``settings`` unless it runs eagerly."""
+    """A phase, planned with ``settings`` unless it runs eagerly."""
     weights, seconds, plan, problem = component.weights, component.seconds, None, None
     if component.cut is not None:
         problem = component.cut.problem

@@ -1,18 +1,20 @@
 """diffusers' group offload, predicted: ``enable_group_offload(offload_type="block_level", use_stream=True)``.
 
-``chunkflow bench`` runs it as an alternative.  What it does is in ``hooks/group_offloading.py`` of diffusers 0.42:
+``chunkflow bench`` runs it as an alternative.  In diffusers 0.42 (``hooks/group_offloading.py``), it works as follows:
 
-* A stream has one block a group, whatever ``num_blocks_per_group`` says.  A block is a module of a ModuleList or Sequential
-  that the model itself has; one further inside, as of a text encoder, is not.
-* All other weights are one more group, without the stream.  **Each call begins by copying them to the device from memory that
-  is not pinned, and ends by copying them into new tensors of the host.**  Nothing runs beside either.
-* Each parameter is a copy of its own.  Before a block computes, the host waits for its copies, which are pinned, and issues
-  those of the next block.  So nothing is beside the copy of the first block, and none of a call is beside the one before.
+* Each group with a stream contains one block, whatever ``num_blocks_per_group`` says.  A block is a module of a ModuleList or
+  Sequential that is a direct child of the model.  Blocks of nested lists, as in text encoders, do not count.
+* All other weights form one more group, which has no stream.  **Each call begins by copying them to the device from memory
+  that is not pinned, and ends by copying them into new tensors on the host.**  Neither copy overlaps with anything.
+* Each parameter is copied separately.  Before a block computes, the host waits for the copies of the block, which come from
+  pinned memory, and issues the copies of the next block.  So the copies of the first block do not overlap with compute, and
+  copies do not overlap with the previous call.
 
-Compute is that of the compiled program: blocks are compiled one by one (``compile_repeated_blocks``), at no cost of lost
-fusion.  The host's work for hooks and guards is left out too, where it is longer than a block's compute and copy.  Both make
-a step longer, so this is the best case.  With ``record_stream=True`` copies may run further ahead than two blocks: a step of
-equal blocks is no shorter by that, and more of them are on the device.
+The compute time is taken from the compiled program: blocks are compiled one by one (``compile_repeated_blocks``), and the
+loss of fusion across blocks is not counted.  Host time for hooks and guards is not counted either; it matters if it exceeds
+the compute and copy time of a block.  Both would make a step longer, so this is the best case.  With
+``record_stream=True``, copies may run more than two blocks ahead.  This does not shorten a step with equal blocks, and it
+needs more device memory.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from .arms import PlayedStep
 
 
 def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
-    """A call of a problem under group offload, its blocks compiled one by one."""
+    """Simulate a call of a problem with group offload, with blocks compiled one by one."""
     blocks = [b for b in block_regions(problem) if _is_group(problem.regions[b[0]].block)]
     groups = _groups(problem, blocks)
     sizes = [sum(w.nbytes for w in group) for group in groups]
@@ -52,7 +54,7 @@ def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
             ops += [Evict(w.name) for w in groups[ends[op.region]]]
     simulator = Simulator(played, hardware, max((w.nbytes for w in copied), default=1))
     timeline = simulator.play(tuple(ops))
-    moving_s = there_and_back_s(outside, hardware)
+    moving_s = round_trip_s(outside, hardware)
     return PlayedStep(
         timeline=replace(
             timeline, step_s=timeline.step_s + moving_s, exposed_s=timeline.exposed_s + moving_s, spans=()
@@ -63,23 +65,23 @@ def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
 
 
 def _copied(group: Sequence[Weight], block: int) -> Iterator[Op]:
-    """The copies of a block, and the mark that it awaits."""
+    """The copies of a block, and the event that its compute waits for."""
     yield from (Copy("copy", w.name, 0, 1, 0) for w in group)
     yield Record("copy", block)
 
 
-def there_and_back_s(nbytes: int, hardware: Hardware) -> float:
-    """Seconds in which a module goes to the device by ``module.to``, and back, as it does in diffusers without a stream."""
+def round_trip_s(nbytes: int, hardware: Hardware) -> float:
+    """Seconds for copying a module to the device and back with ``module.to``, as diffusers does without a stream."""
     return nbytes / hardware.pageable_bandwidth + nbytes / hardware.new_pages_bandwidth
 
 
 def _is_group(block: str) -> bool:
-    """Whether a block is a module of a list that the model itself has, such as ``blocks.3``."""
+    """Whether a block is in a list that is a direct child of the model, such as ``blocks.3``."""
     return len(block.split(".")) == 2
 
 
 def _groups(problem: Problem, blocks: list[tuple[int, int]]) -> list[list[Weight]]:
-    """The weights of each block that no other reads, each as one copy from host memory."""
+    """For each block, the weights that only this block reads, each copied from host memory as a whole."""
     home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}
     groups: list[list[Weight]] = [[] for _ in blocks]
     for weight in problem.weights:

@@ -1,17 +1,18 @@
-"""How other systems run a model whose weights its ranks have only together, predicted: we do not run them.
+"""Predictions for other systems that shard the weights of a model over the ranks.  These systems are simulated only, never
+run.
 
-``distributed-layerwise``: the distributed layerwise offload (DLO) of vLLM-Omni, for the ranks of Ulysses (issue 5396, pull
-request 5397).  Each rank has 1/N of every block in host memory.  When a block begins, each copies its shard of the next
-one, and then all gather it.
-``fsdp``: shards on the devices (``fully_shard`` of torch; HSDP in vLLM-Omni, pull request 1339).  When a block begins, all
-gather the next one.
+``distributed-layerwise``: the distributed layerwise offload (DLO) of vLLM-Omni for Ulysses ranks (issue 5396, pull request
+5397).  Each rank has 1/N of every block in host memory.  When a block begins, each rank copies its shard of the next block,
+and then the ranks all-gather it.  ``fsdp``: shards on the devices (``fully_shard`` in torch; HSDP in vLLM-Omni, pull
+request 1339).  When a block begins, the ranks all-gather the next block.
 
-Both keep two slots of a whole block and no block resident; weights outside blocks are.  The last block fetches the first
-one.  A gather is a collective: it takes the latency of one and crosses their links, N - 1 shards into each rank, in one
-queue with the model's own collectives, since those of several communicators must not run at once.  It takes its place
-there when a block begins (``fsdp``) or when the rank's shard has arrived (``distributed-layerwise``).  That is the best
-case: a gather that is issued before its shard has arrived, on the communicator of Ulysses, holds up the exchanges after
-it.  Not counted are the copies on the device around a gather and the host's work.
+Both keep two slots, each for a whole block.  No block is resident; weights outside blocks are.  The last block fetches the
+first one.  A gather is simulated as a collective: it has the latency of a collective, N - 1 shards arrive at each rank over
+the same interconnect, and it is queued with the collectives of the model, because collectives of several communicators must
+not run at the same time.  A gather is queued when a block begins (``fsdp``) or when the shard of the rank has arrived
+(``distributed-layerwise``).  This is the best case: on the communicator of Ulysses, a gather that is issued before its
+shard has arrived would delay the exchanges after it.  The copies on the device before and after a gather are not counted,
+nor is host time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .arms import PlayedStep
 
 
 def why_not(problem: Problem, ranks: int) -> str:
-    """Why so many ranks cannot share the weights of a problem among them, as a sentence; empty if they can."""
+    """A sentence on why the weights of a problem cannot be sharded over ``ranks`` ranks; empty if they can."""
     if ranks < 2:
         return "It splits each block among ranks, and there is one only: give --ulysses 2 or more."
     if not any(_block_bytes(problem)):
@@ -40,7 +41,8 @@ def why_not(problem: Problem, ranks: int) -> str:
 
 
 def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int) -> PlayedStep:
-    """A call of a problem, split among so many ranks.  Raises ChunkflowError if it cannot be, see :func:`why_not`."""
+    """Simulate a call of a problem whose blocks are sharded over ``ranks`` ranks.  Raises ChunkflowError if that is not
+    possible, see :func:`why_not`."""
     if why := why_not(problem, ranks):
         raise ChunkflowError(f"Policy {way} is not for this model on so many ranks. {why}")
     blocks = block_regions(problem)
@@ -63,7 +65,7 @@ def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int)
     ops = list[Op]()
     for op in Scheduler(played, DEFAULT_CHUNK_BYTES).step({}):
         if isinstance(op, Start) and op.collective >= given:
-            continue  # issued where the block before its own begins, or when its shard has arrived
+            continue  # issued when the block before its block begins, or when its shard has arrived
         if isinstance(op, Run) and op.region in begins:
             after = (begins.index(op.region) + 1) % len(begins)
             copy = Copy("copy", f"shard_{after}", 0, 1, op.region, next_step=not after)
@@ -80,10 +82,12 @@ def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int)
 
 
 class _Gathering(Playback):
-    """A step in which compute awaits gathers, and a gather whose shard is copied is issued when that has arrived."""
+    """A simulated step in which compute waits for gathers.  If the shard of a gather is copied first, the gather is issued
+    when the copy has arrived."""
 
     def __init__(self, simulator: Simulator, step: Step, shard_of: Mapping[int, str]) -> None:
-        """``shard_of``: index of each gather -> the shard that it waits for, empty if it lies on the device."""
+        """``shard_of``: for the index of each gather, the shard that it waits for; empty if the shard is already on the
+        device."""
         super().__init__(simulator, step, spans=False)
         self.shard_of = shard_of
         self.gather_of = {shard: gather for gather, shard in shard_of.items()}
@@ -105,7 +109,7 @@ class _Gathering(Playback):
 
 
 def _block_bytes(problem: Problem) -> list[int]:
-    """Bytes of the weights of each block that no other reads."""
+    """For each block, the bytes of the weights that only this block reads."""
     home = {k: b for b, (first, last) in enumerate(block_regions(problem)) for k in range(first, last + 1)}
     sizes = [0] * len(block_regions(problem))
     for weight in problem.weights:

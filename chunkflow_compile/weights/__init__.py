@@ -1,7 +1,7 @@
-"""Where a model's weights live: in host memory, as tensors that work like any other.
+"""The weights of a model in host memory, as tensors that work like any other.
 
-In: weights to offload.  Out: host tensors that a device copies from, and at the end the weights as they were.
-Read: host_weight (the tensor), host_buffer (its memory), packed, backing (where that lies), pinning (with the protocol by
-which this package knows devices), host_store, loader, leaves, modules, guards.
+In: the weights to offload.  Out: host tensors that a device copies from, and after a restore the original weights.
+Read in this order: host_weight (the tensor), host_buffer (its memory), packed, backing (where the bytes are stored),
+pinning (also defines the protocol for devices), host_store, loader, leaves, modules, guards.
 ``runtime`` imports this package, and ``placed`` imports both.
 """

@@ -1,6 +1,6 @@
-"""Where the bytes of a weight lie: in memory of this process alone, in memory of several ranks, or in a file on the drive.
+"""The storage of a weight's bytes: private memory of this process, memory shared by several ranks, or a file on the SSD.
 
-:class:`HostBuffer` decides when they move; here is how each place does that.
+:class:`HostBuffer` decides when the bytes move.  Each class here implements the move for one kind of storage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .source import DriveBytes
 
 
 class Where(Enum):
-    """The place of a weight's bytes, see the note in ``host_buffer.py``."""
+    """The storage of a weight's bytes; the module docstring of ``host_buffer.py`` explains the four cases."""
 
     OWN = "memory of this process alone"
     SHARED = "memory that other ranks map too"
@@ -31,10 +31,10 @@ class Where(Enum):
 
 
 class Backing:
-    """Memory of this process alone; of the other places, what differs.
+    """Private memory of this process.  The subclasses override the methods that differ for other storage.
 
-    ``host``: the weight's values there.  ``stored``: what copies read, another tensor if the values are ``compressed``.
-    ``bytes``: those of the file of which that is a mapping, None in memory.
+    ``host``: the tensor with the weight's values.  ``stored``: the tensor that copies read; it differs from ``host`` if
+    the values are ``compressed``.  ``bytes``: the file range that ``host`` maps, or None for memory.
     """
 
     compressed = False
@@ -50,7 +50,7 @@ class Backing:
 
     @property
     def file_bytes(self) -> DriveBytes | None:
-        """The bytes that copies read from the file, None if they read memory."""
+        """The file range that copies read, or None if they read memory."""
         return self.bytes if self.where is Where.FILE else None
 
     @property
@@ -58,28 +58,30 @@ class Backing:
         return self.bytes is not None and self.bytes.file.stamp is None
 
     def check(self) -> None:
-        """Raise ChunkflowError if it is a file that has changed: to touch the mapping could kill the process."""
+        """Raise ChunkflowError if the backing file has changed.  Reading the mapping of a truncated file could kill the
+        process."""
 
     def make_private(self, name: str, lazily: bool = False) -> Backing:
-        """Give the weight memory of its own, with the same bytes at the same address; return that.  Nothing reads it now.
+        """Move the weight to private memory with the same bytes at the same address, and return the new backing.
 
-        ``name``: for errors.  ``lazily``: where there is no room, a page takes memory when it is written.
-        Raises ChunkflowError if there is no room.
+        The caller makes sure that nothing reads the weight meanwhile.  ``name``: the weight's name, for errors.
+        ``lazily``: if host memory is short, allocate each page only when it is written.
+        Raises ChunkflowError if the bytes do not fit in host memory.
         """
         return self
 
     def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
-        """A view of the values as an ordinary tensor, of whose writes no other process sees any."""
+        """Return a view of the values as an ordinary tensor; writes to it are invisible to other processes."""
         return view.detach()
 
     def settle(self) -> bool:
-        """Whether a tensor of a state_dict was written since this was asked last, in a way that no count sees.  Memory of
-        this process cannot tell, so it says yes."""
+        """Whether a tensor of a state_dict has been written since the last call, in a way that no version counter
+        records.  For memory of this process that cannot be determined, so the answer is True."""
         return True
 
 
 class SharedMemory(Backing):
-    """Memory that other ranks map too."""
+    """Memory that other ranks map as well."""
 
     def __init__(self, descriptor: Descriptor, offset: int, host: torch.Tensor) -> None:
         super().__init__(host)
@@ -100,12 +102,17 @@ class SharedMemory(Backing):
                 cause = error.strerror or str(error)
         if not lazily:
             raise ChunkflowError(_no_memory(self.host, cause))
-        # keeps all of the shared memory; where the kernel refuses, it stays shared, which is right until it is written
+        # The private mapping keeps all of the shared memory allocated.  If mmap fails, the memory stays shared, which is
+        # correct until the weight is written.
         map_over(self.host, self._descriptor, self._offset)
         return Backing(self.host)
 
     def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
-        """It takes no memory until it is written, and only it sees the writes.  Raises ChunkflowError if there is none."""
+        """Return a private copy-on-write view: it takes no memory until it is written, and no other mapping sees the
+        writes.
+
+        Raises ChunkflowError if the kernel cannot map it.
+        """
         pages = map_file(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset)
         if pages is None:
             raise ChunkflowError(_no_memory(self.host, os.strerror(ctypes.get_errno())))
@@ -113,19 +120,21 @@ class SharedMemory(Backing):
         return pages.view(view.dtype).as_strided(view.shape, view.stride(), begin)
 
     def leave(self) -> None:
-        """Unmap the memory, which nothing here refers to: the mapping around it lasts as long as any weight in it."""
+        """Unmap the memory of this weight.  Nothing may refer to it any more; the enclosing mapping lasts as long as any
+        weight in it."""
         map_over(self.host, None)
 
 
 class FileSlice(Backing):
-    """Bytes of a file on the drive; the host tensor is a mapping of them whose writes the file does not see."""
+    """A byte range of a file on the SSD.  The host tensor is a private mapping of it, so writes to it do not reach the
+    file."""
 
     def __init__(self, host: torch.Tensor, in_file: DriveBytes) -> None:
         super().__init__(host)
         self.bytes = in_file
         self._file = in_file.file
         self._version = host._version
-        self._written = False  # past every count
+        self._written = False  # by a write that no version counter recorded
 
     @property
     def where(self) -> Where:

@@ -1,24 +1,25 @@
-"""Tensors as bytes."""
+"""Helpers that treat tensors as bytes."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-# Elements that torch casts on the calling thread alone; for more it starts a team of threads.
+from chunkflow_compile.private_torch import core
+
+# Up to this many elements torch casts on the calling thread alone; for more it starts a team of threads.
 _SERIAL = 1 << 15
-# Integers of the same size, in which equal means equal bit by bit.
+# Integer dtypes by element size: equality of these integers is equality of bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between host tensors (uint8, equal sizes) on the calling thread alone, as a copy engine would.
 
-    Tensor.copy_ would also use the threads of compute.  ctypes releases the GIL.
+    Tensor.copy_ would also use the threads of the compute. ctypes releases the GIL.
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
@@ -30,7 +31,7 @@ def cast_on_this_thread(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense host tensor, in memory order, to read and to write."""
+    """Return the bytes of a dense host tensor in memory order, as a writable memoryview."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -40,47 +41,40 @@ def as_weight(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor in memory order, uint8, whatever the order of its strides."""
+    """View a dense tensor as its bytes in memory order (uint8), whatever the order of its strides."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-@contextlib.contextmanager
-def _unprofiled() -> Iterator[None]:
-    """No profiler sees the ops of this thread: one that records shapes refers weakly to the tensors of each op, and a tensor
-    that is referred to so cannot become a HostWeight."""
-    torch._C._autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch._C._autograd._enable_record_function(True)
-
-
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor.detach()``, which no profiler sees: another tensor of the same memory, with the same count of writes."""
-    with _unprofiled():
+    """Return ``tensor.detach()`` without a profiler event: another tensor with the same memory and the same version
+    counter."""
+    with core.unprofiled():
         return tensor.detach()
 
 
 def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are views of one memory."""
+    """Whether two tensors share one storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same view of one memory."""
+    """Whether two tensors are the same view of the same memory."""
     same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
     return same and one.data_ptr() == other.data_ptr()
 
 
 def place_of(host: torch.Tensor) -> Any:
-    """The memory of a dense host tensor, which is not empty, as a ctypes array that keeps the tensor."""
+    """Return the memory of a dense, non-empty host tensor as a ctypes array that keeps the tensor alive."""
     place: Any = (ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())
     place.host = host
     return place
 
 
 def part_of(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """What ``view`` is of a contiguous tensor, of ``whole``, which has as many bytes in other memory."""
+    """Return the part of the contiguous tensor ``whole`` that corresponds to ``view``.
+
+    ``view`` is a view of another tensor that has the same number of bytes as ``whole``.
+    """
     if view.dtype == whole.dtype and view.shape == whole.shape and view.stride() == whole.stride():
         return whole
     with torch.inference_mode(False), torch.no_grad():
@@ -88,21 +82,17 @@ def part_of(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         return part.set_(whole.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
-def uses(tensor: torch.Tensor) -> int:
-    """How many tensors, arrays and storages refer to the memory of a tensor."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill one range of memory, each once, so copying its bytes copies the tensor."""
-    with _unprofiled():
+    """Whether the elements of a tensor fill one range of memory, each once, so that copying its bytes copies the tensor."""
+    with core.unprofiled():
         return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def ordinary(tensor: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-    """``tensor``, or a copy of it if it is not dense or was made in inference mode, where writes are not counted.
+    """Return ``tensor``, or a contiguous copy if it is not dense or was created in inference mode, where versions are not
+    counted.
 
-    ``read``: returns its values, None if it has them.
+    ``read``: returns the values of ``tensor``; None if the tensor holds them itself.
     """
     if is_dense(tensor) and not tensor.is_inference():
         return tensor
@@ -111,7 +101,7 @@ def ordinary(tensor: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor] 
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal bit by bit."""
+    """Whether two tensors of the same dtype and shape are bitwise equal."""
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     return torch.equal(*(t.view(_BITS[t.itemsize]) for t in (one, other)))

@@ -1,7 +1,8 @@
-"""Weights that still lie in their checkpoint: ``from_pretrained`` maps the file, and reads nothing until it is touched.
+"""Weights that are still in their checkpoint: ``from_pretrained`` maps the file and reads nothing until a page is
+touched.
 
-Such a weight is read from the file straight into its pages, by several threads.  To copy it through the mapping would
-fault its pages in one by one, and leave them in this process's tables.
+Several threads read such a weight from the file directly into its pages.  Copying it through the mapping would fault its
+pages in one by one, and leave them in the page tables of this process.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from .host_memory import running_on
 from .mapping import PAGE
 from .source import DriveBytes, WeightFile
 
-# What one thread reads at a time: enough for a drive's full rate.
+# Bytes that one thread reads at a time: enough to reach the full bandwidth of an SSD.
 BLOCK = 8 << 20
-# As many requests in flight as a drive needs for its full rate.
+# Number of concurrent requests that an SSD needs to reach its full bandwidth.
 THREADS = 4
-# Bits of an entry of /proc/self/pagemap.
+# Flags in an entry of /proc/self/pagemap.
 _SWAPPED, _OF_FILE = 1 << 62, 1 << 61
 
 
@@ -46,7 +47,7 @@ class _Mapping:
 
 
 class Mappings:
-    """The files that this process maps now."""
+    """The files that this process maps at the time of creation."""
 
     def __init__(self) -> None:
         self._found = sorted(_mapped(), key=lambda m: m.begin)
@@ -54,9 +55,10 @@ class Mappings:
         self._files: dict[str, WeightFile] = {}
 
     def part(self, tensor: torch.Tensor) -> DriveBytes | None:
-        """The part of a file that a dense host tensor is; None if it is none, was written, or the file was replaced.
+        """Return the file range that a dense host tensor maps.
 
-        Raises ChunkflowError if the file has become too short: to touch the mapping would kill the process.
+        Returns None if the tensor is not a mapping of a file, if it was written, or if the file was replaced.
+        Raises ChunkflowError if the file has been truncated below this range: reading the mapping would kill the process.
         """
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return None
@@ -69,7 +71,7 @@ class Mappings:
         try:
             status = os.stat(mapping.path)
         except OSError:
-            return None  # deleted, or not to be seen from this name space: the mapping still has the bytes
+            return None  # deleted, or not visible in this namespace: the mapping still has the bytes
         if (status.st_dev, status.st_ino) != mapping.inode and self._as_mapped(mapping.path) != mapping.inode:
             return None
         if status.st_size < offset + nbytes:
@@ -83,7 +85,8 @@ class Mappings:
         return DriveBytes(self._files[mapping.path], offset, nbytes)
 
     def _as_mapped(self, path: str) -> tuple[int, int] | None:
-        """The numbers of a file as mappings have them: those of stat are others on btrfs, and on overlayfs of old kernels."""
+        """Return the device and inode numbers of a file as /proc/self/maps reports them.  On btrfs, and on overlayfs with
+        old kernels, they differ from the numbers that stat reports."""
         if path not in self._numbers:
             self._numbers[path] = None
             with (
@@ -97,10 +100,10 @@ class Mappings:
 
 
 class CheckpointReader:
-    """Reads parts of files into host memory, with a few threads.
+    """Reads file ranges into host memory with a few threads.
 
-    ``direct``: whether to bypass the page cache, where memory is short.  ``cpus``: where the threads run, for the memory node
-    of the pages that they write first.
+    ``direct``: whether to bypass the page cache, for when memory is short.  ``cpus``: the CPUs for the threads, so that
+    the pages that they write first are allocated on the NUMA node of these CPUs.
     """
 
     def __init__(self, direct: bool, cpus: frozenset[int] = frozenset()) -> None:
@@ -110,19 +113,19 @@ class CheckpointReader:
         self._threads = ThreadPoolExecutor(THREADS, "chunkflow-read", self._begin)
 
     def read(self, part: DriveBytes, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Read a part, whose elements are of ``dtype``, into a dense host tensor, and cast them to its dtype.
+        """Read a file range with elements of ``dtype`` into a dense host tensor, casting them to the dtype of the tensor.
 
-        Raises ChunkflowError if the file is replaced, cut or changed meanwhile, or the drive fails.
+        Raises ChunkflowError if the file is replaced, truncated or modified meanwhile, or if the read fails.
         """
         count, size = target.numel(), dtype.itemsize
         step = BLOCK // size
         flat = target.as_strided((count,), (1,))
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
-        part.file.check()  # another file may have its name by now
-        deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)  # the first error ends it
+        part.file.check()  # the name may belong to another file by now
+        deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)  # raises the first error
 
     def close(self) -> None:
-        """Wait for the threads."""
+        """Wait for the threads to finish, and end them."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _block(self, part: DriveBytes, flat: torch.Tensor, dtype: torch.dtype, span: tuple[int, int]) -> None:
@@ -142,12 +145,12 @@ class CheckpointReader:
                 copy_host_bytes(flat_bytes(target), values)
                 return
             if values.data_ptr() % dtype.itemsize:  # a checkpoint may begin a weight at any byte
-                copy_host_bytes(buffer[: block.nbytes], values)  # memmove: they may overlap
+                copy_host_bytes(buffer[: block.nbytes], values)  # memmove, because they may overlap
                 values = buffer[: block.nbytes]
             cast_on_this_thread(target, values.view(dtype))
 
     def _begin(self) -> None:
-        """A thread begins: it gets whole pages of its own, as direct reads need."""
+        """Give a new thread its own page-aligned buffer, which direct reads need."""
         self._local.buffer = torch.frombuffer(mmap.mmap(-1, BLOCK + 2 * PAGE), dtype=torch.uint8)
 
 
@@ -163,7 +166,8 @@ def _mapped() -> Iterator[_Mapping]:
 
 
 def _written(address: int, nbytes: int) -> bool:
-    """Whether a page of a private mapping was written, and so is no longer the file's; True if the kernel does not say."""
+    """Whether any page of a private mapping was written, so that it no longer has the bytes of the file.  Returns True if
+    the kernel does not report it."""
     first, last = address // PAGE, (address + nbytes - 1) // PAGE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
@@ -173,5 +177,5 @@ def _written(address: int, nbytes: int) -> bool:
     if len(raw) != 8 * (last - first + 1):
         return True
     entries = torch.frombuffer(raw, dtype=torch.int64)
-    held = (entries < 0) | (entries & _SWAPPED != 0)  # the highest bit: present
+    held = (entries < 0) | (entries & _SWAPPED != 0)  # the highest bit is set if the page is present
     return bool((held & (entries & _OF_FILE == 0)).any())

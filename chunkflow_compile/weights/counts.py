@@ -1,4 +1,4 @@
-"""Counts: what the programs of a model have done so far."""
+"""Counters of the work that a model's programs have done so far."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Counts:
-    """Sums that only grow while a model is placed, whatever replaces its programs.
+    """Sums that only grow while a model is placed, even if its programs are replaced.
 
-    ``cold_starts``: calls that began with empty slots, or off their cycle, and fetched first what a warm one finds.
-    ``moved_bytes``: of the copies issued, theirs included.  ``off_cycle``: calls at which a cycle was entered anew.
-    ``fetched_bytes``: copied for ops outside programs.
-    ``launches``: calls that were one CUDA graph.  ``captures``, ``capture_s``: recordings of them, and their seconds.
-    ``row_hits``, ``row_misses``: calls for which the table had a row of hoisted values, and had none; ``row_fill_s``: seconds
-    of computing rows.  In a model that is compiled by kind, these are calls of blocks, and a miss of one computes the rows of
-    the others: a step without rows is one miss, and hits.
-    ``measured`` counts the calls that were measured; seconds are of these alone.
+    ``cold_starts``: calls that began with empty slots, or out of the order of their cycle, and first copied the weights
+    that a warm call finds in place.  ``off_cycle``: calls out of the order of their cycle.
+    ``moved_bytes``: bytes of all copies issued, including those for cold starts.  ``fetched_bytes``: bytes copied for ops
+    outside programs.
+    ``launches``: calls that ran as one CUDA graph.  ``captures``, ``capture_s``: captures of CUDA graphs, and the seconds
+    that they took.
+    ``row_hits``, ``row_misses``: calls for which the table of hoisted values did and did not contain the row.
+    ``row_fill_s``: seconds spent on computing rows.  In a model that is compiled per block type these are calls of
+    blocks.  The miss of one block computes the rows of the others too, so a step that finds no rows counts one miss, and
+    then hits.
+    ``measured``: calls that were measured; the fields after it, in seconds, sum over these calls only.
     """
 
     programs: int = 0
@@ -38,21 +41,21 @@ class Counts:
     collective_s: float = 0.0
 
     def add_program(self) -> None:
-        """A program was bound."""
+        """Count a program that was bound."""
         self.programs += 1
 
     def add_call(self, moved_bytes: int, primed_bytes: int) -> None:
-        """A call has run.  ``primed_bytes``: copied before it, in addition to ``moved_bytes``."""
+        """Count a call that has run.  ``primed_bytes``: bytes copied before the call, in addition to ``moved_bytes``."""
         self.calls += 1
         self.moved_bytes += moved_bytes + primed_bytes
         self.cold_starts += primed_bytes > 0
 
     def add_jump(self) -> None:
-        """A call entered a cycle at another place than the expected one."""
+        """Count a call that entered a cycle at an unexpected place."""
         self.off_cycle += 1
 
     def add_measured(self, *, seconds: float, predicted_s: float, stalled_s: float, collective_s: float) -> None:
-        """A call was measured."""
+        """Add the times of a call that was measured."""
         self.measured += 1
         self.measured_s += seconds
         self.predicted_s += predicted_s
@@ -60,26 +63,26 @@ class Counts:
         self.collective_s += collective_s
 
     def add_fetched(self, nbytes: int) -> None:
-        """An op outside programs has fetched a weight."""
+        """Count a weight that an op outside programs has fetched."""
         self.fetched_bytes += nbytes
 
     def add_row_hit(self) -> None:
-        """A call found its row."""
+        """Count a call that found its row."""
         self.row_hits += 1
 
     def add_row_miss(self) -> None:
-        """A call had to have its row computed."""
+        """Count a call whose row had to be computed."""
         self.row_misses += 1
 
     def add_row_fill(self, seconds: float) -> None:
-        """Rows were computed, in ``seconds``."""
+        """Add the ``seconds`` that computing rows took."""
         self.row_fill_s += seconds
 
     def add_capture(self, seconds: float) -> None:
-        """A call was recorded as a CUDA graph."""
+        """Count a call that was captured as a CUDA graph."""
         self.captures += 1
         self.capture_s += seconds
 
     def add_launch(self) -> None:
-        """A CUDA graph was launched."""
+        """Count the launch of a CUDA graph."""
         self.launches += 1

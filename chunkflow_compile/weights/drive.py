@@ -1,8 +1,8 @@
-"""The drive: weights that find no room in host memory stay in a file, and every step reads them from there.
+"""Weights on the SSD: those that do not fit in host memory stay in a file, and every step reads them from there.
 
-A weight that is a part of its checkpoint stays in it.  Any other one (cast, split, quantised, or written before) goes to a
-scratch file in its final layout, one for all ranks that share weights.  The scratch file has no name, and is gone with the
-last process that has it open.
+A weight whose values are in its checkpoint stays there.  Any other weight (cast, split, quantised, or already written) is
+written to a scratch file in its final layout.  Ranks that share weights share one scratch file.  It has no name, and
+disappears with the last process that has it open.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from .bytes import as_weight, memory_of
 from .mapping import Descriptor, whole_pages
 from .source import DriveBytes, WeightFile
 
-# File systems in memory: a scratch file there would take what it is to save.
+# File systems that are in memory themselves: a scratch file there would use the memory that it is meant to save.
 _IN_MEMORY = ("tmpfs", "ramfs")
 _FIX = "Set TMPDIR to a folder on a drive, or raise host_memory."
 
 
 class Scratch:
-    """A file without a name that weights are written to, each on pages of its own."""
+    """A file without a name to which weights are written, each on its own pages."""
 
     def __init__(self, descriptor: Descriptor, where: str) -> None:
-        """``where``: for errors."""
+        """``where``: the location of the file, for errors."""
         self.where = where
         self.file = WeightFile(descriptor, f"the scratch file {where}")
         self._end = 0
 
     @staticmethod
     def made(nbytes: int) -> Scratch:
-        """A new one in the folder for temporary files, in which ``nbytes`` are going to be written.
+        """Create a scratch file in the folder for temporary files, for ``nbytes`` of weights.
 
-        Raises ChunkflowError if there is no such folder, or its file system is full, or is in memory itself.
+        Raises ChunkflowError if there is no such folder, or if its file system is full or is in memory itself.
         """
         try:
             folder = Path(tempfile.gettempdir())
@@ -63,18 +63,19 @@ class Scratch:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
     def keep(self, weight: torch.Tensor) -> FileSlice:
-        """Write a dense host tensor after those before.  Raises as :meth:`write`."""
+        """Append a dense host tensor.  Raises as :meth:`write`."""
         begin, self._end = self._end, self._end + whole_pages(weight.nbytes)
         self.write(begin, weight)
         return self.kept(begin, weight)
 
     def kept(self, begin: int, like: torch.Tensor) -> FileSlice:
-        """A weight, of the shape, strides and dtype of ``like``, that is written from a page on."""
+        """Return a weight that is stored from the offset ``begin`` on; ``like`` has its shape, strides and dtype."""
         part = DriveBytes(self.file, begin, like.nbytes)
         return FileSlice(as_weight(part.mapped(), like), part)
 
     def write(self, begin: int, weight: torch.Tensor) -> None:
-        """Write a dense host tensor from a page on.  Raises ChunkflowError if the file system is full."""
+        """Write a dense host tensor at the offset ``begin``, a page boundary.  Raises ChunkflowError if the file system
+        is full."""
         number, view, done = self.file.descriptor.number, memory_of(weight), 0
         try:
             os.ftruncate(number, begin + whole_pages(weight.nbytes))
@@ -85,9 +86,12 @@ class Scratch:
 
 
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:
-    """The names of the weights, given with their bytes in the order of the model, that go to the drive, so that the others
-    take at most ``budget``.  They are spread evenly over the model, because a step reads the drive all the time."""
-    weights = [(name, nbytes) for name, nbytes in weights if nbytes]  # nothing of an empty one can be mapped
+    """Choose the weights to leave on the SSD, so that the others take at most ``budget`` bytes of host memory.
+
+    ``weights``: names and bytes in the order of the model.  The chosen weights are spread evenly over the model, because
+    a step reads the SSD all the time.
+    """
+    weights = [(name, nbytes) for name, nbytes in weights if nbytes]  # an empty weight cannot be mapped
     total = sum(nbytes for _, nbytes in weights)
     if total <= budget:
         return frozenset()
@@ -98,7 +102,7 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
             chosen.add(name)
             due -= nbytes
             kept -= nbytes
-    for name, nbytes in weights:  # what rounding has left above the budget
+    for name, nbytes in weights:  # rounding may have left a few above the budget
         if kept > budget and name not in chosen:
             chosen.add(name)
             kept -= nbytes
@@ -106,14 +110,14 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
 
 
 def with_drive(problem: Problem, names: Collection[str]) -> Problem:
-    """The problem with the weights of these names on the drive."""
+    """Return the problem with the weights of these names stored on the SSD."""
     return replace(
         problem, weights=tuple(replace(w, source=replace(w.source, file=w.name in names)) for w in problem.weights)
     )
 
 
 def in_files(cut: Cut, names: Collection[str]) -> Cut:
-    """The cut with the weights of these names in files."""
+    """Return the cut with the weights of these names stored in files."""
     weights = tuple(w.with_source(file=w.parameter.name in names) for w in cut.discovery.weights)
     discovery, problem = replace(cut.discovery, weights=weights), with_drive(cut.problem, names)
     return replace(cut, discovery=discovery, problem=problem, raw=None if cut.raw is None else in_files(cut.raw, names))
@@ -124,8 +128,8 @@ def _no_room(where: str, cause: str) -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The kind of the file system of a folder, empty if the machine does not say."""
-    kind, best = "", -1  # of two mounts at one place, the later one lies on top
+    """Return the type of the file system of a folder, or an empty string if it is unknown."""
+    kind, best = "", -1  # if two mounts have the same path, the later one hides the earlier one
     with contextlib.suppress(OSError):
         where = folder.resolve()
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Tensors that change places: what refers to a parameter goes on to do so when its values go to the host, and back."""
+"""In-place exchange of tensors: references to a parameter stay valid when its values move to the host, and back."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from functools import partial
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.private_torch import core
 
-# Attributes of a HostWeight that come with its values; all others are a user's, and stay with the tensor.
+# Attributes of a HostWeight that belong to its values.  All other attributes were set by the user and stay with the
+# tensor.
 STATE = {"host", "buffer", "kind", "_is_param"}
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange type, values and attributes of two tensors: every reference to ``tensor`` sees those of ``other``.
+    """Exchange type, values and attributes of two tensors, so that every reference to ``tensor`` sees the content of
+    ``other``.
 
-    As torch.utils.swap_tensors, which refuses a tensor with weak references, such as a user's.  The attributes that users
-    have set on ``tensor`` stay there.  One call into C, so that Ctrl-C comes before it or after.
+    Works like torch.utils.swap_tensors, which raises an error for tensors with weak references, such as a user's.  The
+    attributes that users have set on ``tensor`` stay on it.  The exchange is one call into C, so that Ctrl-C interrupts
+    before it or after it.
+    Raises ChunkflowError if the values cannot be swapped because of weak references to a tensor.
     """
     own = {name: value for name, value in tensor.__dict__.items() if name not in STATE}
     theirs = {**own, **other.__dict__}
     mine, kinds = dict(tensor.__dict__), (type(tensor), type(other))
     steps = (
-        partial(torch._C._swap_tensor_impl, tensor, other),
+        partial(core.swap_values, tensor, other),
         partial(setattr, tensor, "__class__", kinds[1]),
         partial(setattr, other, "__class__", kinds[0]),
         partial(setattr, tensor, "__dict__", theirs),
@@ -33,7 +38,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     try:
         try:
             deque(map(partial.__call__, steps), maxlen=0)
-        except RuntimeError:  # from the first step, which changes nothing then; what refers to it may be garbage
+        except RuntimeError:  # the first step failed and changed nothing; the weak reference may be garbage
             gc.collect()
             deque(map(partial.__call__, steps), maxlen=0)
     except RuntimeError as error:

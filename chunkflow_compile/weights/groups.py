@@ -1,4 +1,4 @@
-"""Process groups: their ranks, and those that weights can be shared in."""
+"""Process groups: their ranks, and the groups in which weights can be shared."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from .limits import local_ranks
 
 _log = logging.getLogger(__name__)
 
-# Between two looks for what a rank posts, which may take it minutes.  While TCPStore.wait waits, no other thread can use the
-# store, and Ctrl-C has no effect.
+# Seconds between two polls for the value of a rank, which may take minutes.  The store is polled because during
+# TCPStore.wait no other thread can use the store, and Ctrl-C has no effect.
 _PAUSE_S = 0.02
-# A rank that is waited for is named in the log after so long, and it is asked why it does not come.
+# After this many seconds the log names the ranks that are waited for, and :meth:`Group.posted` asks whether they will
+# come.
 LOGGED_S = 5.0
-# In JSON, in the place of a value that a rank has posted for nothing.
+# The JSON that replaces the value of a rank that has withdrawn it.
 _WITHDRAWN = "null"
 
-# Backends of process groups of real ranks, whose store all of them can reach.
+# Backends of process groups with real ranks, all of which can reach the store.
 _REAL = ("gloo", "nccl")
 
 
 class StoreEnded(ChunkflowError):
-    """Raised where the store of a process group cannot be reached."""
+    """Raised if the store of a process group cannot be reached."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group of several ranks: its store, this rank of it, all of its ranks, and how long it waits for one."""
+    """A process group of several ranks: its store, the number of this rank, the numbers of all ranks, and the timeout."""
 
     store: Any
     rank: int
@@ -49,31 +50,33 @@ class Group:
 
     @property
     def key(self) -> str:
-        """The same on all of its ranks, for what they keep in the store: torch's names of groups may differ."""
+        """The prefix of this group's keys in the store, the same on all of its ranks; torch's group names may differ
+        between ranks."""
         return f"chunkflow/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]}"
 
     def post(self, what: str, value: Any) -> str:
-        """Let the other ranks read a value, such that JSON can hold.  Returns its key, for :meth:`posted`.
+        """Publish a value, serialisable as JSON, for the other ranks.  Returns its key for :meth:`posted`.
 
-        Each rank posts the same as ``what`` in the same order; the n-th values belong together.
+        Each rank posts the same sequence of ``what``; the n-th values of all ranks belong together.
         Raises ChunkflowError if the store cannot be reached.
         """
         with reached():
             place = f"{self.key}/{hashlib.sha256(what.encode()).hexdigest()[:16]}"
             key = f"{place}/{self.store.add(f'{place}/count/{self.rank}', 1)}"
             self.store.set(f"{key}/{self.rank}", json.dumps(value))
-            self.store.check([f"{key}/{self.rank}"])  # answered when the store has the value, as ``set`` is not
+            self.store.check([f"{key}/{self.rank}"])  # returns once the store has the value; ``set`` may return earlier
         return key
 
     def posted(
         self, key: str, seconds: float = 0.0, absent: Callable[[list[int]], bool] = lambda missing: False
     ) -> dict[int, Any]:
-        """Rank -> the value that it has posted, of all that have; None if it has withdrawn it.
+        """Return rank -> posted value, for all ranks that have posted one; the value is None if the rank has withdrawn
+        it.
 
-        Waits at most ``seconds`` for the others, or, after LOGGED_S, until ``absent`` finds that one of the missing ranks is
-        not going to post.
-        Without one of them, this occasion does not count: this rank's value is withdrawn, and the next that it posts belongs
-        to it.  Raises as :meth:`post`.
+        Waits at most ``seconds`` for the others.  After LOGGED_S it also stops as soon as ``absent`` reports that one of
+        the missing ranks will not post.
+        If a rank is missing at the end, this occasion does not count: this rank withdraws its value, and its next post
+        belongs to the same occasion.  Raises as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
         with reached():
@@ -91,22 +94,28 @@ class Group:
                 self.store.set(keys[self.rank], _WITHDRAWN)
                 self.store.add(f"{key.rpartition('/')[0]}/count/{self.rank}", -1)
             elif self.store.add(f"{key}/read", 1) == len(keys):
-                with contextlib.suppress(RuntimeError):  # not every store can
+                with contextlib.suppress(RuntimeError):  # not every store can delete keys
                     for each in (*keys.values(), f"{key}/read"):
                         self.store.delete_key(each)
         return values
 
     def count_apart(self, model: str, asks: Mapping[str, Any]) -> None:
-        """Let ranks that wait for this one know that it places a model of class ``model`` without them.  ``asks``: the
-        arguments of ``offload`` that made it so.  Does nothing if the store cannot be reached: this rank does not need it."""
+        """Record that this rank places a model of class ``model`` without the other ranks, for ranks that wait for it.
+
+        ``asks``: the arguments of ``offload`` that caused this.  Does nothing if the store cannot be reached, because
+        this rank does not need it.
+        """
         place = _apart(model, self.rank)
         with contextlib.suppress(StoreEnded), reached():
             self.store.set(f"{place}/asks", json.dumps(asks))
             self.store.add(f"{place}/count", 1)
 
     def placed_apart(self, model: str, ranks: Collection[int]) -> tuple[int, dict[str, Any]] | None:
-        """The first of ``ranks`` that has placed a model of class ``model`` without the others more often than this rank, and
-        the arguments that it passed; None if there is none.  The surplus counts once: this rank's count is raised to it."""
+        """Find the first of ``ranks`` that has placed models of class ``model`` on its own more often than this rank.
+
+        Returns the rank and the arguments that it passed, or None.  The surplus is reported once: this rank's count is
+        raised to match.
+        """
         with reached():
             mine = self._count(_apart(model, self.rank))
             for rank in ranks:
@@ -120,22 +129,23 @@ class Group:
         return int(self.store.get(f"{place}/count")) if self.store.check([f"{place}/count"]) else 0
 
     def missing(self, values: Mapping[int, Any]) -> list[int]:
-        """The ranks that have posted none of ``values``; if all have, those that have withdrawn theirs."""
+        """Return the ranks that have not posted any of ``values``; if all have posted, the ranks that have withdrawn
+        their values."""
         return [r for r in self.ranks if r not in values] or [r for r, value in values.items() if value is None]
 
     def _values(self, keys: Mapping[int, str]) -> dict[int, Any]:
-        """Rank -> the value under its key, of those that have one."""
+        """Return rank -> the value under its key, for the keys that exist."""
         return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
 
 
 def _apart(model: str, rank: int) -> str:
-    """Where the store of all groups counts how often a rank has placed models of a class without other ranks."""
+    """Return the store key, independent of groups, that counts how often a rank has placed models of a class on its own."""
     return f"chunkflow/apart/{hashlib.sha256(model.encode()).hexdigest()[:16]}/{rank}"
 
 
 @contextlib.contextmanager
 def reached() -> Iterator[None]:
-    """Around calls of a store."""
+    """Wrap calls of a store: a RuntimeError inside becomes StoreEnded."""
     try:
         yield
     except RuntimeError as error:
@@ -146,7 +156,7 @@ def reached() -> Iterator[None]:
 
 
 def group_of(group: Any = None) -> Group | None:
-    """What is known of a process group, the default one if none is given; None unless it has several real ranks."""
+    """Describe a process group, by default the default group.  Returns None unless the group has several real ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = group or dist.group.WORLD
@@ -158,11 +168,11 @@ def group_of(group: Any = None) -> Group | None:
 
 
 def group_to_share_in(share: Any, device: torch.device) -> Group | None:
-    """The group whose ranks share weights that are placed for ``device``, or None.
+    """Return the group whose ranks share weights that are placed for ``device``, or None.
 
-    ``share``: True, False, a process group, or None for the default: the default process group, for a GPU.  If there is none
-    by default, that is said where a machine has several ranks.
-    Raises ChunkflowError if sharing was asked for and there is no such group.
+    ``share``: True, False, a process group, or None for the default: on a GPU, the default process group.  If the default
+    finds no group although the machine runs several ranks, the reason is logged.
+    Raises ChunkflowError if sharing was requested explicitly and there is no such group.
     """
     if share is False or (share is None and device.type != "cuda"):
         return None
@@ -183,37 +193,38 @@ def group_to_share_in(share: Any, device: torch.device) -> Group | None:
 
 
 def ranks_of(name: str) -> tuple[int, ...]:
-    """The ranks of the process group of this name."""
+    """Return the ranks of the process group with this name."""
     return tuple(dist.get_process_group_ranks(_resolved(name)))
 
 
 def ranks_together() -> int:
-    """The ranks that run a model at the same time: those of this machine where their launcher says how many they are, else
-    those of the default process group.  One process that stands for several is one."""
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # of a plan without ranks
+    """Return how many ranks run a model at the same time: the ranks on this machine if the launcher provides their
+    number, otherwise all ranks of the default process group.  With a fake process group it is the number of ranks that
+    the group emulates."""
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # a plan without ranks
         return dist.get_world_size()
     group = group_of()
     return local_ranks(1 if group is None else len(group.ranks))
 
 
 def group_named(name: str) -> Group | None:
-    """What is known of the process group of this name, None unless it has several real ranks."""
+    """Describe the process group with this name.  Returns None unless the group has several real ranks."""
     return group_of(_resolved(name))
 
 
 def numbers(ranks: Collection[int]) -> str:
-    """In words."""
+    """Format rank numbers for messages: "ranks 0, 1"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _resolved(name: str) -> Any:
-    # it exists in every release, but not in __all__
+    # it exists in every release of torch, but not in __all__
     return dist.distributed_c10d.__dict__["_resolve_process_group"](name)
 
 
-@functools.cache  # once a process
+@functools.cache  # once per process
 def _say_why_none() -> None:
-    """Say why the ranks of this machine do not share by default, if there are several."""
+    """Log why the ranks of this machine do not share weights by default, if there are several."""
     if (several := local_ranks()) < 2:
         return
     cause = "there is no process group yet; call torch.distributed.init_process_group before offload"
@@ -223,9 +234,10 @@ def _say_why_none() -> None:
 
 
 def _real_backend(group: Any) -> Any:
-    """The backend of a group for one of its devices, None if it has no real one.  A group may have one for each device."""
+    """Return the backend of a group for one of its devices, or None if none is real.  A group may have one backend per
+    device."""
     for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError):  # none for this device
+        with contextlib.suppress(RuntimeError):  # the group has no backend for this device
             backend = group._get_backend(torch.device(device))
             if backend.name() in _REAL:
                 return backend

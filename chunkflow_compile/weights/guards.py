@@ -1,15 +1,16 @@
-"""What a module with offloaded weights does differently from any other module.
+"""Hooks that adapt a module with offloaded weights to ``state_dict``, ``load_state_dict``, ``.to()`` and layerwise
+casting.
 
-* ``state_dict`` has the host copies as ordinary tensors.  Of a weight that ranks share in host memory, or have shared, and of
-  a packed one it has a copy: a write to that is not the model's.  A write to any other one is, also if its weight is on the
-  drive.
-* ``load_state_dict(assign=True)`` takes the tensors it is given as host memory.
-* ``.to()``, ``.half()`` and whatever else goes through ``_apply`` leave the values in host memory: a change of the device
-  is only noted, and what a function makes of the values goes there.
+* ``state_dict`` returns the host memory as ordinary tensors, so that a write to one of them writes the model, even if the
+  weight is on the SSD.  For weights that ranks share in host memory it returns copies; writes to them do not reach the
+  model.
+* ``load_state_dict(assign=True)`` adopts the given tensors as host memory.
+* ``.to()``, ``.half()`` and all other functions that use ``_apply`` leave the values in host memory.  A change of the
+  device is only recorded, and converted values are stored in host memory.
 * In a layer with diffusers' layerwise casting, whose hook calls ``.to()`` before and after forward, forward sees a cast
-  copy, and the weight stays as it is.  Dynamo can trace that, and a program casts on the device.
+  copy and the weight is unchanged.  Dynamo can trace that, and a program casts on the device.
 
-The guards are attached to the model's own modules; :meth:`Guards.remove` detaches them.
+The guards are attached to the modules of the model; :meth:`Guards.remove` detaches them.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from .leaves import leaves, quant_state_tensors, with_leaves
 from .modules import hooks_of
 
 _aten = torch.ops.aten
-# What ``.to(device)`` and ``to_empty`` make a tensor on a device with.
+# The ops by which ``.to(device)`` and ``to_empty`` create a tensor on a device.
 _COPIES = {_aten._to_copy.default, _aten.empty_like.default}
 
 
 class Guards:
-    """The hooks of one placed model.  ``moved``: called before its weights change their device."""
+    """The hooks of one placed model.  ``moved``: called before the weights change their device."""
 
     def __init__(self, root: nn.Module, store: HostStore, moved: Callable[[], None]) -> None:
         self._root = root
         self._store = store
         self._moved = moved
         self._handles: list[RemovableHandle] = []
-        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # an adapter may be removed
+        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak, because an adapter may be removed
 
     def add(self) -> None:
         """Guard the modules of the model that are not guarded yet."""
@@ -61,7 +62,8 @@ class Guards:
                 self._handles.append(module.register_load_state_dict_pre_hook(_assign_host_copies))
 
     def watch_calls(self) -> None:
-        """Refuse inputs on another device, which would fail inside Dynamo with a less clear error."""
+        """Add a check that raises an error for inputs on another device; inside Dynamo they would fail with a less clear
+        error."""
         check = partial(_check_inputs, self._store.device)
         self._handles.append(self._root.register_forward_pre_hook(check, with_kwargs=True))
 
@@ -74,7 +76,8 @@ class Guards:
 
 
 class _Apply:
-    """Replaces ``module._apply``: what it does to a weight is done in host memory, and its device is noted only."""
+    """Replacement of ``module._apply``: conversions of a weight run in host memory, and a change of its device is only
+    recorded."""
 
     def __init__(
         self,
@@ -87,8 +90,8 @@ class _Apply:
         self._device = device
         self._moved = moved
         self._reads_meant = reads_meant
-        self._stored: dict[str, torch.Tensor] = {}  # what a cast copy stands for while forward runs
-        self._cast_versions: dict[str, int] = {}  # of the copies, when they were made
+        self._stored: dict[str, torch.Tensor] = {}  # the weights that cast copies replace while forward runs
+        self._cast_versions: dict[str, int] = {}  # the versions of the copies when they were created
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         if (hook := hooks_of(self._module).get("layerwise_casting")) is not None and self._cast(fn, hook):
@@ -116,7 +119,8 @@ class _Apply:
         return self._module
 
     def _cast(self, fn: Callable[[torch.Tensor], torch.Tensor], hook: Any) -> bool:
-        """Exchange the weights of a layer for cast copies, or the copies for the weights; False if ``fn`` does neither."""
+        """Replace the weights of a layer by cast copies, or the copies by the weights.  Returns False if ``fn`` does
+        neither."""
         held = self._module._parameters
         dtype = fn(torch.empty(0, dtype=hook.storage_dtype)).dtype
         if dtype not in (hook.compute_dtype, hook.storage_dtype):
@@ -138,7 +142,8 @@ class _Apply:
         return True
 
     def _keep_writes(self, hook: Any) -> None:
-        """Give the weights what the user wrote to their cast copies, and the type that the hook stores."""
+        """Write the user's changes of the cast copies to the weights, and convert the weights to the dtype that the hook
+        stores."""
         for name, weight in self._stored.items():
             copied: Any = self._module._parameters[name]
             if self._cast_versions.get(name) != _version(copied):
@@ -151,19 +156,19 @@ class _Apply:
 
 
 def _nothing() -> None:
-    """No program runs on the copy of a model until its first call."""
+    """Do nothing: no program runs on a copy of a model before its first call."""
 
 
 def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a module holds directly, by name."""
+    """Return the names and tensors that a module holds directly."""
     held = (*module._parameters.items(), *module._buffers.items())
     return [(name, tensor) for name, tensor in held if tensor is not None]
 
 
 class _Conversions(TorchDispatchMode):
-    """While a function converts a weight: a copy of it on another device is the same host memory, until any op follows.
+    """A mode for the conversion of a weight: a copy to another device shares the host memory until the next op runs.
 
-    ``device``: that the model is placed for.
+    ``device``: the device that the model is placed for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -177,11 +182,11 @@ class _Conversions(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _COPIES and isinstance(args[0], HostWeight) and kwargs.get("device") is not None:
             return self._copied(args[0], with_index(torch.device(kwargs["device"])), **kwargs)
-        self.finish()  # the op may write the weight or its copy
+        self.finish()  # because the op may write the weight or its copy
         return func(*args, **kwargs)
 
     def finish(self, applied: torch.Tensor | None = None) -> None:
-        """Give the copies memory of their own, all but ``applied``, which takes the place of the weight."""
+        """Give each copy its own memory, except ``applied``, which replaces the weight."""
         while self._copies:
             copied = self._copies.pop()
             if copied is not applied:
@@ -203,7 +208,7 @@ class _Conversions(TorchDispatchMode):
 
 
 def _refuse_move(weight: HostWeight, target: torch.device, placed: torch.device) -> None:
-    """Raise ChunkflowError for a device that the model is not placed for, other than the CPU."""
+    """Raise ChunkflowError if ``target`` is neither the CPU nor the device that the model is placed for."""
     if target.type == "meta":
         raise ChunkflowError(
             f"The weight {weight.buffer.name} is offloaded, and on the meta device it would lose its values: call "
@@ -217,13 +222,13 @@ def _refuse_move(weight: HostWeight, target: torch.device, placed: torch.device)
 
 
 def _version(tensor: Any) -> int:
-    """Changes with every write to a tensor."""
+    """Return a number that changes with every write to a tensor."""
     version: int = tensor.writes if isinstance(tensor, HostWeight) else tensor._version
     return version
 
 
 def _apply_to_others(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """What ``nn.Module._apply`` does, for the tensors of one module that are not offloaded."""
+    """Do what ``nn.Module._apply`` does, for the tensors of one module that are not offloaded."""
     with torch.no_grad():
         for parameter in module._parameters.values():
             if parameter is not None and not isinstance(parameter, HostWeight):
@@ -236,7 +241,7 @@ def _apply_to_others(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tenso
 
 
 def detach_guards(module: nn.Module) -> None:
-    """Remove what the copy of a guarded module has of its guards."""
+    """Remove the guards from a copy of a guarded module."""
     if isinstance(module.__dict__.get("_apply"), _Apply):
         del module.__dict__["_apply"]
     ours = (_read_host_copies, _assign_host_copies, _check_inputs)
@@ -255,12 +260,12 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
         offloaded = value is not None and any(isinstance(leaf, HostWeight) for _, leaf in leaves(value))
         if offloaded and value is not tensor:
             state[prefix + name] = with_leaves(value, _host_copy)
-        # quanto adds the tensors inside a weight, and those inside them
+        # quanto adds the inner tensors of a weight, and their inner tensors
         for path, leaf in leaves(tensor, prefix + name):
             if f"{path}.raw_host" in state:
                 state.pop(f"{path}.raw_host")
                 state[path] = _host_copy(leaf)
-        # bitsandbytes adds the tensors beside a weight
+        # bitsandbytes adds the quantization state of a weight
         for path, part in quant_state_tensors(tensor, prefix + name):
             key = path.replace(".quant_state.", ".").replace(".state2.", ".nested_")
             if key in state:
@@ -276,7 +281,8 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _assign_host_copies(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, *messages: Any
 ) -> None:
-    """With ``assign=True``, the weights stay offloaded; without it, copying into them writes the host memory."""
+    """With ``assign=True``, keep the weights offloaded.  Without it nothing is to do: copying into a weight writes its
+    host memory."""
     if not metadata.get("assign_to_params_buffers", False):
         return
     for name, tensor in _own(module):

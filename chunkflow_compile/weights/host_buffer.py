@@ -1,32 +1,36 @@
-"""The host memory of one weight: where its values are, what copies of them exist, and who may write them.
+"""The host memory of one weight: where its values are stored, which copies of them exist, and who may write them.
 
-All views of a weight have one.  It may be in the store of a placed model; else it is memory and a count of writes.
+All views of a weight share one HostBuffer.  It may belong to the store of a placed model; otherwise it is only memory and
+a count of writes.
 
-Note: the places of a weight's bytes
-------------------------------------
-The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are at one of four places (:class:`Where`):
+Note: where the bytes of a weight are stored
+--------------------------------------------
+The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are of one of four types (:class:`Where`):
 
-* OWN: pages of this process.  Ops on the weight write them, and so do tensors of a state_dict, which no count sees.
-* SHARED: pages of a memfd that the ranks of a machine map.  The loader writes them, before any weight is in them.
-* FILE: a private mapping of a checkpoint or of a scratch file, which the loader writes.  Copies read the file itself.
-* FILE_WRITTEN: the same mapping, of which a tensor of a state_dict has written pages, which are this process's now.
+* OWN: private pages of this process.  Ops on the weight write them.  So do writes to the tensors of a state_dict, which
+  no version counter records.
+* SHARED: pages of a memfd that the ranks of a machine map.  Only the loader writes them, before any weight uses them.
+* FILE: a private mapping of a checkpoint, or of a scratch file that the loader has written.  Copies read the file itself.
+* FILE_WRITTEN: the same mapping after a write through a tensor of a state_dict; the written pages are private to this
+  process.
 
-Those of a packed weight are in ``HostBuffer.stored``, at one of the first three places; ``host`` is address space without
-pages then, see ``packed.py``.  A write opens it and packs it again; if the values do not fit, the weight is OWN and raw.
+The bytes of a packed weight are in ``HostBuffer.stored``, in pages of one of the first three types.  Its ``host`` is
+address space without pages; see ``packed.py``.  A write opens the pages of ``host`` and packs the values again; if they
+no longer fit, the weight becomes OWN and unpacked.
 
-:class:`WeightLoader` chooses the first place.  From there bytes move one way, to OWN, at the same address, so that views stay
-views: ``make_private``, before a write, before pages that may change are pinned, and when a shared one is restored.  A weight
-that gets other memory (``p.data = ...``) gets another HostBuffer.
+:class:`WeightLoader` chooses the initial type.  From there bytes move in one direction only, to OWN, and keep their
+address, so that views remain valid.  ``make_private`` does this before a write, before pages that may change are pinned,
+and when a shared weight is restored.  A weight that is given other memory (``p.data = ...``) gets a new HostBuffer.
 
-Copies of the values, none of which is written by anybody but its maker:
+These copies of the values exist, each written only by the code that makes it:
 
-* on the devices of the ranks of a node, a piece on each (``pieces``), until the weight is written on this rank; not read
-  while a tensor of a state_dict may write it;
-* on the device, one that stays (``resident``), refreshed when ``version`` has changed, or slots of an arena, filled in each
-  step;
-* in an op outside programs, one for that op; of a packed weight also on the CPU;
-* in a state_dict, the memory itself (``exported``), whose writes :meth:`HostBuffer.settle` takes; of SHARED pages a mapping
-  that copies a page when it is written, and whose writes are not the model's.
+* On the devices of the ranks of a node, one piece per rank (``pieces``), until the weight is written on this rank.  They
+  are not read while a tensor of a state_dict may write the weight.
+* On the device of this rank, either a copy that stays (``resident``) and is refreshed when ``version`` has changed, or
+  slots of an arena that are filled in each step.
+* For an op outside programs, a copy for that op alone; for a packed weight this applies to the CPU as well.
+* In a state_dict, the memory itself (``exported``); :meth:`HostBuffer.settle` takes over what was written there.  For
+  SHARED pages it is a copy-on-write mapping, whose writes do not reach the model.
 """
 
 from __future__ import annotations
@@ -43,10 +47,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Source
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
-from .bytes import alias, flat_bytes, in_one_memory, part_of, place_of, uses
+from .bytes import alias, flat_bytes, in_one_memory, part_of, place_of
 from .limits import no_room
 from .locks import ProcessLock
 from .mapping import close_pages
@@ -66,12 +71,13 @@ class Form(Enum):
     COMPRESSED = "compressed"
 
 
-class Life:
-    """Lives as long as the weight that it is an attribute of.
+class WeightToken:
+    """A token that lives as long as the weight that holds it as an attribute.
 
-    Weak references go to it and not to the weight, because torch exchanges no tensor that has one (torch.utils.swap_tensors).
-    ``state``: another object after each change of the buffer that the version of its host tensor does not count.  It is
-    deleted when the weight leaves its store.
+    Weak references point to the token and not to the weight, because torch.utils.swap_tensors raises an error for tensors
+    that have weak references.
+    ``state``: an object that is replaced after each change of the buffer that the version of its host tensor does not
+    record.  The attribute is deleted when the weight leaves its store.
     """
 
     def __init__(self) -> None:
@@ -87,12 +93,14 @@ class Life:
 class HostBuffer:
     """The host memory of one weight.
 
-    ``host``: its values, on the CPU.  ``written``: counts the writes through weights; those to the memory itself are in its
-    tensor's ``_version``.  ``names``: all its names in the model.  ``origin``: the device that it came from.  ``grad``: the
-    gradient that it had.  ``fill``: writes what the weight is to have at the next call, for one that a module fills; None for
-    any other.  ``pieces``: those on the devices of the ranks of a node, or None.  ``keeps_pieces``: whether they stay while a
-    tensor of a state_dict has the memory, which may write it; copies do not read them then.
-    ``backing``: where its bytes lie.  ``form``: in which form; one that is compressible has whole pages of its own.
+    ``host``: the values, on the CPU.  ``written``: the number of writes through weights; writes to the memory itself are
+    counted by the tensor's ``_version``.
+    ``names``: all names of the weight in the model.  ``origin``: the device that it came from.  ``grad``: the gradient
+    that it had.
+    ``fill``: a function that writes the values for the next call, for a weight that a module fills, or None.
+    ``pieces``: the pieces on the devices of the ranks of a node, or None.  ``keeps_pieces``: whether the pieces are kept,
+    without being read, while a tensor of a state_dict may write the weight.
+    ``backing``: the storage of the bytes.  ``form``: their form.  A compressible weight shares its pages with no other data.
     """
 
     def __init__(
@@ -106,17 +114,17 @@ class HostBuffer:
         self.fill: Callable[[], None] | None = None
         self.pieces: Pieces | None = None
         self.keeps_pieces = False
-        self.backing = Backing(host) if backing is None else backing  # only _back changes it
+        self.backing = Backing(host) if backing is None else backing  # changed by _set_backing only
         raw = Form.COMPRESSIBLE if compressible else Form.RAW
         self.form = Form.COMPRESSED if self.backing.compressed else raw
-        self._lock = ProcessLock()  # for what reads the form of the values, and what changes it
-        self._writing = ProcessLock()  # held for a write, longer than the other one
-        self._copied_from = weakref.WeakValueDictionary[int, Any]()  # the raw memory, as programs refer to it
-        self.exposed = False  # whether code of other compilers has used it
-        self._uses = 0  # of the memory, by this and the weight, as ``uses`` counts them
+        self._lock = ProcessLock()  # held while the form of the values is read or changed
+        self._writing = ProcessLock()  # held during a write, longer than the other one
+        self._copied_from = weakref.WeakValueDictionary[int, Any]()  # references of programs to the raw memory
+        self.exposed = False  # whether code of other compilers has used the memory
+        self._uses = 0  # references by this and the weight, see ``core.storage_uses``
         self._store: Store | None = None
-        self._life: Callable[[], Life | None] = lambda: None
-        self._writes: torch.Tensor | None = None  # has the version of the weight, and nothing else
+        self._token: Callable[[], WeightToken | None] = lambda: None
+        self._writes: torch.Tensor | None = None  # shares only the version counter with the weight
         self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
         self._resident_in: weakref.WeakSet[object] = weakref.WeakSet()  # the arenas whose programs read it
         self._pins = Pins()
@@ -130,37 +138,40 @@ class HostBuffer:
         weight: Any,
         grad: torch.Tensor | None = None,
     ) -> None:
-        """Be in a store from now on, as the memory of the HostWeight ``weight``, whose values are in ``host``.
+        """Add this buffer to a store, as the memory of the HostWeight ``weight``, whose values are in ``host``.
 
         ``grad``: the gradient of the weight that it replaces, or None.
         """
         self.host, self.names, self.origin = host, names, origin
         self.grad = self.grad if grad is None else grad
-        weight.life = life = Life()
-        self._store, self._life = store, weakref.ref(life)
+        weight.token = token = WeightToken()
+        self._store, self._token = store, weakref.ref(token)
         self._writes = alias(weight)
         self._writes.__dict__.clear()
         self._uses = self._own_uses(weight.host)
 
     def _own_uses(self, view: torch.Tensor) -> int:
-        """Uses of the memory by this and by a weight whose host tensor is ``view``, as :func:`uses` counts them: each tensor,
-        that of which it is a view, and the storage that is asked."""
+        """Return how many references to the storage, as ``core.storage_uses`` counts them, come from this buffer and from
+        a weight whose host tensor is ``view``.
+
+        Each tensor counts, the base of each view, and the storage object that is created for counting.
+        """
         tensors = (self.host, view, self.host._base, view._base)
         return 1 + len({id(tensor) for tensor in tensors if tensor is not None})
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
-        """Whether the memory is all of its storage, and nobody but a weight whose host tensor is ``view`` uses it."""
-        return self._is_whole and uses(self.host) <= self._own_uses(view) and not self._copied_from
+        """Whether the memory fills its storage, and only a weight whose host tensor is ``view`` uses it."""
+        return self._is_whole and core.storage_uses(self.host) <= self._own_uses(view) and not self._copied_from
 
     @property
     def _is_whole(self) -> bool:
         return self.host.untyped_storage().nbytes() == self.host.nbytes
 
     def leave(self) -> None:
-        """Be in no store from now on: its weight is in no placed model."""
+        """Remove this buffer from its store: its weight is in no placed model any more."""
         self._store, self.pieces, self.keeps_pieces = None, None, False
-        if (life := self.life) is not None:
-            life.leave_store()
+        if (token := self.token) is not None:
+            token.leave_store()
 
     @property
     def name(self) -> str:
@@ -168,32 +179,32 @@ class HostBuffer:
 
     @property
     def store(self) -> Store:
-        """That of the placed model.  Only a weight that :func:`buffer_of` finds has one."""
+        """The store of the placed model.  Only a weight that :func:`buffer_of` finds has one."""
         assert self._store is not None
         return self._store
 
     @property
     def order(self) -> tuple[int, int]:
-        """In which order an op that writes several weights locks models, and weights in each: two threads never wait for each
-        other."""
+        """A sort key: an op that writes several weights locks their models, and the weights in each, in this order.  So
+        two threads never deadlock."""
         return id(self._store), id(self)
 
     @property
-    def life(self) -> Life | None:
-        """That of the weight; None if it was dropped or got other memory."""
-        return self._life()
+    def token(self) -> WeightToken | None:
+        """The token of the weight; None if the weight was dropped or was given other memory."""
+        return self._token()
 
     def is_alive_in(self, store: object) -> bool:
-        """Whether it is in this store, and its weight exists."""
-        return self._store is store and self.life is not None
+        """Whether the buffer is in this store, and its weight still exists."""
+        return self._store is store and self.token is not None
 
-    def is_of(self, weight: Any) -> bool:
-        """Whether it is in a store as the memory of this weight, and not of a view."""
-        return self._store is not None and (life := self.life) is not None and weight.__dict__.get("life") is life
+    def backs(self, weight: Any) -> bool:
+        """Whether the buffer is in a store as the memory of this weight, rather than of a view."""
+        return self._store is not None and (token := self.token) is not None and weight.__dict__.get("token") is token
 
     @property
     def version(self) -> int:
-        """Changes with every write to the values, through a weight or to the host tensor itself."""
+        """A number that changes with every write to the values, through a weight or to the host tensor itself."""
         return self.written + self.host._version + (0 if self._writes is None else self._writes._version)
 
     @property
@@ -202,12 +213,12 @@ class HostBuffer:
 
     @property
     def stored(self) -> torch.Tensor:
-        """What copies to the device read: the packed values, int32 [Layout.words], or the host tensor."""
+        """The tensor that copies to the device read: the packed values, int32 [Layout.words], or the host tensor."""
         return self.backing.stored if self.backing.compressed else self.host
 
     @property
     def source(self) -> Source:
-        """Where programs that start now copy it from, and in which form."""
+        """The location from which programs that start now copy the weight, and the form of its bytes."""
         return Source(
             file=self.backing.file_bytes is not None,
             values=self.host.nbytes if self.compressed else 0,
@@ -216,14 +227,15 @@ class HostBuffer:
 
     @property
     def bytes(self) -> Bytes:
-        """The bytes that programs copy.  Raises as :meth:`write` for a weight on the drive that was written unseen."""
+        """The bytes that programs copy.  Raises as :meth:`write` if the weight is on the SSD and was written unnoticed."""
         if self.backing.where is Where.FILE_WRITTEN:
             self.make_private()
         return self.bytes_now
 
     @property
     def bytes_now(self) -> Bytes:
-        """The same, unless the weight was written unseen.  What was written is no longer what the pieces have."""
+        """The same, unless the weight was written unnoticed.  Pieces of an older version are dropped, unless they are to
+        be kept."""
         if (pieces := self.pieces) is not None and pieces.version == self.version:
             return pieces
         if not self.keeps_pieces:
@@ -234,25 +246,27 @@ class HostBuffer:
             return flat_bytes(self.stored)
         place = place_of(self.host)
         self._copied_from[id(place)] = place
-        return torch.frombuffer(place, dtype=torch.uint8)  # its storage is its own, so it is no use of the weight's
+        # has its own storage, so that it does not count as a use of the weight
+        return torch.frombuffer(place, dtype=torch.uint8)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored, and copied."""
+        """The number of bytes that are stored and copied."""
         return self.stored.nbytes
 
     @property
     def on_device(self) -> torch.Tensor | None:
-        """The copy of the values on the store's device that programs use now, None if there is none."""
+        """The current copy of the values on the store's device for programs, or None."""
         version, ref = self._resident or (None, None)
         return None if ref is None or version != self.version else ref()
 
     def resident(self, stagings: GpuStagings, arena: object) -> torch.Tensor:
-        """A copy of the values on the store's device, shared by all programs that use it at the same time.
+        """Return a copy of the values on the store's device, shared by all programs that use it at the same time.
 
-        ``arena``: theirs, where no step runs now.  The copy gets new values in place if no program of another one reads it.
+        ``arena``: the arena of these programs, where no step runs now.  The copy is updated in place if no program of
+        another arena reads it.
         """
-        current, version = self.on_device, self.version  # before the copy: newer values need another
+        current, version = self.on_device, self.version  # read before the copy: newer values need another one
         stale = None if self._resident is None else self._resident[1]()
         only_here = not self._resident_in - {arena}
         self._resident_in.add(arena)
@@ -268,27 +282,28 @@ class HostBuffer:
         return renewed
 
     def check(self) -> None:
-        """Raise ChunkflowError if the host tensor is a mapping of a file on the drive that has changed.
+        """Raise ChunkflowError if the host tensor maps a file on the SSD that has changed.
 
-        That also matters once it was written, as through a tensor of ``state_dict``: pages that were not are the file's.
+        This applies even after a write, for example through a tensor of ``state_dict``: the pages that were not written
+        still come from the file.
         """
         self.backing.check()
 
     def read(self, nbytes: int) -> None:
-        """An op outside programs reads the values."""
+        """Check the weight, and count the bytes, before an op outside programs reads the values."""
         if self._store is not None:
             self.check()
             self._store.count(self.name, nbytes)
 
     def warn_of_compiler(self, backend: str) -> None:
-        """Another backend compiles code that copies the values in each of its calls."""
+        """Warn that another backend compiles code that copies the values in each of its calls."""
         if self._store is not None:
             self._store.warn_of_compiler(self.name, backend)
 
     def values(self, view: torch.Tensor) -> torch.Tensor:
-        """A view of the host tensor as an ordinary tensor, to be read; of a packed weight it is a copy.
+        """Return a view of the host tensor as an ordinary tensor for reading; for a packed weight it is a copy.
 
-        Raises ChunkflowError if there is no room for a copy, or if it is a mapping of a file that has changed.
+        Raises ChunkflowError if a copy does not fit in host memory, or if the tensor maps a file that has changed.
         """
         self.check()
         with self._lock():
@@ -299,15 +314,15 @@ class HostBuffer:
         return part_of(backing.read(self.name), view)
 
     def copy(self, view: torch.Tensor) -> torch.Tensor:
-        """The values of a view of the host tensor, in memory of their own.  Raises as :meth:`values`."""
+        """Return the values of a view of the host tensor in separate memory.  Raises as :meth:`values`."""
         values = self.values(view)
         whole = values.untyped_storage().nbytes() == view.nbytes
         return values if whole and not in_one_memory(values, view) else values.clone()
 
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
-        """A view of the values, for a state_dict: what writes it writes the weight, see :meth:`settle`.
+        """Return a view of the values for a state_dict.  Writes to it are writes to the weight; see :meth:`settle`.
 
-        Of memory that other ranks read it is a copy.  Raises ChunkflowError if there is no room.
+        If other ranks read the memory, it is a copy.  Raises ChunkflowError if the copy does not fit in host memory.
         """
         self.check()
         backing = self.backing
@@ -327,26 +342,27 @@ class HostBuffer:
         return exported
 
     def fill_with(self, fill: Callable[[], None]) -> None:
-        """Before each call of a program that reads it, ``fill`` writes its values."""
+        """Set the function ``fill``, which writes the values before each call of a program that reads them."""
         self.fill = fill
 
     def count_write(self) -> None:
-        """Its values were written through a weight."""
+        """Count a write to the values through a weight."""
         self.written += 1
         self._changed()
 
     def expose(self) -> None:
-        """The code of another compiler gets the memory.  What it writes is counted by the version of the weight alone."""
+        """Record that code of another compiler gets the memory.  From then on, only the version of the weight counts its
+        writes."""
         if not self.exposed:
             self.exposed = True
             self._changed()
 
     def _changed(self) -> None:
-        """Give the weight another state, which programs compare."""
-        if (life := self.life) is not None:
-            life.change()
-            if self._store is None:  # asked last: another thread may make it leave
-                life.leave_store()
+        """Give the weight a new state object; programs compare these to detect changes."""
+        if (token := self.token) is not None:
+            token.change()
+            if self._store is None:  # checked last, because another thread may remove it from the store
+                token.leave_store()
 
     def _set_form(self, form: Form) -> None:
         if form is not self.form:
@@ -354,20 +370,21 @@ class HostBuffer:
             self._changed()
 
     def shard_into(self, pieces: Pieces) -> None:
-        """From now on, programs read these pieces on the devices of the ranks, until the weight is written."""
+        """Let programs read these pieces on the devices of the ranks, until the weight is written."""
         self.pieces = pieces
 
     def regain_pieces(self, same: Callable[[HostBuffer, Pieces], bool] | None) -> None:
-        """Only its model can write it again.  Its pieces may have its values although writes were counted.
+        """Use the pieces again if they still have the values of the weight although writes were counted.
 
-        ``same``: returns whether pieces have the values of a weight on all ranks; None if there are no other ranks.
+        The caller makes sure that from now on only the model can write the weight.  ``same``: returns whether pieces have
+        the values of a weight on all ranks; None if there are no other ranks.
         """
         self.keeps_pieces, pieces = False, self.pieces
         if same is not None and pieces is not None and pieces.version != self.version and same(self, pieces):
             self.pieces = replace(pieces, version=self.version)
 
     def settle(self) -> bool:
-        """Take what was written to tensors of a state_dict since this was called last: it counts as a write from now on.
+        """Count what was written to tensors of a state_dict since the last call as a write to the weight.
 
         Pieces are kept until :meth:`regain_pieces`, because they may have these values.
         Returns whether programs may have copied older values.  Raises as :meth:`write`.
@@ -382,72 +399,75 @@ class HostBuffer:
         return changed
 
     @contextlib.contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """No step of the model's programs runs, and no other thread writes the weight."""
+    def _paused(self) -> Iterator[None]:
+        """A context in which no step of the model's programs runs, and no other thread writes the weight."""
         with contextlib.nullcontext() if self._store is None else self._store.quiet(), self._writing():
             yield
 
     @contextlib.contextmanager
-    def write(self, leaves: bool = False) -> Iterator[None]:
-        """Hold the steps of the model's programs, wait for the copies that read the weight, and make it private.
+    def write(self, replacing: bool = False) -> Iterator[None]:
+        """A context for a write: pauses the model's programs, waits for the copies that read the weight, and makes it
+        private.
 
-        A packed weight is packed again after it; if the values do not fit, it is raw, and the programs of the model end.
-        ``leaves``: whether it gets other memory instead: what it had stays as it is then.
-        Raises ChunkflowError if there is no room, or the checkpoint has changed.
+        A packed weight is packed again afterwards.  If its values do not fit in the packed form, it stays unpacked, and
+        the programs of the model are ended.
+        ``replacing``: whether the weight is given other memory instead; its old memory is then left unchanged.
+        Raises ChunkflowError if the bytes do not fit in host memory, or if the checkpoint has changed.
         """
-        with self._quiet():
+        with self._paused():
             self.sync_copies()
-            if leaves:
+            if replacing:
                 self.on_storage_replaced()
             else:
                 self.make_private()
             backing = self.backing
-            if leaves or not isinstance(backing, Packed) or backing.is_open_here:
+            if replacing or not isinstance(backing, Packed) or backing.is_open_here:
                 yield
                 return
             try:
                 with backing.opened(self.name):
                     yield
             finally:
-                if backing.is_open:  # it does not fit, or was interrupted
+                if backing.is_open:  # the values do not fit, or the write was interrupted
                     self._become_raw()
                     if self._store is not None:
                         self._store.warn_of_raw(self)
                         self._store.end_programs()
 
     def pack(self) -> bool:
-        """Pack the values, in place of their memory: views stay views.  Returns whether they are packed now.
+        """Pack the values and free their memory; views remain valid.  Returns whether the weight is packed now.
 
-        They cannot be if too many escape, if another tensor or array has the memory, such as one of a state_dict, or if there
-        is no room for a moment.  Holds up programs as :meth:`write`.
+        Packing fails if too many values escape, if another tensor or array uses the memory (such as a tensor of a
+        state_dict), or if both forms do not fit in host memory at the same time.  Pauses programs as :meth:`write`.
         """
         if self.form is not Form.COMPRESSIBLE:
             return self.compressed
-        with self._quiet():
+        with self._paused():
             self.sync_copies()
             raw = self.backing
-            if self._used and self._store is not None:
-                self._store.end_programs()  # they refer to what they copy
-            able = self.fill is None and not self._used and raw.where is Where.OWN
+            if self._in_use and self._store is not None:
+                self._store.end_programs()  # they hold references to the memory that they copy
+            able = self.fill is None and not self._in_use and raw.where is Where.OWN
             packed = Packed.of(self.host) if able else None
             if packed is not None:
                 self.unpin()
-                self._back(packed)
-                if self._used:  # since then, by an op of another thread
-                    self._back(raw)
+                self._set_backing(packed)
+                if self._in_use:  # an op of another thread has started to use it meanwhile
+                    self._set_backing(raw)
                 else:
                     close_pages(self.host)
             if packed is None:
                 self._set_form(Form.RAW)
         return self.compressed
 
-    def unpack(self, leaves: bool = False, lazily: bool = False) -> None:
-        """Let the weight be raw from now on, at the same address.  Holds up programs as :meth:`write`.
+    def unpack(self, leaving: bool = False, lazily: bool = False) -> None:
+        """Unpack the weight for good, at the same address.  Pauses programs as :meth:`write`.
 
-        ``leaves``: whether it leaves the store.  ``lazily``: whether it takes its memory where there may be no room.
-        Raises ChunkflowError if there is no room, or the file has changed.
+        ``leaving``: whether the weight is about to leave the store.  ``lazily``: whether to allocate the memory even if it
+        may not fit.
+        Raises ChunkflowError if the values do not fit in host memory, or if the file has changed.
         """
-        with self._quiet():
+        with self._paused():
             self.sync_copies()
             backing = self.backing
             if isinstance(backing, Packed):
@@ -455,21 +475,21 @@ class HostBuffer:
                 try:
                     backing.open(self.name, lazily)
                 finally:
-                    if backing.is_open:  # also after an interrupt
+                    if backing.is_open:  # true after an interrupt, too
                         self._become_raw()
-                if self._store is not None and not leaves:
+                if self._store is not None and not leaving:
                     self._store.warn_over_bound(self.name, "is no longer packed")
             self._set_form(Form.RAW)
 
     def _become_raw(self) -> None:
-        """The pages of a packed weight stay open."""
+        """Turn a packed weight into an unpacked one, whose pages stay open."""
         if isinstance(self.backing, Packed):
             self.backing.own()
-        self._back(Backing(self.host))
+        self._set_backing(Backing(self.host))
         self.unpin()
 
-    def _back(self, backing: Backing) -> None:
-        """Have the bytes there from now on."""
+    def _set_backing(self, backing: Backing) -> None:
+        """Set the storage of the bytes, and the form that goes with it."""
         with self._lock():
             if self.compressed != backing.compressed:
                 self._set_form(Form.COMPRESSED if backing.compressed else Form.RAW)
@@ -477,44 +497,42 @@ class HostBuffer:
             self.backing = backing
 
     @property
-    def _used(self) -> bool:
-        """Whether a program, a view, or an op of another thread has the memory, which must not lose its pages then."""
-        return uses(self.host) > self._uses or bool(self._copied_from)
+    def _in_use(self) -> bool:
+        """Whether a program, a view, or an op of another thread uses the memory, so that its pages must be kept."""
+        return core.storage_uses(self.host) > self._uses or bool(self._copied_from)
 
     @property
     def is_lent(self) -> bool:
-        """Whether a view of raw values is in use, such as an array that was made of a tensor of a state_dict.
+        """Whether a view of unpacked values is in use, such as an array made from a tensor of a state_dict.
 
-        False where the weight has only a part of its storage: the other parts have users of their own.
+        Always False if the weight is only a part of its storage, because the other parts have their own users.
         """
-        return not self.compressed and self._is_whole and uses(self.host) > self._uses
+        return not self.compressed and self._is_whole and core.storage_uses(self.host) > self._uses
 
     def on_storage_replaced(self) -> None:
-        """The weight gets other memory, which is not on the drive."""
+        """Warn, if host memory exceeds its bound, that a weight on the SSD is given other memory in host memory."""
         if self._store is not None and self.backing.file_bytes is not None:
             how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
 
     def make_private(self, lazily: bool = False) -> None:
-        """Give the weight memory of its own, at the same address.  No copy reads it now.
+        """Move the weight to private memory at the same address.  No copy may read it meanwhile.
 
-        ``lazily``: where there is no room, a page takes memory when it is written.  Raises ChunkflowError as :meth:`write`.
+        ``lazily``: if host memory is short, allocate each page only when it is written.  Raises ChunkflowError as
+        :meth:`write`.
         """
         if (before := self.backing.where) is Where.OWN:
             return
         self.check()
         if before is Where.SHARED:
-            self.unpin()  # the pages that a device reads are those at the address when they were pinned
-            self.count_write()  # programs pin it again, also if there is no memory
-        self._back(self.backing.make_private(self.name, lazily))
+            self.unpin()  # a device goes on reading the pages that were at this address when they were pinned
+            self.count_write()  # programs then pin it again, even if no memory is left
+        self._set_backing(self.backing.make_private(self.name, lazily))
         if before is not Where.SHARED and self._store is not None:
             self._store.warn_over_bound(self.name, "is written, and goes from the drive into host memory for that")
 
     def check_room_for_copy(self, nbytes: int) -> None:
-        """The values are about to be copied into so many bytes of host memory.
-
-        Raises ChunkflowError if they are on the drive, and there is no room.
-        """
+        """Raise ChunkflowError if the weight is on the SSD and a copy of ``nbytes`` does not fit in host memory."""
         if self.backing.file_bytes is not None and (cause := no_room(nbytes)) is not None:
             raise ChunkflowError(
                 f"{self.name} is on the drive, and a copy of it ({size(nbytes)}) finds no room in host memory: {cause}. Free "
@@ -527,19 +545,19 @@ class HostBuffer:
 
     @property
     def should_pin(self) -> bool:
-        """Whether there is host memory to pin, and it is not pinned."""
+        """Whether the weight has host memory to pin that is not pinned yet."""
         return not self.pinned and self.store.pins and isinstance(self.bytes_now, torch.Tensor)
 
     def pin(self, device: HostReader, fits: bool = True) -> None:
-        """Pin the host memory for the device's copies, once; if that fails, the store warns.
+        """Pin the host memory for copies of the device, once.  If pinning fails, the store warns.
 
-        ``fits``: whether there is room for it; if not, the device copies it as it is.
+        ``fits``: whether the limit for pinned memory allows it; if not, the device copies from pageable memory.
         """
         self._pins.add(device)
         if not self.should_pin:
             return
         if self.backing.where is Where.FILE_WRITTEN:
-            self.make_private()  # the pages must not change under a device
+            self.make_private()  # pages must not change while a device reads them
         if not fits:
             return
         try:
@@ -551,17 +569,19 @@ class HostBuffer:
         self._pins.unpin()
 
     def sync_copies(self) -> None:
-        """Wait for the copies that read the host memory for steps that have returned."""
+        """Wait for the copies that read the host memory for steps that have already returned."""
         self._pins.sync_copies()
 
 
 def buffer_of(tensor: object) -> HostBuffer | None:
-    """The memory of an offloaded weight that is in a store, None for any other object, also for a view of one."""
+    """Return the buffer of an offloaded weight that is in a store; None for all other objects, including views of a
+    weight."""
     buffer = getattr(tensor, "__dict__", {}).get("buffer")
-    return buffer if isinstance(buffer, HostBuffer) and buffer.is_of(tensor) else None
+    return buffer if isinstance(buffer, HostBuffer) and buffer.backs(tensor) else None
 
 
 def store_of(tensor: object) -> Store | None:
-    """The store of an offloaded weight, None for any other object, and for a weight that another thread has restored."""
+    """Return the store of an offloaded weight; None for all other objects, and for a weight that another thread has
+    restored."""
     buffer = buffer_of(tensor)
     return None if buffer is None else buffer._store

@@ -1,7 +1,7 @@
-"""Host memory that a GPU can copy from directly: whole pages for each weight, near the GPU.
+"""Host memory from which a GPU can copy directly: whole pages for each weight, on the NUMA node of the GPU.
 
-torch's pinned allocator rounds sizes up to powers of two.  Here a weight's size is rounded up to a page only, and no
-two weights share a page, so each can be pinned and unpinned on its own.
+torch's pinned allocator rounds sizes up to powers of two.  Here the size of a weight is rounded up to a page only, and no
+two weights share a page, so each can be pinned and unpinned separately.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from .bytes import as_weight, cast_on_this_thread, copy_host_bytes, flat_bytes
 from .mapping import for_copies
 from .staging import GpuStagings
 
-# Elements that are cast at a time.
+# Number of elements that are cast at a time.
 _CAST = 1 << 22
 
 
 def empty_pages(like: torch.Tensor) -> torch.Tensor:
-    """A host tensor of the shape, strides and dtype of a dense one, in pages of its own, which no thread has written."""
+    """Allocate a host tensor with the shape, strides and dtype of a dense one, in its own pages, which are not yet
+    written."""
     if not like.numel():
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -35,11 +36,11 @@ def empty_pages(like: torch.Tensor) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, values: torch.Tensor, cpus: frozenset[int], stagings: GpuStagings) -> None:
-    """Write a dense tensor's values into a host tensor of the same shape and strides, from this thread alone.
+    """Write the values of a dense tensor into a host tensor of the same shape and strides, on the calling thread alone.
 
-    ``cpus``: the processors of the memory node to put the pages on, from :func:`near_cpus`; empty for any node.
+    ``cpus``: the CPUs of the NUMA node on which to allocate the pages, from :func:`near_cpus`; empty for any node.
     """
-    with running_on(cpus):  # the first thread to write a page decides its memory node
+    with running_on(cpus):  # the thread that first writes a page determines its NUMA node
         _fill(target, values, stagings)
 
 
@@ -47,7 +48,7 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
     if not target.numel():
         return
     if target.dtype != values.dtype:
-        # by pieces: a cast of the whole would be a second copy on the way from a GPU
+        # in pieces: casting the whole tensor would make a second copy on the way from a GPU
         target, source = target.as_strided((target.numel(),), (1,)), values.as_strided((values.numel(),), (1,))
         for part, piece in zip(target.split(_CAST), source.split(_CAST), strict=True):
             if piece.device.type == "cpu":
@@ -61,13 +62,13 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
 
 
 def give_free_memory_back() -> None:
-    """Return what the allocator keeps of freed memory: after a load it may be half of the model."""
-    with contextlib.suppress(AttributeError, OSError):  # only glibc has it
+    """Return freed memory from the allocator to the system: after loading it may be half the size of the model."""
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def near_cpus(device: torch.device) -> frozenset[int]:
-    """The processors on the memory node of a GPU; empty if the machine does not say, or has only one node."""
+    """Return the CPUs on the NUMA node of a GPU; empty if the node is unknown or is the only one."""
     if device.type != "cuda" or len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return frozenset()
     properties: Any = torch.cuda.get_device_properties(device)
@@ -79,7 +80,7 @@ def near_cpus(device: torch.device) -> frozenset[int]:
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Parse a list of processors as Linux writes it, such as ``0-3,8``."""
+    """Parse a list of CPUs in the format of Linux, such as ``0-3,8``."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -90,7 +91,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 @contextlib.contextmanager
 def running_on(cpus: frozenset[int]) -> Iterator[None]:
-    """Keep the calling thread on ``cpus`` inside the context, if it may run on any of them."""
+    """Run the calling thread on ``cpus`` only, inside the context, if it may run on any of them."""
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     if not (cpus & before):
         yield

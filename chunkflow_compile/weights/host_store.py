@@ -1,4 +1,4 @@
-"""The host store: the offloaded weights of a model, and what its programs keep of each."""
+"""The host store: the offloaded weights of a model, with their host memory and the copies that programs keep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .exchange import become
 from .host_buffer import HostBuffer
 from .host_weight import HostWeight, like
 from .leaves import leaves_of, named_leaves
-from .limits import HostMemory, Room, host_memory, local_ranks, no_room
+from .limits import HostMemory, PinAllowance, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
 from .peers import Peers
@@ -38,19 +38,21 @@ _log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
-    """No program runs on the model."""
+    """Do nothing: no program runs on the model."""
 
 
 @dataclass(eq=False)
 class HostStore:
-    """The offloaded weights of the model ``root``, whose programs run on ``device``; it ends with the model.
+    """The offloaded weights of the model ``root``, whose programs run on ``device``.  The store lives as long as the
+    model.
 
-    ``quiet``: a context in which no program of the model runs, for writes.  ``end_programs``: ends them, until their next
-    calls.  ``pins``: whether to pin host memory; False after pinning failed once.
-    ``counts``: of its programs.  ``exported``: tensors of state_dicts, or their storages, that have the memory of weights.
-    ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
-    that share the weights, and their number.  ``agreed``: the bytes that each of these may pin.  ``peers``: the ranks that
-    keep pieces of weights for each other, None for none.
+    ``quiet``: a context in which no program of the model runs, for writes.  ``end_programs``: ends the programs; their
+    next calls start them again.  ``pins``: whether to pin host memory; False after pinning has failed once.
+    ``counts``: counters of the model's programs.  ``exported``: tensors of state_dicts, or their storages, that share the
+    memory of weights.
+    ``bound``: the limit on host memory for the weights, in bytes, or None.  ``turn``: the index of this rank among the
+    ranks that share the weights, and their number, or None.  ``agreed``: the bytes that each of these ranks may pin, or
+    None.  ``peers``: the ranks that keep pieces of weights for each other, or None.
     """
 
     _root: weakref.ref[nn.Module]
@@ -66,10 +68,10 @@ class HostStore:
     exported: dict[Export, None] = field(default_factory=dict)
     _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
     _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer | None]] = field(default_factory=list)
-    warned: bool = False  # of reads by eager ops; set where they are meant
+    warned: bool = False  # of reads by eager ops; also set where such reads are intended
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
-    _meant: int = 0  # bytes that were read where reads were meant
+    _meant: int = 0  # bytes of intended reads
     _warned_of_bound: bool = False
     _warned_of_raw: bool = False
     _warned_of_exported: bool = False
@@ -77,7 +79,7 @@ class HostStore:
 
     @property
     def root(self) -> nn.Module | None:
-        """The model, None if a weight has outlived it."""
+        """The model; None if a weight has outlived it."""
         return self._root()
 
     @property
@@ -86,8 +88,8 @@ class HostStore:
         return [buffer for buffer in self._kept() if buffer.is_alive_in(self)]
 
     def _kept(self) -> list[HostBuffer]:
-        """All buffers of the store, oldest first, also of weights that were exchanged or dropped."""
-        buffers = (ref() for ref in self._buffers.keyrefs())  # which any thread may ask for
+        """All buffers of the store, oldest first, including buffers of weights that were replaced or dropped."""
+        buffers = (ref() for ref in self._buffers.keyrefs())  # any thread may call keyrefs
         return [buffer for buffer in buffers if buffer is not None]
 
     @property
@@ -95,7 +97,7 @@ class HostStore:
         return sum(h.nbytes for h in self.buffers if h.pinned)
 
     def refuse_aliases(self, weights: Iterable[torch.Tensor]) -> None:
-        """Raise ChunkflowError if one of ``weights`` has the memory of another weight of the model, which programs read."""
+        """Raise ChunkflowError if one of ``weights`` shares memory with another weight of the model that programs read."""
         added = {id(w.buffer): w for w in weights if isinstance(w, HostWeight) and w.buffer.is_alive_in(self)}
         held = [*named_leaves(self.root)] if added and self.root is not None else []
         for name, leaf in held:
@@ -108,14 +110,14 @@ class HostStore:
                 )
 
     def add(self, names: tuple[str, ...], tensor: torch.Tensor, loader: WeightLoader) -> None:
-        """Move the bytes of a parameter or buffer into the store; it becomes a :class:`HostWeight`.
+        """Move the bytes of a parameter or buffer into the store and turn it into a :class:`HostWeight`.
 
-        One weight at a time exists twice.  One that lies in its checkpoint stays there, without memory, until
-        :meth:`finish_move`.  A weight that has host memory already keeps it, unless it is one of the loader's.
+        One weight at a time exists twice.  A weight that is still in its checkpoint stays there, without memory, until
+        :meth:`finish_move`.  A weight that already has host memory keeps it, unless it is one of the loader's.
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight) and names[0] not in loader:
-                buffer = tensor.buffer  # which is known if the weight was exchanged for another view of it
+                buffer = tensor.buffer  # already in the store if another view of it has replaced the weight
                 if buffer.compressed and not same_place(tensor.host, buffer.host):
                     buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
@@ -127,12 +129,13 @@ class HostStore:
                 self._become(names, tensor, placed)
 
     def finish_move(self, loader: WeightLoader, node: Node | None) -> None:
-        """All weights have been added on this rank.  ``node``: the ranks that share them.
+        """Finish the move after all weights have been added on this rank.  ``node``: the ranks that share them, or None.
 
-        Raises ChunkflowError if another rank has ended or failed, or if there is no room for weights that differ.
+        Raises ChunkflowError if another rank has ended or failed, or if weights that differ between ranks do not fit in
+        host memory.
         """
         if node is not None:
-            node.gather(None)  # until all have written their weights
+            node.gather(None)  # waits until all ranks have written their weights
         with torch.inference_mode(False), torch.no_grad():
             for names, tensor, buffer in self._pending:
                 self._become(names, tensor, buffer or loader.placed(names[0], tensor))
@@ -146,7 +149,8 @@ class HostStore:
         grad, origin = tensor.grad, tensor.device
         weight = like(tensor, HostWeight(buffer.host, self.device, buffer))
         self._adopt(names, weight, buffer.host, origin, grad)
-        become(tensor, weight)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
+        # last, and in one call: Ctrl-C leaves either an ordinary tensor or a weight that the store knows
+        become(tensor, weight)
 
     def _adopt(
         self,
@@ -156,19 +160,20 @@ class HostStore:
         origin: torch.device,
         grad: torch.Tensor | None = None,
     ) -> None:
-        """Take the buffer of a weight into the store."""
+        """Add the buffer of a weight to the store."""
         buffer = weight.buffer
         buffer.enter(self, names, origin, host, weight, grad)
         self._total += 0 if buffer in self._buffers else host.nbytes
         self._buffers[buffer] = None
 
     def release(self, device: torch.device | None = None, error: BaseException | None = None) -> None:
-        """Give every parameter its bytes back, on the device that it came from or on ``device``.  Those that the model no
-        longer has stay in host memory.
+        """Restore every parameter, on the device that it came from or on ``device``.  Parameters that the model no longer
+        has stay in host memory.
 
-        ``error``: why the move has failed, if it has; then shared memory that cannot become a rank's own stays until it is
-        written.
-        Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
+        ``error``: the reason if the move has failed.  Then shared memory that cannot be made private stays shared until
+        it is written.
+        Raises ChunkflowError if a parameter does not fit; it and the parameters that are not yet restored stay in the
+        store.
         """
         self._pending.clear()
         if self.peers is not None and error is not None:
@@ -176,8 +181,8 @@ class HostStore:
         buffers = self._kept()
         held = () if self.root is None else leaves_of(self.root)
         weights = dict[HostBuffer, HostWeight]()
-        for leaf in held:  # a view of a weight may be in the model, too
-            if isinstance(leaf, HostWeight) and (leaf.buffer not in weights or leaf.buffer.is_of(leaf)):
+        for leaf in held:  # the model may contain views of a weight, too
+            if isinstance(leaf, HostWeight) and (leaf.buffer not in weights or leaf.buffer.backs(leaf)):
                 weights[leaf.buffer] = leaf
         moving_back = moving("bringing weights back", sum(h.nbytes for h in buffers))
         stagings = GpuStagings()
@@ -187,15 +192,15 @@ class HostStore:
                     target = device or buffer.origin
                     if (
                         error is not None and target.type == "cpu"
-                    ):  # there may be no room, which may be why the move has failed
+                    ):  # memory may be short, which may be why the move failed
                         if buffer.compressed:
-                            buffer.unpack(leaves=True, lazily=True)
+                            buffer.unpack(leaving=True, lazily=True)
                         elif buffer.backing.where is Where.SHARED:
                             buffer.make_private(lazily=True)
                     give_back(weight, target, stagings)
                 elif buffer.compressed:
-                    buffer.unpack(leaves=True)
-                buffer.unpin()  # not sooner: pinned memory is copied faster
+                    buffer.unpack(leaving=True)
+                buffer.unpin()  # not earlier, because pinned memory is copied faster
                 buffer.leave()
                 moved(buffer.nbytes)
             self._buffers.clear()
@@ -203,16 +208,16 @@ class HostStore:
             self.peers.close(error)
             self.peers = None
 
-    def mark_exported_dirty(self) -> None:
-        """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call, unless the
-        kernel tells that nobody has written it, see :meth:`HostBuffer.settle`.
+    def sync_external_writes(self) -> None:
+        """Count weights as written if a tensor of a state_dict shares their memory, or has shared it since the last call.
 
-        A pointer, a NumPy array or a collective may have written it, and no version tells.  Warns once of those that are
-        still in use.  When none is any more, as after a model was saved, the weight has its pieces again if these have its
-        values.
-        Raises ChunkflowError if there is no memory for what was written.
+        A pointer, a NumPy array or a collective may have written them, and no version counter records that.  Weights
+        whose pages were not written, according to the kernel, are not counted; see :meth:`HostBuffer.settle`.  Warns once
+        about tensors that are still in use.  Once none is in use any more, for example after a model was saved, the
+        weight uses its pieces again if they have its values.
+        Raises ChunkflowError if there is not enough memory for the written values.
         """
-        # They stay in the list until their buffer is settled: other threads that call the model settle them, too.
+        # They stay in the list until their buffer is settled: other threads that call the model settle them as well.
         exports: dict[HostBuffer, list[Export]] = {}
         for export in [*self.exported]:
             if (buffer := export.buffer()) is None:
@@ -221,7 +226,7 @@ class HostStore:
                 exports.setdefault(buffer, []).append(export)
         slow = False
         for buffer, lent in exports.items():
-            # asked first: nobody else writes it afterwards
+            # checked first: if there is no user now, nobody writes the memory afterwards
             users = {id(user): export for export in lent if (user := export.user()) is not None}
             kept = {*users.values()} or {*lent[: buffer.is_lent]}
             changed = buffer.settle()
@@ -242,12 +247,13 @@ class HostStore:
             )
 
     def expect_eager_reads(self) -> None:
-        """Parts of the model are meant to run eagerly: do not warn of ops that fetch weights."""
+        """Do not warn about ops that fetch weights: parts of the model are meant to run eagerly."""
         self.warned = True
 
     @contextlib.contextmanager
     def reads_meant(self) -> Iterator[None]:
-        """Ops outside programs read the weights because the user converts them: no reason to warn."""
+        """A context in which ops outside programs read weights because the user converts them, so that no warning is
+        needed."""
         warned, fetched, self.warned = self.warned, self.counts.fetched_bytes, True
         try:
             yield
@@ -256,12 +262,12 @@ class HostStore:
             self._meant += self.counts.fetched_bytes - fetched
 
     def first_call(self) -> AbstractContextManager[None]:
-        """Around a call of the model or of a part: while weights are to be sharded, the other ranks wait for it, and raise
-        what it raises."""
+        """A context for a call of the whole or a part of the model.  While weights are still to be sharded, the other
+        ranks wait for this call, and raise its error if it fails."""
         return contextlib.nullcontext() if self.peers is None else self.peers.first_call()
 
     def count(self, name: str, nbytes: int) -> None:
-        """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
+        """Count a fetch of a weight.  Warns once when the fetched bytes reach the total size of all weights."""
         self.counts.add_fetched(nbytes)
         so_far = self.counts.fetched_bytes - self._meant
         if self.warned:
@@ -287,7 +293,7 @@ class HostStore:
             warnings.warn(said, stacklevel=2)
 
     def warn_of_compiler(self, name: str, backend: str) -> None:
-        """Warn once that another backend compiles code that reads a weight, and then not of eager ops as well."""
+        """Warn once that another backend compiles code that reads a weight.  Suppresses the warning about eager ops."""
         if self._warned_of_compiler:
             return
         self._warned_of_compiler = self.warned = True
@@ -301,17 +307,20 @@ class HostStore:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of the device that this rank's pieces take."""
+        """Bytes of device memory that this rank's pieces take."""
         return sum(pieces.held[pieces.place].nbytes for h in self.buffers if (pieces := h.pieces) is not None)
 
     @property
     def held_bytes(self) -> int:
-        """Those of weights in host memory."""
+        """Bytes of the weights that are in host memory."""
         return sum(h.nbytes for h in self.buffers if not h.source.file)
 
     def warn_over_bound(self, name: str, how: str, more: int = 0) -> None:
-        """A weight is in host memory now, or is going to take ``more`` bytes of it.  Warns once if all of them then take more
-        than the bound."""
+        """Warn once if the weights now take more host memory than the bound, ``more`` bytes that are about to be added
+        included.
+
+        ``name``, ``how``: the weight that has moved into host memory, and the cause.
+        """
         held = self.held_bytes + more
         if self.bound is not None and held > self.bound and not self._warned_of_bound:
             self._warned_of_bound = True
@@ -323,7 +332,7 @@ class HostStore:
             )
 
     def warn_of_raw(self, buffer: HostBuffer) -> None:
-        """Say once that a weight is packed no longer."""
+        """Log once that a weight is no longer packed."""
         if not self._warned_of_raw:
             self._warned_of_raw = True
             _log.warning(
@@ -333,12 +342,13 @@ class HostStore:
                 size(buffer.nbytes),
             )
 
-    def room(self, budget: int | None) -> Room:
-        """What may still be pinned.  ``budget``: most bytes of the store, None for what the machine leaves."""
+    def pin_allowance(self, budget: int | None) -> PinAllowance:
+        """Return how many bytes may still be pinned.  ``budget``: the limit for this store in bytes; None for as much as
+        the machine allows."""
         if budget is not None:
-            return Room(budget - self.pinned_bytes, f"the budget is {size(budget)}, see the option pin_memory")
+            return PinAllowance(budget - self.pinned_bytes, f"the budget is {size(budget)}, see the option pin_memory")
         if self.agreed is not None:
-            return Room(
+            return PinAllowance(
                 self.agreed - self.pinned_bytes, f"the ranks that share weights pin at most {size(self.agreed)}"
             )
         memory = host_memory()
@@ -346,10 +356,13 @@ class HostStore:
         why = (
             f"{size(memory.free)} are free{memory.by}, and {size(memory.reserve)} stay in reserve: at most {size(most)}"
         )
-        return Room(most - self.pinned_bytes, why)
+        return PinAllowance(most - self.pinned_bytes, why)
 
     def _pinnable(self, memory: HostMemory) -> int:
-        """Bytes that this rank may pin of the weights.  Those in host memory are not free, and to pin them takes no more."""
+        """Return how many bytes of the weights this rank may pin.
+
+        Weights in host memory do not count as free memory, but pinning them takes no additional memory.
+        """
         ranks = max(local_ranks(), self.turn[1] if self.turn else 1)
         return max(0, self.held_bytes + (memory.free - memory.reserve) // ranks)
 
@@ -366,18 +379,19 @@ class HostStore:
 
 
 def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | None) -> bool:
-    """Pin the host memory of weights, see :meth:`HostBuffer.pin`.  Returns whether a device can read all of them itself.
+    """Pin the host memory of weights, see :meth:`HostBuffer.pin`.  Returns whether a device can read all of them
+    directly.
 
-    ``budget``: most bytes of a store to pin, None for what the machine leaves.
-    Ranks that share memory pin the same weights, the first ones that find room, and begin at different ones: where two pin
-    the same pages at once, the kernel may refuse one.
+    ``budget``: the limit on pinned bytes per store; None for as much as the machine allows.
+    Ranks that share memory pin the same weights, the first ones that the limit allows, but each rank starts at a
+    different one: if two ranks pin the same pages at the same time, the call of one may fail in the kernel.
     """
     turns = [buffer.store.turn for buffer in buffers if buffer.store.turn is not None]
     place, ranks = min(turns) if turns else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
     todo = [buffer for buffer in buffers if not buffer.pinned]
     stores = {buffer.store for buffer in todo} if device.name == "cuda" else ()
-    rooms = {store: store.room(budget) for store in stores}
-    without = {b for b in todo if b.store in rooms and b.should_pin and not rooms[b.store].take(b.nbytes)}
+    allowances = {store: store.pin_allowance(budget) for store in stores}
+    without = {b for b in todo if b.store in allowances and b.should_pin and not allowances[b.store].take(b.nbytes)}
     fit = [buffer for buffer in todo if buffer not in without]
     first = len(fit) * place // ranks
     with moving("pinning", sum(buffer.nbytes for buffer in todo)) as pinned:
@@ -385,14 +399,14 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
             buffer.pin(device, buffer not in without)
             pinned(buffer.nbytes)
     for buffer in todo:
-        if buffer in without and buffer.store.pins:  # said once for each store, of the first of its weights
-            buffer.store.disable_pinning(buffer, rooms[buffer.store].why)
+        if buffer in without and buffer.store.pins:  # reported once per store, for the first of its weights
+            buffer.store.disable_pinning(buffer, allowances[buffer.store].why)
     return all(buffer.pinned or isinstance(buffer.bytes_now, Pieces) for buffer in buffers)
 
 
 @contextlib.contextmanager
 def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error into a ChunkflowError that names what was being restored."""
+    """Turn an out-of-memory error into a ChunkflowError that names the weight that was being restored."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -403,14 +417,17 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
 
 
 def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -> None:
-    """Make a weight an ordinary tensor on ``device``.  Raises ChunkflowError if there is no room, or if it is in a checkpoint
-    that has changed; it stays as it is then."""
+    """Turn a weight into an ordinary tensor on ``device``.
+
+    Raises ChunkflowError if it does not fit, or if it is in a checkpoint that has changed; the weight is then left
+    unchanged.
+    """
     buffer = weight.buffer
     with torch.inference_mode(False), torch.no_grad():
         buffer.check()
         if device.type == "cpu":
             if buffer.compressed:
-                buffer.unpack(leaves=True)
+                buffer.unpack(leaving=True)
             if buffer.backing.where is Where.SHARED:
                 buffer.make_private()  # an ordinary tensor may be written at any time
             if buffer.backing.in_scratch_file and (cause := no_room(weight.host.nbytes)) is not None:
@@ -419,11 +436,11 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
                     "weights not restored yet stay where they are. Free host memory and call restore again."
                 )
         with no_room_for(buffer.name, weight.host.nbytes, device):
-            # a scratch file must not outlive the placement as the memory of an ordinary tensor
+            # a scratch file must not become the memory of an ordinary tensor, which may outlive the placement
             values = weight.host if device.type == "cpu" else weight.values_on_host
             plain = stagings.brought(values, device, copy=buffer.backing.in_scratch_file)
-        grad = buffer.grad if buffer.is_of(weight) else None
+        grad = buffer.grad if buffer.backs(weight) else None
         become(weight, weight.plain(plain))
-        weight.__dict__.pop("life", None)
+        weight.__dict__.pop("token", None)
         if grad is not None:
             weight.grad = grad.to(device)

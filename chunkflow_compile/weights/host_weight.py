@@ -1,7 +1,8 @@
-"""An offloaded weight as a tensor: its bytes lie in host memory, its device is the compute device.
+"""An offloaded weight as a tensor: its bytes are in host memory, and its device is the compute device.
 
-An op outside a program that reads such a weight gets a copy on the device, for that op alone.  An op that writes it writes
-the host memory, and every program sees that at its next call.  A view of it is a view of the host memory.
+An op outside a program that reads such a weight gets a temporary copy on the device.  An op that writes the weight writes
+the host memory, and every program uses the new values from its next call on.  A view of the weight is a view of the host
+memory.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._dynamo.exc import ShortenTraceback
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.private_torch import core
+from chunkflow_compile.private_torch.dynamo import InstructionTranslator, ShortenTraceback
 
 from .bytes import in_one_memory, ordinary, same_place
 from .exchange import STATE
@@ -33,43 +34,43 @@ _LIBRARY.impl("fetch", lambda host, device: host.to(device, copy=True), "Composi
 torch.library.register_fake(
     "chunkflow::fetch", lambda host, device: torch.empty_like(host, device=device), lib=_LIBRARY
 )
-# In graphs of other backends: copies the host memory to the device.
+# In the graphs of other backends: copies the host memory to the device.
 FETCH = torch.ops.chunkflow.fetch.default
 
 _aten = torch.ops.aten
-# Views that are not in their schemas.
+# Ops that return views without declaring it in their schemas.
 _VIEWS = {_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
-# Their results have a bit that a HostWeight does not have.
+# Ops whose results need the conjugate or negative bit, which a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
-# They write without reading, so nothing is fetched.
+# Ops that write without reading, so that nothing has to be fetched.
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 
 
 # The name of ChunkFlow's backend.
 _OURS = "chunkflow"
-# Attributes of a HostWeight, of which one stays with the tensor when its values are exchanged.
-_OWN = {*STATE, "life"}
+# All attributes of a HostWeight; "token" stays with the tensor when its values are exchanged.
+_OWN = {*STATE, "token"}
 
 
 class CompiledViewError(ChunkflowError, ShortenTraceback):
-    """A ChunkflowError while Dynamo traces, which passes it on as it is."""
+    """A ChunkflowError that is raised while Dynamo traces; Dynamo passes it on unchanged."""
 
     def __init__(self, said: str) -> None:
         super().__init__(said, first_useful_frame=None)
 
 
 class HostWeight(torch.Tensor):
-    """A weight on ``device`` whose values are those of ``host``, a plain tensor on the CPU; of a packed one it is only the
-    place of the values.
+    """A weight on ``device`` whose values are in ``host``, a plain tensor on the CPU.
 
-    ``buffer``: the memory, shared by all views of it.  ``kind``: the class of the tensor that it stands for.
+    ``host``: for a packed weight it is only the address range of the values.  ``buffer``: the memory, shared by all views
+    of the weight.  ``kind``: the class of the tensor that the HostWeight replaces.
     """
 
     host: torch.Tensor
     buffer: HostBuffer
     kind: type[torch.Tensor]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = core.disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -90,9 +91,7 @@ class HostWeight(torch.Tensor):
             dtype=host.dtype,
             device=device,
         )
-        torch._C._set_throw_on_mutable_data_ptr(
-            weight
-        )  # C++ that asks for the memory gets an error, not a null pointer
+        core.forbid_data_pointer(weight)
         weight.host = host
         weight.buffer = HostBuffer(host, name=name) if buffer is None else buffer
         weight.kind = torch.Tensor
@@ -117,10 +116,10 @@ class HostWeight(torch.Tensor):
     ) -> Any:
         (host,) = inner.values()
         if isinstance(host, FakeTensor) and _is_for_us():
-            offset = host.storage_offset()  # which is that of a DTensor around it
-            with host.fake_mode, torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, True):
+            offset = host.storage_offset()  # a DTensor around it has the same offset
+            with host.fake_mode, core.view_tracking(False):
                 room = torch.empty(offset + host.numel(), dtype=host.dtype, device=device)
-                return room.as_strided(size, stride, offset)  # not as a view, which the weight is not
+                return room.as_strided(size, stride, offset)  # not a view, because the weight is none
         return HostWeight(host, device)
 
     @classmethod
@@ -132,7 +131,7 @@ class HostWeight(torch.Tensor):
         first = args[0] if args and isinstance(args[0], HostWeight) else None
         refused = (
             torch.Tag.inplace_view in func.tags or func in _LAZY_VIEWS
-        )  # as set_ and resize_, which change the memory
+        )  # such as set_ and resize_, which replace the memory
         if first is not None and not refused:
             if func.is_view or func in _VIEWS:
                 with _tracked():
@@ -146,7 +145,8 @@ class HostWeight(torch.Tensor):
             return on_copies(cls, func, args, kwargs)
         written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
         with contextlib.ExitStack() as held:
-            for weight in sorted(written, key=lambda w: w.buffer.order):  # two threads never hold each other up
+            # in this order, so that two threads never deadlock
+            for weight in sorted(written, key=lambda w: w.buffer.order):
                 held.enter_context(weight.buffer.write())
             if written and func is _aten.copy_.default:
                 source = args[1].values_on_host if isinstance(args[1], HostWeight) else args[1]
@@ -157,12 +157,13 @@ class HostWeight(torch.Tensor):
 
     @property
     def writes(self) -> int:
-        """Changes with every write to the values: through this or another weight, to the host memory, by compiled code."""
+        """A number that changes with every write to the values: through this or another weight, to the host memory, or by
+        compiled code."""
         return self.buffer.written + self.host._version + self._version
 
     def fetch(self) -> torch.Tensor:
-        """A copy of the values on the device; on the CPU the host memory itself."""
-        if type(self.host) is not torch.Tensor:  # traced
+        """Return a copy of the values on the device, or the host memory itself if the device is the CPU."""
+        if type(self.host) is not torch.Tensor:  # during tracing
             traced: torch.Tensor = FETCH(self.host, self.device)
             return traced
         self.buffer.read(self.host.nbytes)
@@ -171,30 +172,31 @@ class HostWeight(torch.Tensor):
 
     @property
     def is_only_user(self) -> bool:
-        """Whether no view and no other weight has its memory, which is raw and all of its storage."""
+        """Whether no view and no other weight shares the memory.  The memory is then unpacked and fills its storage."""
         return not self.buffer.compressed and self.buffer.is_only_used_by(self.host)
 
     @property
     def values_on_host(self) -> torch.Tensor:
-        """The values as an ordinary host tensor, to be read, see :meth:`HostBuffer.values`."""
+        """The values as an ordinary host tensor for reading; see :meth:`HostBuffer.values`."""
         return self.buffer.values(self.host)
 
     @property
     def raw_host(self) -> torch.Tensor:
-        """The host memory, for the code of other compilers, which may write it past every op: a packed weight is raw from
-        then on.  A trace does not touch it."""
+        """The host memory, for the code of other compilers, which may write it without any op: a packed weight is
+        unpacked for good.  Tracing does not unpack it."""
         self.buffer.expose()
         if self.buffer.compressed and detect_fake_mode() is None:
             self.buffer.unpack()
         return self.host
 
     def _alias(self, host: torch.Tensor) -> Any:
-        """A weight around a view of the same memory; or around new memory, which some ops return in its place."""
+        """Return a weight around a view of the same memory, or around the new memory that some ops return instead."""
         same = in_one_memory(host, self.host)
         return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
-        """On its device a weight stays on the host; on another, it becomes an ordinary tensor."""
+        """Convert the weight: the result stays in host memory if the device is the same, and is an ordinary tensor on
+        another device."""
         device = kwargs.get("device")
         target = self.device if device is None else with_index(torch.device(device))
         if target == self.device or target.type == "cpu":
@@ -227,12 +229,14 @@ class HostWeight(torch.Tensor):
         return weight
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as an ordinary tensor on the CPU."""
-        read = self.buffer.export_view if self.buffer.compressed else self.buffer.values  # a copy may be on the drive
+        """Pickle the weight as an ordinary tensor on the CPU."""
+        # an exported view may be on the SSD
+        read = self.buffer.export_view if self.buffer.compressed else self.buffer.values
         return self.plain(read(self.host)).__reduce_ex__(protocol)
 
     def plain(self, values: torch.Tensor) -> torch.Tensor:
-        """An ordinary tensor of the class that this one stands for, with its attributes."""
+        """Return ``values`` as an ordinary tensor of the class that this weight replaces, with the attributes of this
+        weight."""
         kind = nn.Parameter if self.kind is torch.Tensor and isinstance(self, nn.Parameter) else self.kind
         if kind is torch.Tensor:
             return values
@@ -241,17 +245,18 @@ class HostWeight(torch.Tensor):
         return plain
 
     def separate(self) -> None:
-        """Move to memory of its own, which no other weight has."""
+        """Move the values to new memory that no other weight shares."""
         self.host = self.buffer.copy(self.host)
         self.buffer = HostBuffer(self.host, name=self.buffer.name)
 
     def _state(self) -> dict[str, Any]:
-        """The attributes that belong to the class that it stands for; a copy of an ordinary parameter has none."""
+        """Return the attributes that belong to the replaced class.  They are empty for an ordinary parameter: its copies
+        have none."""
         if self.kind in (torch.Tensor, nn.Parameter, nn.Buffer):
             return {}
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
-    # What has no op of its own, and would reach the memory that this tensor does not have.
+    # Methods that are not implemented by an op, and would access memory that this tensor does not have.
 
     @property
     def data(self) -> Any:
@@ -264,14 +269,14 @@ class HostWeight(torch.Tensor):
         =================================  ==========================  =====================
         ``value``                          its host memory             its buffer
         =================================  ==========================  =====================
-        the same view (``p.data += x``)    as before                   as before
-        that of its own state_dict         as before                   as before
-        another view of its own memory     that view, made private     as before
-        a weight on the same device        that of the other weight    the other weight's
-        a tensor on the CPU                that of the tensor          a new one
+        the same view (``p.data += x``)    unchanged                   unchanged
+        a tensor of its state_dict         unchanged                   unchanged
+        another view of its memory         that view, made private     unchanged
+        a weight on the same device        the other weight's          the other weight's
+        a tensor on the CPU                the tensor's                a new one
         a tensor on another device         a copy                      a new one
         one that is not :func:`ordinary`   a copy                      a new one
-        of another class or layout         refused
+        another class or layout            raises ChunkflowError       none
         =================================  ==========================  =====================
         """
         if value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter, HostWeight):
@@ -282,12 +287,12 @@ class HostWeight(torch.Tensor):
             host, buffer = value.detach().to("cpu"), None
         if buffer is self.buffer and same_place(host, self.host):
             return  # p.data += x has written the memory already
-        if buffer is None and same_place(host, self.host) and self.buffer.is_of(self):
-            return  # the weight's own tensor of a state_dict
-        part = buffer is self.buffer  # another view of its own memory, which no longer has all bytes of its backing
+        if buffer is None and same_place(host, self.host) and self.buffer.backs(self):
+            return  # a tensor of the weight's own state_dict
+        part = buffer is self.buffer  # another view of the same memory, which is only a part of the backing
         if part:
             self.buffer.unpack()
-        with self.buffer.write(leaves=not part), torch.inference_mode(False), torch.no_grad():
+        with self.buffer.write(replacing=not part), torch.inference_mode(False), torch.no_grad():
             if part:
                 self.buffer.unpin()
             plain = ordinary(host, None if buffer is None else buffer.values)
@@ -296,13 +301,13 @@ class HostWeight(torch.Tensor):
             weight = HostWeight(host, self.device, buffer, self.buffer.name)
             torch.Tensor.data.__set__(self, weight)  # type: ignore[attr-defined]
             if weight.buffer is not self.buffer:
-                self.__dict__.pop("life", None)  # of a weight with the old buffer
+                self.__dict__.pop("token", None)  # it belongs to the weight with the old buffer
             self.host, self.buffer = weight.host, weight.buffer
-            if part and self.buffer.is_of(self):
+            if part and self.buffer.backs(self):
                 self.buffer.host = self.host
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A view of the values that cannot be written, because a write through it would go unnoticed."""
+        """Return a read-only view of the values, because a write through it would go unnoticed."""
         if self.device.type != "cpu" and not force:
             raise TypeError(f"can't convert {self.device} device type tensor to numpy: call .cpu() first.")
         if self.requires_grad and not force:
@@ -312,9 +317,11 @@ class HostWeight(torch.Tensor):
         return values
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        """An ordinary tensor on the CPU.  On a weight for the CPU it has the memory of the weight, as those of a state_dict.
+        """Return an ordinary tensor on the CPU.  For a weight on the CPU it shares the memory of the weight, like the
+        tensors of a state_dict.
 
-        Where that would lose what follows the op (a gradient, a conversion of the model, a trace), the weight itself.
+        Returns the weight itself if an ordinary tensor would break a later step: a gradient, a conversion of the model,
+        or a trace.
         """
         ordinary = self.device.type == "cpu" and memory_format == torch.preserve_format
         if (
@@ -322,7 +329,7 @@ class HostWeight(torch.Tensor):
             or not ordinary
             or (self.requires_grad and torch.is_grad_enabled())
             or type(self.host) is not torch.Tensor
-            or torch._C._len_torch_dispatch_stack()
+            or core.dispatch_modes()
         ):
             return super().cpu(memory_format=memory_format)
         return self.plain(self.buffer.export_view(self.host))
@@ -354,10 +361,11 @@ class HostWeight(torch.Tensor):
 
 
 def _traced_by() -> str | None:
-    """The backend for which Dynamo traces a call in this thread, or None.  torch.export counts as None: it calls nothing."""
+    """Return the backend for which Dynamo traces a call in this thread, or None.  For torch.export it is None, because
+    nothing is executed."""
     try:
         output = InstructionTranslator.current_tx().output
-    except AttributeError:  # Dynamo is not at work in this thread
+    except AttributeError:  # Dynamo does not trace in this thread
         return None
     backend = output.compiler_fn
     return None if output.export else getattr(backend, "compiler_name", getattr(backend, "__name__", "a function"))
@@ -366,28 +374,29 @@ def _traced_by() -> str | None:
 def _is_for_us() -> bool:
     """Whether Dynamo traces for ChunkFlow in this thread.
 
-    A program gets each weight on the device, so its trace has an ordinary tensor there, which all of torch's ops take: loops
-    (``while_loop``) and ``flex_attention`` take no tensor subclass.
+    A program gets each weight on the device, so its trace contains an ordinary tensor there.  All ops of torch accept
+    that, whereas loops (``while_loop``) and ``flex_attention`` do not accept tensor subclasses.
     """
     return _traced_by() == _OURS
 
 
-# For code that compares many weights in every call.  Both raise AttributeError for a tensor that is in no store.
-# Another object after each change of a weight that the version of its host tensor does not count.  Of a buffer that is
-# ``exposed``, the version of the weight is to be compared, too: for any other, ``written`` counts the same writes.
-mark_of = attrgetter("life.state")
-# What may have changed: the buffer, its form, and the counts of which ``writes`` is the sum.
+# These getters are for code that compares many weights in every call.  Both raise AttributeError for a tensor that is in
+# no store.  ``mark_of`` returns an object that is replaced after each change of a weight that the version of its host
+# tensor does not record.  For a buffer that is ``exposed``, the version of the weight must be compared as well; for all
+# others, ``written`` counts the same writes.
+mark_of = attrgetter("token.state")
+# Everything that may change: the buffer, its form, and the counters that ``writes`` adds up.
 state_of = attrgetter("buffer", "buffer.form", "buffer.written", "host._version", "_version")
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device that ``cuda`` stands for on this thread; any other as it is."""
+    """Return the device with its index: ``cuda`` stands for the current device of this thread."""
     unnamed = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if unnamed else device
 
 
 def like(tensor: torch.Tensor, weight: HostWeight) -> Any:
-    """``weight`` as what ``tensor`` is: a parameter or not, of the class that it stands for."""
+    """Wrap ``weight`` to match ``tensor``: a parameter or not, and the class that it replaces."""
     replacement: Any = weight
     if isinstance(tensor, nn.Parameter):
         replacement = nn.Parameter(weight, tensor.requires_grad)
@@ -396,7 +405,7 @@ def like(tensor: torch.Tensor, weight: HostWeight) -> Any:
 
 
 def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[HostWeight]) -> Any:
-    """Run an op on the fetched values, and write back those that it changed."""
+    """Run an op on fetched values, and write back those that it changed."""
     values: dict[int, torch.Tensor] = {}
 
     outs = {id(x) for name, value in kwargs.items() if name.startswith("out") for x in pytree.tree_leaves(value)}
@@ -429,7 +438,7 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The tensors that an op writes."""
+    """Yield the tensors that an op writes, according to its schema."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -455,6 +464,6 @@ def _refuse(weight: HostWeight, what: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _tracked() -> Iterator[None]:
-    """Make views that have the version counter of their base, which views made inside a dispatch do not have."""
-    with torch.inference_mode(False), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    """A context in which views share the version counter of their base; views created inside a dispatch otherwise do not."""
+    with torch.inference_mode(False), core.view_tracking(True):
         yield

@@ -1,4 +1,5 @@
-"""The tensors that have the bytes of a weight: the weight itself, or those inside a tensor subclass, at any depth."""
+"""The tensors that hold the bytes of a weight: the weight itself, or the inner tensors of a tensor subclass, at any
+depth."""
 
 from __future__ import annotations
 
@@ -16,20 +17,22 @@ from .host_weight import HostWeight
 
 
 def stream_inside() -> bool:
-    """Whether the tensors inside a tensor subclass can be offloaded.
+    """Whether the inner tensors of a tensor subclass can be offloaded.
 
-    Before 2.13, AOTAutograd unpacks the subclasses that it finds in a call, not those that it found while tracing.
+    Before 2.13, AOTAutograd unwraps the subclasses that it finds in a call, not those that it found while tracing.
     """
     return TorchVersion(torch.__version__) >= "2.13"
 
 
 def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each tensor with bytes, and its name: that of the weight and the attributes on the way, ``weight.qdata``."""
+    """Yield each tensor that holds bytes, with its name: the name of the weight and the attributes on the path,
+    ``weight.qdata``."""
     return (part for part in parts(tensor, name) if isinstance(part[1], torch.Tensor))
 
 
 def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What is inside a tensor subclass, at any depth, or the tensor itself; the DeviceMesh of a DTensor is a part too."""
+    """Yield the inner objects of a tensor subclass, at any depth, or the tensor itself.  The DeviceMesh of a DTensor is
+    one of them."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
         return
@@ -38,7 +41,7 @@ def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
-    """A tensor of the same structure, whose leaves are changed."""
+    """Return a tensor of the same structure with ``change`` applied to its leaves."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         return change(tensor)
     attributes, context = tensor.__tensor_flatten__()
@@ -48,9 +51,11 @@ def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def align(root: nn.Module) -> None:
-    """Give the tensor subclasses of a model the device and the storage offset that they would have if made anew.
+    """Give the tensor subclasses of a model the device and the storage offset that they would have if they were created
+    anew.
 
-    A DTensor has the offset of its shard.  If the shard moves and the DTensor keeps its own, torch cannot trace it.
+    A DTensor has the storage offset of its shard.  If the shard moves and the DTensor keeps its offset, torch cannot
+    trace it.
     """
     for _, tensor in tensors_of(root):
         inside = [leaf for _, leaf in leaves(tensor)]
@@ -68,9 +73,10 @@ def align(root: nn.Module) -> None:
 
 
 def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a model by name, and those beside a parameter; a tied one once for each name.
+    """Yield the parameters and buffers of a model with their names, and the quantization state of its parameters.  A tied
+    tensor is yielded once per name.
 
-    Not those of the modules that a module has in ``chunkflow_aside``, which no program reads.
+    Skips the modules that a module lists in ``chunkflow_aside``, which no program reads.
     """
     aside: list[nn.Module] = [
         part for m in root.modules() if hasattr(type(m), "chunkflow_aside") for part in cast("Any", m).chunkflow_aside
@@ -86,17 +92,17 @@ def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def leaves_of(root: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors with bytes of a model; a tied one once for each name."""
+    """Yield the tensors of a model that hold bytes; a tied tensor is yielded once per name."""
     return (leaf for _, leaf in named_leaves(root))
 
 
 def named_leaves(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As ``leaves_of``, with their names."""
+    """Yield the same as ``leaves_of``, with names."""
     return (leaf for name, tensor in tensors_of(root) for leaf in leaves(tensor, name))
 
 
 def quant_state_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that bitsandbytes keeps in an attribute of a parameter: ``weight.quant_state.absmax``."""
+    """Yield the tensors that bitsandbytes keeps in an attribute of a parameter, such as ``weight.quant_state.absmax``."""
     state = tensor.__dict__.get("quant_state")
     if state is not None:
         yield from _held_by(state, f"{name}.quant_state")
@@ -106,5 +112,5 @@ def _held_by(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     for attribute, value in vars(state).items():
         if isinstance(value, torch.Tensor):
             yield f"{name}.{attribute}", value
-        elif type(value) is type(state):  # the scales of the scales
+        elif type(value) is type(state):  # nested quantization: the scales of the scales
             yield from _held_by(value, f"{name}.{attribute}")

@@ -1,6 +1,7 @@
-"""How much host memory this process may still take: of the machine, and of the control groups that it is in.
+"""The host memory that this process may still take, limited by the machine and by the control groups that contain it.
 
-Both hierarchies of Linux are read, v1 and v2, with all ancestors: in a container the machine's own figure means nothing.
+Both hierarchies of Linux are read, cgroup v1 and v2, including all ancestors: in a container the figure of the machine
+itself is meaningless.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from pathlib import Path, PurePosixPath
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import parse_bytes, size
 
-# Says how much memory the machine has, where /proc/meminfo says less: a virtual machine may get it as it is used.
+# States the memory of the machine if /proc/meminfo shows less: a virtual machine may receive its memory only as it is
+# used.
 VARIABLE = "CHUNKFLOW_HOST_MEMORY"
 
-# Left to the kernel's watermarks, the page cache, and the rest of the pipeline.
+# Memory left for the kernel's watermarks, the page cache, and the rest of the pipeline.
 RESERVED_SHARE = 0.05
 LEAST_RESERVED = 1 << 30
-# A v1 group without a limit says so with a number near 2**63.
+# A cgroup v1 without a limit reports a number near 2**63.
 _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """``total``: bytes of the machine, or the limit of the group that leaves the least.  ``free``: bytes that this process
-    may still take, page cache that can be dropped included.  ``limit``: the file of that group's limit, or the environment
-    variable that says the total; None if the machine itself leaves the least.
-    """
+    """``total``: bytes of the machine, or the limit of the control group that leaves the least.
+    ``free``: bytes that this process may still take, including page cache that can be dropped.
+    ``limit``: the file with the limit of that group, or the environment variable that states the total; None if the
+    machine itself leaves the least."""
 
     total: int
     free: int
@@ -36,34 +38,36 @@ class HostMemory:
 
     @property
     def by(self) -> str:
-        """What limits it, in words that follow "free"."""
+        """The source of the limit, in words that follow "free"."""
         if self.limit is None:
             return ""
         return f" by {VARIABLE}" if self.limit == VARIABLE else f" below {self.limit}"
 
     @property
     def reserve(self) -> int:
-        """Bytes that are not to be pinned or filled."""
+        """Bytes that must be neither pinned nor filled."""
         return max(LEAST_RESERVED, int(RESERVED_SHARE * self.total))
 
 
 @dataclass
-class Room:
+class PinAllowance:
     """Bytes that may still be pinned, and what limits them."""
 
     left: int
     why: str
 
     def take(self, nbytes: int) -> bool:
-        """Whether there is room for them; if not, there is none for what comes after either."""
+        """Reserve ``nbytes`` if they fit, and return whether they did.  Once a request did not fit, all later ones fail
+        as well."""
         self.left = self.left - nbytes if nbytes <= self.left else -1
         return self.left >= 0
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """The least of what the machine and each control group leave.  ``root``: where the file systems are, for tests.
+    """Return the minimum over the machine and all of its control groups.  ``root``: the folder with the file systems, for
+    tests.
 
-    Raises ChunkflowError if the environment says a total that is no size.
+    Raises ChunkflowError if the environment variable is set to something that is not a size.
     """
     machine = meminfo(root)
     memory = HostMemory(machine.get("MemTotal", 0), machine.get("MemAvailable", 0))
@@ -81,25 +85,26 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def local_ranks(otherwise: int = 1) -> int:
-    """The processes of this job on this machine; ``otherwise``: where no launcher says how many."""
+    """Return the number of processes of this job on this machine; ``otherwise`` if no launcher provides it."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", otherwise)))
 
 
 def no_room(nbytes: int) -> str | None:
-    """Why so many bytes cannot be taken now, None if they can: what the kernel does beyond a limit is to kill.
+    """Return why ``nbytes`` do not fit in host memory now, or None if they do.  Beyond a limit the kernel would kill the
+    process.
 
-    A small reserve does for few bytes.
+    For few bytes a small reserve is sufficient.
     """
     memory = host_memory()
     reserve = min(memory.reserve, nbytes)
-    if nbytes + reserve <= memory.free or not memory.total:  # a machine that does not say
+    if nbytes + reserve <= memory.free or not memory.total:  # the memory of the machine is unknown
         return None
     grows = "" if memory.by else f" (where memory grows as it is used, {VARIABLE}=64GiB says how much there will be)"
     return f"{size(memory.free)} are free{memory.by}, and {size(reserve)} must stay free{grows}"
 
 
 def check_room(nbytes: int) -> None:
-    """Raise ChunkflowError if there is no room for so many bytes of weights."""
+    """Raise ChunkflowError if ``nbytes`` of weights do not fit in host memory."""
     if (cause := no_room(nbytes)) is not None:
         raise ChunkflowError(
             f"The weights take {size(nbytes)} more of host memory, and {cause}. Load them in a smaller dtype, leave some on "
@@ -108,7 +113,7 @@ def check_room(nbytes: int) -> None:
 
 
 def meminfo(root: Path = Path("/")) -> dict[str, int]:
-    """Bytes by name, from /proc/meminfo; none where there is no such file."""
+    """Parse /proc/meminfo: bytes by name, empty if there is no such file."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
@@ -117,7 +122,7 @@ def meminfo(root: Path = Path("/")) -> dict[str, int]:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The folders of the memory groups of this process, each with its ancestors."""
+    """Yield the folders of the memory control groups of this process, each with its ancestors."""
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
         mine = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
@@ -139,7 +144,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _below(path: str, mounted: str) -> PurePosixPath:
-    """The path of a group below the group that is mounted; a container may see only its own."""
+    """Return the path of a group relative to the mounted group; a container may see only its own group."""
     try:
         return PurePosixPath(path).relative_to(mounted)
     except ValueError:
@@ -147,7 +152,7 @@ def _below(path: str, mounted: str) -> PurePosixPath:
 
 
 def _limit(group: Path) -> tuple[Path, int] | None:
-    """The file and the bytes of the lowest limit of a group; None if it has none."""
+    """Return the file and the bytes of the lowest limit of a group, or None if it has none."""
     names = ("memory.max", "memory.high") if (group / "memory.current").exists() else ("memory.limit_in_bytes",)
     texts = [(group / name, (group / name).read_text().strip()) for name in names if (group / name).exists()]
     limits = [(path, int(text)) for path, text in texts if text != "max" and int(text) < _NO_LIMIT]
@@ -155,7 +160,8 @@ def _limit(group: Path) -> tuple[Path, int] | None:
 
 
 def _used(group: Path) -> int:
-    """Bytes that a group uses, without its page cache, which the kernel can drop.  What is read twice becomes active."""
+    """Return the bytes that a group uses without its page cache, which the kernel can drop.  Pages that are read twice
+    become active, so both lists count as cache."""
     name, total = ("memory.current", "")
     if not (group / name).exists():
         name, total = "memory.usage_in_bytes", "total_"

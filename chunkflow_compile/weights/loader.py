@@ -1,4 +1,4 @@
-"""Loading: how the weights of one move get into host memory, from where, in which dtype, and into which pages."""
+"""The loader: it moves the weights of one placement into host memory, with their dtypes and the pages that they need."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .packed import Packed, address_space, do_not_fit, fits, pack_into
 from .sharing import LoadRequest, SharedPages
 from .staging import GpuStagings
 
-# Bytes to fill until the free memory is looked at again, which takes half a millisecond.
+# Bytes to fill between two checks of the free memory; a check takes half a millisecond.
 _CHECKED = 256 << 20
-# The dtype that a weight of this name gets.
+# Returns the dtype that a weight is loaded with.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 
 
 class WeightLoader:
-    """Makes the host tensors of the weights of one move, in their order.
+    """Creates the host tensors for the weights of one move, in their order.
 
-    Each gets pages of its own, which can be pinned for a GPU and shared; on the CPU it may keep its memory instead.
+    Each weight gets its own pages, which can be pinned for a GPU and shared.  On the CPU it may keep its memory instead.
     """
 
     def __init__(
@@ -50,12 +50,17 @@ class WeightLoader:
         packable: Collection[str] = (),
         shards: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """``device``: where programs run.  ``weights``: all of the move, by name.  ``pages``: whether all get pages of their
-        own.  ``node``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
-        those that go to the drive instead.  ``packs``: of those whose values are packed; ``packable``: of those that may be
-        packed later.  ``shards``: by name, which part of a weight this rank has; ranks share equal parts only."""
+        """``device``: the device on which programs run.  ``weights``: all weights of the move, with their names.
+        ``dtype_of``: returns the dtype to load a weight with.  ``pages``: whether every weight gets its own pages.
+        ``node``: the ranks with which to share the weights, or None; they move the weights of the same model.
+        ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the weights to pack now.
+        ``packable``: the names of the weights that may be packed later.
+        ``shards``: name -> the part of the weight that this rank has; ranks share equal parts only.
+
+        Raises ChunkflowError if the weights do not fit in host memory.
+        """
         self._cpus = near_cpus(device)
-        # the page cache of the checkpoint would push out other memory if there is no room for both
+        # with less free memory, the page cache of the checkpoint would push out other memory
         direct = host_memory().free < 2 * sum(w.nbytes for _, w in weights)
         self._reader = CheckpointReader(direct, self._cpus)
         self._shards = shards or {}
@@ -67,7 +72,7 @@ class WeightLoader:
         self._packs = packs
         self._packable = packable
         self._kept: set[str] = set()
-        self._ahead: tuple[str, Future[torch.Tensor]] | None = None  # a weight that is read while another is packed
+        self._ahead: tuple[str, Future[torch.Tensor]] | None = None  # a weight that is read while another one is packed
         self._thread = ThreadPoolExecutor(1, "chunkflow-read-ahead")
         self._unchecked = 0
         self._shared: SharedPages | None = None
@@ -81,31 +86,32 @@ class WeightLoader:
             self._after = dict(pairwise(read))
             copied = [w for w in self._weights.values() if self._takes_memory(w)]
             self._todo = sum(w.takes for w in copied)
-            self._twice = max((w.for_a_moment for w in copied), default=0)  # one after the other
+            self._twice = max((w.for_a_moment for w in copied), default=0)  # weights are placed one after the other
             check_room(self._todo + self._twice)
         except BaseException as error:
             self.close(error)
             raise
 
     def __contains__(self, name: str) -> bool:
-        """Whether it is one of the weights of the move that it was given."""
+        """Whether a weight of this name is part of the move."""
         return name in self._weights
 
     @property
     def reads(self) -> int:
-        """Bytes of files that all ranks read together."""
+        """The number of bytes that all ranks together read from files."""
         return sum(w.part.nbytes for w in self._weights.values() if w.part is not None and not w.stays)
 
     def work(self, name: str) -> int:
-        """Bytes of a weight that this rank writes; none if it stays, or if another rank writes it."""
+        """Return how many bytes of a weight this rank writes: 0 if the weight keeps its memory, or if another rank writes
+        it."""
         weight = self._weights.get(name)
         return weight.nbytes if weight is not None and self._writes(weight) else 0
 
     def place(self, name: str, tensor: torch.Tensor) -> HostBuffer | None:
-        """The host memory of a weight from now on: pages, a mapping of a file, or where its values were.
+        """Return the new host memory of a weight: pages, a mapping of a file, or its present memory.
 
-        None for one that ranks share and that another one writes, or that lies in its checkpoint: see :meth:`placed`.
-        Raises ChunkflowError if it lies in a checkpoint that cannot be read.
+        Returns None for a shared weight that another rank writes or that is still in its checkpoint; see :meth:`placed`.
+        Raises ChunkflowError if the weight is in a checkpoint that cannot be read.
         """
         weight, values = self._weights[name], alias(tensor)
         if weight.stays:
@@ -127,13 +133,14 @@ class WeightLoader:
         return None if self.in_file(name) else self._in_shared_memory(self._shared, weight, values)
 
     def in_file(self, name: str) -> bool:
-        """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed."""
+        """Whether a weight is in its checkpoint, so that it can stay there, without memory, until all weights are placed."""
         return self._weights[name].part is not None
 
     def placed(self, name: str, tensor: torch.Tensor) -> HostBuffer:
-        """The memory of a weight that ranks have written; of its own if it has other values.
+        """Return the memory of a weight after all ranks have written their weights; private memory if its values differ
+        on this rank.
 
-        Raises ChunkflowError if there is no room for that.
+        Raises ChunkflowError if private memory does not fit.
         """
         assert self._shared is not None
         weight, values = self._weights[name], alias(tensor)
@@ -142,28 +149,30 @@ class WeightLoader:
         return self._unplanned(weight, values)
 
     def report(self) -> None:
-        """Say on all ranks which weights differ."""
+        """Log on all ranks which weights differ."""
         if self._shared is not None:
             self._shared.report()
 
     def _in_shared_memory(self, shared: SharedPages, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
-        """The memory of a weight that ranks share and have written; of its own if it could not be packed."""
+        """Return the memory of a shared weight that has been written; private memory if it could not be packed."""
         backing = shared.backing(weight.name)
         if weight.source.compressed and not fits(backing.host):
-            return self._unplanned(replace(weight, source=replace(weight.source, values=0)), values)  # raw on all ranks
+            # unpacked on all ranks
+            return self._unplanned(replace(weight, source=replace(weight.source, values=0)), values)
         self._kept.add(weight.name)
         if weight.source.compressed:
             backing = Packed(address_space(weight.like), backing)
         return HostBuffer(backing.host, backing)
 
     def _unplanned(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
-        """Memory of this rank for a weight that others share.  Raises ChunkflowError if there is no room."""
+        """Return private memory for a weight that other ranks share.  Raises ChunkflowError if it does not fit in host
+        memory."""
         if not weight.source.file:
             check_room(weight.takes + weight.for_a_moment if weight.source.compressed else weight.takes)
         return self._private(weight, values)
 
     def _private(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
-        """Memory of this rank, or a part of its own scratch file, with the values of a weight."""
+        """Return private memory with the values of a weight, or a part of this rank's own scratch file."""
         filled = self._filled(weight, values)
         packed = empty_pages(weight.stored) if weight.source.compressed else None
         if packed is None or not pack_into(packed, filled, self._cpus):
@@ -174,7 +183,7 @@ class WeightLoader:
         return HostBuffer(kept.host, kept, compressible=weight.name in self._packable)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""
+        """Free threads and files, and leave the node.  ``error``: the reason if the move has failed, or None."""
         if self._node is not None:
             self._node.close(error)
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -195,7 +204,7 @@ class WeightLoader:
         return LoadRequest(name, like, values.dtype, part, source, stays, frees, shard)
 
     def _writes(self, weight: LoadRequest) -> bool:
-        """Whether this rank writes a weight, for itself or for all."""
+        """Whether this rank writes a weight, for itself or for all ranks."""
         shared = self._shared
         return not weight.stays and (shared is None or weight.name not in shared or weight.name in shared.writes)
 
@@ -203,7 +212,7 @@ class WeightLoader:
         return not weight.source.file and self._writes(weight)
 
     def _take(self, weight: LoadRequest) -> None:
-        """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
+        """Check from time to time whether the remaining weights still fit, because other processes take memory meanwhile."""
         if self._takes_memory(weight):
             self._unchecked += weight.nbytes
             if self._unchecked >= _CHECKED:
@@ -212,7 +221,7 @@ class WeightLoader:
             self._todo -= weight.takes
 
     def _stored(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        """Pages with what is stored of a weight."""
+        """Return pages with the stored form of a weight."""
         if not weight.source.compressed:
             return self._filled(weight, values)
         packed = empty_pages(weight.stored)
@@ -220,12 +229,13 @@ class WeightLoader:
         return packed
 
     def _pack(self, packed: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
-        """Pack a weight that ranks share, or let them know that it does not fit."""
+        """Pack a weight that ranks share, or mark its memory if the values do not fit."""
         if not pack_into(packed, self._filled(weight, values), self._cpus):
             do_not_fit(packed)
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        """Pages with the values of a weight.  The next one that is packed is read from now on, beside that work."""
+        """Return pages with the values of a weight.  Also starts to read the next weight that is packed, while this one
+        is processed."""
         if self._ahead is not None and self._ahead[0] == weight.name:
             host = self._ahead[1].result()
             self._ahead = None
@@ -236,8 +246,8 @@ class WeightLoader:
         return host
 
     def _pages_with(self, weight: LoadRequest, values: torch.Tensor | None = None) -> torch.Tensor:
-        """``values``: of one that is no part of a file."""
-        with torch.inference_mode(False), torch.no_grad():  # also in a thread
+        """Return new pages with the values of a weight.  ``values``: its values, for a weight that is not part of a file."""
+        with torch.inference_mode(False), torch.no_grad():  # because a thread does not inherit these modes
             host = empty_pages(weight.like)
             self._fill(host, weight, values)
         return host
@@ -250,7 +260,7 @@ class WeightLoader:
 
     @cached_property
     def _scratch(self) -> Scratch:
-        """That of this rank."""
+        """The scratch file of this rank."""
         shared = self._shared or ()
         own = [w for w in self._weights.values() if w.source.file and not w.stays and w.name not in shared]
         return Scratch.made(sum(whole_pages(w.nbytes) for w in own))
@@ -261,5 +271,5 @@ class WeightLoader:
 
 
 def keep_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
-    """Each weight keeps its dtype."""
+    """Return the dtype of the tensor, so that each weight keeps its dtype."""
     return tensor.dtype

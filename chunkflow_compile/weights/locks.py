@@ -1,4 +1,4 @@
-"""What threads, forks and the garbage collector need: a lock, and a way to wait for one in a finalizer."""
+"""Locks that survive a fork, and finalizers that may wait for a lock."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 
 
 class ProcessLock:
-    """A reentrant lock, ``with lock():``.  A forked child gets a new one: the old one's holder may not exist there.
+    """A reentrant lock, used as ``with lock():``.  A forked child gets a new lock, because the thread that holds the old
+    one may not exist there.
 
-    The call returns a plain RLock to enter.  Ctrl-C between the lines of a Python ``__enter__`` could leave it locked.
+    The call returns a plain RLock.  With a Python ``__enter__`` instead, Ctrl-C between two lines could leave it locked.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,8 @@ class ProcessLock:
 
 
 def when_collected(owner: object, work: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
-    """Call ``work`` when the garbage collector takes ``owner``, but not when the process exits, which frees everything."""
+    """Call ``work`` when the garbage collector frees ``owner``, but not when the process exits, because that frees
+    everything."""
     undone = weakref.finalize(owner, work, *args)
     undone.atexit = False
     return undone
@@ -36,9 +38,10 @@ def when_collected(owner: object, work: Callable[..., object], *args: Any) -> we
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def aside(work: Callable[[], None]) -> None:
-    """Run a finalizer's work on its own thread: it waits for locks and streams, and the collector may run anywhere.
+    """Run the work of a finalizer on its own thread: it waits for locks and streams, and the collector may run in any
+    thread.
 
-    Does nothing while the process exits, which frees everything.
+    Does nothing while the process exits, because that frees everything.
     """
     if threading.main_thread().is_alive():
         threading.Thread(target=work, name="chunkflow-close").start()

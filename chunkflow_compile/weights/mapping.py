@@ -1,4 +1,4 @@
-"""Mappings of files, with the calls of the C library that Python's mmap does not have."""
+"""Mappings of files, through C library functions that Python's mmap does not offer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PAGE = mmap.PAGESIZE
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
 _FAILED = 2**64 - 1
-_DONTFORK, _HUGE = 10, 14  # of madvise
-# Since this version, a fork copies pages that a device reads for the child.  Before it, the parent's next write to such a
-# page moved the parent to a copy, while the device went on reading the old one.
+_DONTFORK, _HUGE = 10, 14  # arguments of madvise
+# Since this Linux version, a fork copies pages that a device reads for the child.  Before it, the parent's next write to
+# such a page moved the parent to a copy, while the device went on reading the old page.
 _FORKS_COPY_PINNED = [5, 12]
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
@@ -36,17 +36,18 @@ class Descriptor:
 
 
 def memory_file(name: str, nbytes: int) -> Descriptor:
-    """Shared memory as a file without a name in any file system, which no process can make shorter or longer."""
+    """Create shared memory as a file that has no name in any file system and whose size no process can change."""
     memory = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(memory.number, nbytes)
-    # no rank can cut it while another reads it
+    # no rank can truncate it while another one reads it
     fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return memory
 
 
 def reopened(path: str, identity: tuple[int, int]) -> Descriptor:
-    """The file at a path, to read and write.  Raises OSError if it cannot be opened, or is another one."""
-    if identity_of(os.stat(path)) != identity:  # to open a stranger's pipe or terminal may do anything
+    """Open the file at a path for reading and writing.  Raises OSError if it cannot be opened or has another
+    ``identity``."""
+    if identity_of(os.stat(path)) != identity:  # opening an unknown pipe or terminal may have side effects
         raise OSError(errno.ESTALE, "another file")
     opened = Descriptor(os.open(path, os.O_RDWR))
     if identity_of(os.fstat(opened.number)) != identity:
@@ -59,12 +60,12 @@ def identity_of(status: os.stat_result) -> tuple[int, int]:
 
 
 def prefer_huge_pages(pages: torch.Tensor) -> None:
-    """Ask for huge pages in a mapping: fewer to make, to pin, and to name in a read of the drive."""
-    _libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)  # no matter where the kernel has no such pages
+    """Ask for huge pages in a mapping: there are fewer pages to create, to pin, and to list in a read from the SSD."""
+    _libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)  # the result does not matter: the kernel may not support it
 
 
 def for_copies(pages: torch.Tensor) -> None:
-    """Advise the kernel on memory of this process alone that a GPU is going to copy from."""
+    """Advise the kernel about private memory from which a GPU is going to copy."""
     prefer_huge_pages(pages)
     if [int(part) for part in re.findall(r"\d+", platform.release())[:2]] < _FORKS_COPY_PINNED:
         _libc().madvise(pages.data_ptr(), pages.nbytes, _DONTFORK)
@@ -72,7 +73,7 @@ def for_copies(pages: torch.Tensor) -> None:
 
 @functools.cache
 def _libc() -> Any:
-    """The C library, with the calls that Python's mmap does not have."""
+    """Return the C library, with the functions that Python's mmap does not offer."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
@@ -84,9 +85,10 @@ def _libc() -> Any:
 
 
 def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) -> torch.Tensor | None:
-    """Bytes of a file, uint8, unmapped with the last tensor in them; None if the kernel refuses.
+    """Map bytes of a file as a uint8 tensor, unmapped with the last tensor that uses it; returns None if mmap fails.
 
-    Python's mmap would keep the file open, and so its memory, after all weights in it have left.
+    ``kind``: the flags of mmap.  Python's mmap would keep the file open, and so its memory allocated, after all weights
+    in it are gone.
     """
     system, size = _libc(), whole_pages(nbytes)
     address = system.mmap(None, size, _ACCESS, kind, descriptor.number, offset)
@@ -98,9 +100,10 @@ def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) ->
 
 
 def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0, access: int = _ACCESS) -> bool:
-    """Map a file privately at the address of ``host``, whole pages: views of it stay views.  None: memory without a file.
+    """Map a file privately at the address of ``host``, in whole pages, so that views of it remain valid.  None: anonymous
+    memory.
 
-    ``access``: to it, as mmap takes it.  Returns False if the kernel refuses; nothing has changed then.
+    ``access``: the protection of the mapping, as for mmap.  Returns False if mmap fails; nothing has changed then.
     """
     kind = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)
     number = -1 if descriptor is None else descriptor.number
@@ -108,10 +111,10 @@ def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0,
 
 
 def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
-    """The parts of a private mapping of a file that lie on pages which this process has written, by whatever way.
+    """Return the parts of a private mapping of a file that are on pages which this process has written, by any means.
 
-    ``host``: a flat tensor (uint8) in the mapping.  Returns where in it each part begins and ends, in bytes; if the kernel
-    does not tell, the whole tensor is one part.
+    ``host``: a flat tensor (uint8) in the mapping.  Returns the begin and end of each part in the tensor, in bytes.  If
+    the kernel does not report written pages, the whole tensor is one part.
     """
     begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
     first, last = begin // PAGE, -(-end // PAGE)
@@ -133,23 +136,25 @@ def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def close_pages(host: torch.Tensor) -> None:
-    """Give up the memory of a tensor on whole pages of its own.  Its addresses stay, and to touch them ends the process."""
+    """Free the memory of a tensor that shares its pages with no other data.  Its addresses stay reserved; accessing them
+    kills the process."""
     map_over(host, None, access=0)
 
 
 def open_pages(host: torch.Tensor) -> None:
-    """Let the closed pages of a tensor be touched again; they are zero.  Raises OSError if the kernel refuses."""
+    """Make the closed pages of a tensor accessible again; they are zero.  Raises OSError if the kernel reports an error."""
     if _libc().mprotect(host.data_ptr(), whole_pages(host.nbytes), _ACCESS):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     for_copies(host)
 
 
 def own_memory(host: torch.Tensor, owned: set[int]) -> None:
-    """Give a tensor in a mapping memory of its own, with the same bytes at the same address: views stay views.
+    """Move a tensor in a mapping to private memory, with the same bytes at the same address, so that views remain valid.
 
-    A private mapping of a file needs it too: the kernel drops its written pages when the file is cut.
-    ``owned``: its first and its last page, which other tensors may have a part of.  One that is owned already stays: a
-    device may read it.  Raises OSError if the kernel refuses; nothing has changed then.
+    Private mappings of a file need this as well, because the kernel drops their written pages when the file is truncated.
+    ``owned``: page addresses that are private already; the tensor's pages at its two ends, which it may share with other
+    tensors, are added.  An end page that is already in the set is left in place, because a device may be reading it.
+    Raises OSError if the kernel reports an error; nothing has changed then.
     """
     first, last = (address - address % PAGE for address in (host.data_ptr(), host.data_ptr() + host.nbytes - 1))
     begin, end = first + PAGE * (first in owned), last + PAGE * (last not in owned)
@@ -159,12 +164,12 @@ def own_memory(host: torch.Tensor, owned: set[int]) -> None:
 
 
 def _replace(begin: int, size: int) -> None:
-    """Put memory of the process's own in the place of whole pages, with the bytes that are there."""
+    """Replace whole pages by private memory with the same bytes."""
     system = _libc()
     copied = system.mmap(None, size, _ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if copied != _FAILED:
         ctypes.memmove(copied, begin, size)
-        # the pages move in one call: a reader sees either those before or the same bytes
+        # the pages are replaced in one call: a reader sees the old pages or the same bytes in the new ones
         if system.mremap(copied, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, begin) == begin:
             return
         number = ctypes.get_errno()

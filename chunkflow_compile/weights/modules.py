@@ -1,4 +1,4 @@
-"""The hooks of diffusers on a module."""
+"""Access to the hooks that diffusers attaches to a module."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 
 def hook_registry(module: nn.Module) -> Any:
-    """The registry of diffusers' hooks on a module, None if it has none."""
+    """Return the registry of diffusers' hooks on a module, or None."""
     return module.__dict__.get("_diffusers_hook")
 
 
 def hooks_of(module: nn.Module) -> Mapping[str, Any]:
-    """The hooks of diffusers on a module, by name."""
+    """Return diffusers' hooks on a module, by name."""
     hooks: Mapping[str, Any] = getattr(hook_registry(module), "hooks", {})
     return hooks

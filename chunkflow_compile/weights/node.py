@@ -1,7 +1,7 @@
 """The node: the ranks of a process group that run on this machine and share its memory.
 
-They find each other through the store of the process group, and then meet in rounds (``rounds.py``).  A file is passed as
-``/proc/PID/fd/N`` of the first rank, so that it needs no name.
+They find each other through the store of the process group, and then exchange values in rounds (``rounds.py``).  A file
+is passed as ``/proc/PID/fd/N`` of the rank that has it open, so that it needs no name.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from .rounds import RankFailed, Rounds, cause_of, failed, process_of
 
 _log = logging.getLogger(__name__)
 
-# What ranks post in the store of their group when they place a model.
+# The key under which ranks post in the store of their group when they place a model.
 _PLACING = "placing"
 
 
 class Node(Rounds):
-    """The ranks of a machine that share memory, in their order, and hand each other files."""
+    """The ranks of a machine that share memory, in rank order.  They can pass each other open files."""
 
     def share(self, file: Descriptor | None) -> Descriptor:
-        """A file of the leader's, opened at every rank; the others pass None."""
+        """Open a file of the leading rank on every rank.  The leader passes the file, the others None."""
         (shared,) = self.exchange(file).values()
         return shared
 
     def exchange(self, file: Descriptor | None) -> dict[int, Descriptor]:
-        """Rank -> the file that it passes, opened at every rank, of those that pass one."""
+        """Return rank -> the file that it passes, opened on every rank, for the ranks that pass one.
+
+        Raises ChunkflowError on all ranks if one of them cannot open a file of another.
+        """
         place = None if file is None else [os.getpid(), file.number, *identity_of(os.fstat(file.number))]
         opened, cause = {} if file is None else {self.rank: file}, ""
         places = {rank: found for rank, found in zip(self.ranks, self.gather(place), strict=True) if found is not None}
@@ -57,31 +60,31 @@ class Node(Rounds):
 def node_of(
     share: Any, device: torch.device, asks: Mapping[str, Any] | None = None, model: str | None = None
 ) -> Node | None:
-    """The ranks of this machine to share weights with, see :func:`group_to_share_in`, or None.
+    """Return the ranks of this machine to share weights with, or None; see :func:`group_to_share_in`.
 
     ``asks``, ``model``: as in :func:`rendezvous`.  Raises ChunkflowError also if a rank of the group is absent.
     """
     if (group := group_to_share_in(share, device)) is None:
         return None
-    # each memory node has its own copy: a GPU reads the other node's memory more slowly
+    # each NUMA node has its own copy, because a GPU reads the memory of another node more slowly
     near = near_cpus(device)
     return rendezvous(group, ",".join(map(str, sorted(near))), asks, model)
 
 
 def report_absence(group: Group, error: BaseException) -> None:
-    """Tell the ranks that call :func:`rendezvous` why this one does not.  Does not wait for them."""
+    """Report to the ranks that call :func:`rendezvous` why this rank does not call it.  Does not wait for them."""
     group.post(_PLACING, {"failed": cause_of(error)})
 
 
 def rendezvous(
     group: Group, near: str = "", asks: Mapping[str, Any] | None = None, model: str | None = None
 ) -> Node | None:
-    """The node of this rank, None if it shares with no other.  All ranks of the group must call it.
+    """Return the node of this rank, or None if it shares with no other rank.  All ranks of the group must call it.
 
-    ``near``: the memory node to share on; ranks on others share among themselves.  ``asks``: arguments of ``offload`` that
-    all ranks must pass alike, by name.  ``model``: the class of the model that is placed.
-    Raises ChunkflowError, with the numbers of the ranks, if some do not call it before the timeout, pass other arguments, or
-    place such a model without this rank.
+    ``near``: the NUMA node on which to share; only ranks with the same value share with each other.  ``asks``: arguments
+    of ``offload``, by name, that must be equal on all ranks.  ``model``: the class of the model that is placed.
+    Raises ChunkflowError, with the numbers of the ranks, if some of them do not call it before the timeout, pass other
+    arguments, or place such a model without this rank.
     """
     place = {"machine": _machine(), "namespace": _pid_namespace(), "near": near}
     key = group.post(_PLACING, {**place, "process": process_of(os.getpid()), "asks": asks or {}})
@@ -127,7 +130,7 @@ def rendezvous(
 
 
 def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
-    """The ranks that share with this one.  Says why others of this machine do not."""
+    """Return the ranks that share with this one.  Logs why other ranks of this machine do not."""
     places = {rank: [record[of] for of in ("machine", "namespace", "near")] for rank, record in records.items()}
     mine = places[group.rank]
     here = [rank for rank in group.ranks if places[rank][0] == mine[0]]
@@ -146,7 +149,10 @@ def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
 
 
 def check_alike(ranks: Sequence[int], said: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ChunkflowError, the same on all ranks, if one of ``ranks`` says something else than the first, by name."""
+    """Raise ChunkflowError, the same on all ranks, if the arguments of one of ``ranks`` differ from the first rank's.
+
+    ``said``: the arguments of each rank, by name.
+    """
     for rank, others in zip(ranks, said, strict=True):
         for name, value in others.items():
             if value != said[0].get(name):
@@ -157,7 +163,7 @@ def check_alike(ranks: Sequence[int], said: Sequence[Mapping[str, Any]]) -> None
 
 
 def _machine() -> str:
-    """The same for all containers of one running machine."""
+    """Return an identifier that is the same for all containers on one running machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -165,7 +171,7 @@ def _machine() -> str:
 
 
 def _pid_namespace() -> str:
-    """The user, and the name space of process numbers: a file of another process can be opened where both are the same."""
+    """Return the user and the PID namespace.  A process can open a file of another one if both are equal."""
     try:
         return f"{os.getuid()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -1,13 +1,13 @@
-"""Weights whose bytes are packed, without loss: twelve bits a value, see ``passes/packing.py``.
+"""Weights whose bytes are packed without loss, in about twelve bits per value; see ``passes/packing.py``.
 
-The host tensor of such a weight is *address space without pages*: it has the shape, the strides, the storage and the version
-of the values, so that a view of it is a view of the weight, but to touch it would be a segmentation fault.  A reader gets the
-values in a temporary.  A writer opens the pages, and closes them afterwards.
+The host tensor of such a weight is *address space without pages*.  It has the shape, the strides, the storage and the
+version of the values, so that a view of it is a view of the weight, but dereferencing it is a segmentation fault.  A
+reader gets the values in a temporary.  A writer opens the pages, and closes them afterwards.
 
-``state_dict()`` opens the pages, too: its tensors are the memory of the weight, as those of any module are.  The pages are
-then a private mapping of a scratch file, so that the values take no memory until somebody writes them.  The kernel tells
-which pages were written, also by a pointer or by NumPy; :meth:`Packed.settle` finds these writes, and closes the pages after
-the last tensor is gone.
+``state_dict()`` opens the pages, too: its tensors share the memory of the weight, as they do for any module.  The pages
+are then a private mapping of a scratch file, so that the values take no memory until somebody writes them.  The kernel
+reports which pages were written, even through a pointer or by NumPy.  :meth:`Packed.settle` finds these writes, and
+closes the pages after the last tensor is gone.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from .limits import no_room
 from .locks import ProcessLock
 from .mapping import close_pages, map_over, memory_file, open_pages, own_memory, whole_pages, written_pages
 
-# Threads that pack a weight, at most: a few fill the memory bus.
+# Maximum number of threads that pack a weight: a few saturate the memory bandwidth.
 _THREADS = 16
-# In the place of the base, which is at least 0.
+# Stored instead of the base, which is never negative.
 _DO_NOT_FIT = -1
-# Values of a weight that one thread packs sooner than others start.
+# Up to this many values, one thread packs them faster than more threads could be started.
 _SERIAL = 1 << 20
 
 
 class Packed(Backing):
-    """Packed values, whose bytes lie where those of ``inner`` do.  ``host``: the address space of the values.
+    """Packed values, whose bytes are stored in ``inner``.  ``host``: the address space of the values.
 
-    ``is_open``: whether a write has opened the pages.  Then they have the values, and the packed bytes are old.  Writes come
-    one at a time: the caller of :meth:`open`, :meth:`opened` and :meth:`exported` excludes other threads.
+    ``is_open``: whether a write has opened the pages.  Then the pages hold the values, and the packed bytes are outdated.
+    Only one write may run at a time: the callers of :meth:`open`, :meth:`opened` and :meth:`exported` exclude other
+    threads.
     """
 
     compressed = True
@@ -59,14 +60,15 @@ class Packed(Backing):
         self.bytes = inner.bytes
         self._inner = inner
         self._writer: tuple[int, int] | None = None  # the process and the thread that have opened it
-        self._lock = ProcessLock()  # no other thread reads bytes that are being packed, or pages that are being closed
-        self._whole = True  # whether the packed bytes are those of one state of the values
-        # the storage of the tensors of state_dicts that use the open pages, and of arrays that have their memory
+        self._lock = ProcessLock()  # excludes readers of bytes being packed or of pages being closed
+        self._whole = True  # whether the packed bytes encode one consistent state of the values
+        # the storage of the tensors of state_dicts that use the open pages, and of arrays that share their memory
         self._exported: weakref.ref[torch.UntypedStorage] | None = None
 
     @staticmethod
     def of(host: torch.Tensor) -> Packed | None:
-        """The values of a host tensor, packed in memory beside it; None if too many escape, or there is no room."""
+        """Pack the values of a host tensor into new memory.  Returns None if too many values escape, or if the packed
+        values do not fit."""
         like = packed_like(host)
         if no_room(like.nbytes) is not None:
             return None
@@ -80,11 +82,11 @@ class Packed(Backing):
 
     @property
     def is_open(self) -> bool:
-        return self._writer is not None and self._writer[0] == os.getpid()  # a writer is gone after a fork
+        return self._writer is not None and self._writer[0] == os.getpid()  # after a fork the writer no longer exists
 
     @property
     def is_open_here(self) -> bool:
-        """Whether this thread has opened it: the ops of others go on to read the packed values."""
+        """Whether this thread has opened the pages; ops of other threads go on reading the packed values."""
         return self._writer == _this_thread()
 
     def check(self) -> None:
@@ -96,25 +98,26 @@ class Packed(Backing):
         return self
 
     def read(self, name: str) -> torch.Tensor:
-        """The values, in new host memory.  Raises ChunkflowError if there is no room."""
+        """Return the values in new host memory.  Raises ChunkflowError if they do not fit."""
         with self._lock():
             in_pages = not self._whole or (self._exported is not None and not self.is_open)
             return self._copied(name) if in_pages else unpacked(name, self.stored, self.host)
 
     def _copied(self, name: str) -> torch.Tensor:
-        """A copy of the open pages.  Raises ChunkflowError if there is no room."""
+        """Return a copy of the open pages.  Raises ChunkflowError if it does not fit in host memory."""
         if (cause := no_room(self.host.nbytes)) is not None:
             raise ChunkflowError(_no_memory(name, self.host, cause))
         with _plainly():
             return self.host.clone()
 
     def exported(self, name: str) -> torch.Tensor:
-        """The values in their own place, for a state_dict: what writes them there writes the weight, see :meth:`settle`.
+        """Return the values at the address of the weight, for a state_dict.  Writes to them are writes to the weight; see
+        :meth:`settle`.
 
-        They lie in a scratch file on the SSD until they are written, or in host memory if that file cannot be made.
-        Raises ChunkflowError if host memory has no room either.
+        They are in a scratch file on the SSD until they are written, or in host memory if that file cannot be created.
+        Raises ChunkflowError if they do not fit in host memory either.
         """
-        if self.is_open_here:  # a signal handler asks in the middle of a write
+        if self.is_open_here:  # called by a signal handler in the middle of a write
             return self._copied(name)
         with self._lock(), _plainly():
             memory = None if self._exported is None else self._exported()
@@ -128,15 +131,15 @@ class Packed(Backing):
             return torch.empty(0, dtype=self.host.dtype).set_(memory, 0, self.host.shape, self.host.stride())
 
     def _map(self, name: str) -> None:
-        """Let the closed pages be a private mapping of a new scratch file with the values.
+        """Map a new scratch file with the values privately over the closed pages.
 
-        The file has no name, and its descriptor is closed at once: it lasts as long as the mapping.
+        The file has no name, and its descriptor is closed at once, so it lasts as long as the mapping.
         """
         values = self.read(name)
         try:
             scratch = Scratch.made(values.nbytes)
             scratch.write(0, values)
-        except ChunkflowError:  # no room in the folder for temporary files
+        except ChunkflowError:  # the folder for temporary files is full or missing
             scratch = Scratch(memory_file("chunkflow-state", whole_pages(values.nbytes)), "in host memory")
             scratch.write(0, values)
         if not map_over(self.host, scratch.file.descriptor):
@@ -145,13 +148,14 @@ class Packed(Backing):
     def settle(self) -> bool:
         """Close the pages if no tensor of a state_dict uses them any more.
 
-        Returns whether such a tensor was written since the values were packed last: then they are to be packed again, by a
-        write (:meth:`opened`) that writes nothing.
+        Returns whether such a tensor was written since the values were last packed.  Then the caller has to pack them
+        again, by a write (:meth:`opened`) that changes nothing.
         """
         with self._lock():
             if self._exported is None or self.is_open:
                 return False
-            unused = self._exported() is None  # asked first: nobody can write them afterwards
+            # checked first: if there is no user now, nobody can write them afterwards
+            unused = self._exported() is None
             if self._differs():
                 return True
             if unused:
@@ -159,11 +163,11 @@ class Packed(Backing):
             return False
 
     def _differs(self) -> bool:
-        """Whether the open pages were written, and have other values than the packed bytes."""
+        """Whether the open pages were written and have other values than the packed bytes."""
         with _plainly():
             if not written_pages(flat_bytes(self.host)):
                 return False
-            if no_room(self.host.nbytes) is not None:  # to pack them once more takes no memory
+            if no_room(self.host.nbytes) is not None:  # packing them again takes no memory
                 return True
             return not same_bits(unpacked("a weight", self.stored, self.host), self.host)
 
@@ -173,9 +177,10 @@ class Packed(Backing):
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[None]:
-        """The pages are open, and what is written to them is packed; if it does not fit, they stay open.
+        """A context in which the pages are open.  At its end the values are packed again; if they do not fit in the
+        packed form, the pages stay open.
 
-        Raises ChunkflowError if there is no room.
+        Raises ChunkflowError if the values do not fit in host memory.
         """
         self.open(name)
         try:
@@ -190,9 +195,12 @@ class Packed(Backing):
                         self._close()
 
     def open(self, name: str, lazily: bool = False) -> None:
-        """Give the values memory again, for a write or from now on.  Raises ChunkflowError if there is no room, ``lazily``
-        only if the kernel says so."""
-        if self._exported is not None or not self._whole:  # they have it; not whole: a fork interrupted who packed them
+        """Allocate memory for the values again, for a write or for good.
+
+        Raises ChunkflowError if they do not fit in host memory; with ``lazily``, only if the kernel reports an error.
+        """
+        # the values have memory already; if not whole, a fork interrupted the packing
+        if self._exported is not None or not self._whole:
             self._writer = _this_thread()
             return
         cause = None if lazily else no_room(self.host.nbytes)
@@ -206,38 +214,39 @@ class Packed(Backing):
         opened = False
         try:
             with _threads(self.host.numel()) as run:
-                unpack_into(self.stored, self.host.data, run)  # no write that anybody counts
+                unpack_into(self.stored, self.host.data, run)  # through .data, so that it is not counted as a write
             self._writer, opened = _this_thread(), True
         finally:
             if not opened:
                 close_pages(self.host)
 
     def own(self) -> None:
-        """Let the open pages be memory of this process, at the same address: the weight is raw from now on."""
+        """Turn the open pages into private memory of this process, at the same address: the weight is unpacked for good."""
         if self._exported is not None:
-            with contextlib.suppress(OSError):  # no memory: they stay a mapping of a file that nobody else can change
+            with contextlib.suppress(OSError):  # no memory: the pages stay mapped to a file that nobody else can change
                 own_memory(self.host, set())
 
 
 def _at(host: torch.Tensor) -> torch.Tensor:
-    """A tensor in the place of another one, whose storage tells when nobody uses it any more."""
+    """Return a tensor at the address of another one; its new storage shows when nobody uses it any more."""
     return as_weight(torch.frombuffer(place_of(host), dtype=torch.uint8), host)
 
 
 def _this_thread() -> tuple[int, int]:
-    """A fork may give a new thread the number of one that is gone."""
+    """Return the process and the thread: after a fork, a new thread may have the number of one that is gone."""
     return os.getpid(), threading.get_ident()
 
 
 def packed_like(weight: torch.Tensor) -> torch.Tensor:
-    """The packed form of a weight as a tensor without memory."""
+    """Return the packed form of a weight as a tensor without memory."""
     return torch.empty(Layout.of(weight.numel()).words, dtype=torch.int32, device="meta")
 
 
 def unpacked(name: str, packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The values of a weight, in new host memory.  ``name``: for errors.  ``like``: has its shape and dtype.
+    """Return the values of a weight in new host memory.  ``name``: the weight's name, for errors.  ``like``: a tensor
+    with its shape and dtype.
 
-    Raises ChunkflowError if there is no room.
+    Raises ChunkflowError if the values do not fit in host memory.
     """
     if (cause := no_room(like.nbytes)) is not None:
         raise ChunkflowError(_no_memory(name, like, cause))
@@ -248,26 +257,27 @@ def unpacked(name: str, packed: torch.Tensor, like: torch.Tensor) -> torch.Tenso
 
 
 def do_not_fit(packed: torch.Tensor) -> None:
-    """Say in memory for packed values that they did not fit into it."""
+    """Mark the memory for packed values: the values did not fit in it."""
     packed[-1] = _DO_NOT_FIT
 
 
 def fits(packed: torch.Tensor) -> bool:
-    """Whether memory for packed values has them."""
+    """Whether the memory for packed values contains them, see :func:`do_not_fit`."""
     return int(packed[-1]) != _DO_NOT_FIT
 
 
 def address_space(like: torch.Tensor) -> torch.Tensor:
-    """A host tensor of the shape and dtype of a dense one, in closed pages."""
+    """Return a host tensor with the shape and dtype of a dense one, in closed pages."""
     host = empty_pages(like)
     close_pages(host)
     return host
 
 
 def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] = frozenset()) -> bool:
-    """Pack values, contiguous in host memory, with several threads.  Returns False if too many escape.
+    """Pack values, contiguous in host memory, with several threads.  Returns False if too many values escape.
 
-    ``cpus``: where the threads run, for the memory node of the pages that they write first; empty for anywhere.
+    ``cpus``: the CPUs for the threads, which determine the NUMA node of the pages that they write first; empty for any
+    CPUs.
     """
     with _threads(values.numel(), cpus) as run:
         return pack(values, packed, run)
@@ -275,7 +285,8 @@ def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] =
 
 @contextlib.contextmanager
 def _threads(numel: int, cpus: frozenset[int] = frozenset()) -> Iterator[Run]:
-    """Runs the parts of what packs or unpacks so many values, on the calling thread alone if they are few."""
+    """A context with a function that runs the parts of packing or unpacking ``numel`` values: with several threads, or on
+    the calling thread if there are few values."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), -(-numel // _SERIAL))
     with _plainly():
         if threads < 2:
@@ -293,7 +304,8 @@ def _near(cpus: frozenset[int], work: Callable[[int], Any], item: int) -> Any:
 
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
-    """Ops on ordinary tensors of the host, whatever the caller is in: inference mode, a trace, or a default device."""
+    """A context for ordinary ops on host tensors, whatever state the caller is in: inference mode, a trace, or a default
+    device."""
     with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         yield
 

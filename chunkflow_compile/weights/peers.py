@@ -1,9 +1,9 @@
-"""Peers: the ranks of a node that keep a piece of each weight on their devices, from which the others pull.
+"""Peers: the ranks of a node that each keep a piece of every shared weight on their device, from which the others pull.
 
-The ranks shard the weights of a program together, when its first call starts on each of them: each says which weights its
-plan wants, or why it cannot go on, and all shard the same ones.  After that, no rank waits for another because of a weight.
-Pieces on host devices are shared memory; torch hands memory of a GPU to other processes, and keeps it until all of them have
-dropped it.
+The ranks shard the weights of a program together, when its first call starts on each of them.  Each rank reports which
+weights its plan shards, or why it cannot continue, and all shard the same ones.  After that, no rank waits for another
+because of a weight.  Pieces on host devices are shared memory.  For GPUs, torch exports the memory to other processes,
+and frees it only after all of them have dropped it.
 """
 
 from __future__ import annotations
@@ -38,24 +38,26 @@ from .rounds import Left
 
 _log = logging.getLogger(__name__)
 
-# The ranks call a model for the first time at about the same time: loading and encoding take them about as long.  One that
-# comes later, and is not known to compile, may have another request or none, and the others go on without pieces.
+# The ranks call a model for the first time at about the same time, because loading and encoding take equally long on
+# each.  A rank that is later than this many seconds, and is not known to compile, may have another request or none; the
+# others then continue without pieces.
 _PATIENCE_S = 60.0
-# Bytes of what a rank says of its GPU memory, at most: a handle of CUDA has 64, or more for memory in expandable segments.
+# Maximum bytes of a field that describes GPU memory: a CUDA handle has 64, or more for memory in expandable segments.
 _HANDLE = 4096
-# The name of the shared memory in which torch counts the users of a GPU's memory.
+# The name of the shared memory in which torch counts the users of GPU memory.
 _COUNTER = re.compile(rb"/torch_\d+_\d+_\d+")
 
 
 class Peers:
-    """The ranks that keep pieces for each other.
+    """The ranks that keep pieces of weights for each other.
 
-    ``place``: of this one among them.  ``ranks``: their number.  ``pending``: names of the weights that all ranks have placed
-    and that no program has used so far, whose turn to be sharded is still to come.
+    ``place``: the index of this rank among them.  ``ranks``: their number.  ``pending``: the names of the weights that
+    all ranks have placed, and that are not sharded yet because no program has used them.
     """
 
     def __init__(self, node: Node, device: torch.device, names: Iterable[str] = ()) -> None:
-        """``names``: of the weights that all ranks place.  Raises ChunkflowError if a GPU cannot read another's memory."""
+        """``names``: the weights that all ranks place.  Raises ChunkflowError if a GPU cannot read the memory of another
+        one."""
         self._node = node
         self._device = device
         self.place = node.ranks.index(node.rank)
@@ -75,11 +77,13 @@ class Peers:
         asks: Mapping[str, Any] | None = None,
         model: str | None = None,
     ) -> Peers:
-        """All ranks of the group call it.
+        """Create the peers.  All ranks of the group call this.
 
-        ``weights``: name -> dtype and shape of those that they place.  ``asks``, ``model``: as in :func:`rendezvous`.
+        ``weights``: name -> dtype and shape of the weights that this rank places.  ``asks``, ``model``: as in
+        :func:`rendezvous`.
 
-        Raises ChunkflowError if one does not call it, or names other weights, or if they are not all on this machine.
+        Raises ChunkflowError if a rank does not call it, if ranks name different weights, or if they are not all on this
+        machine.
         """
         node = rendezvous(group, asks=asks, model=model)
         if node is None or len(node.ranks) < len(group.ranks):
@@ -100,12 +104,12 @@ class Peers:
         return peers
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave: no weight is sharded any more.
+        """Stop sharding weights.
 
-        Memory of pieces is free once no rank has them, on a GPU when torch next looks.
-        ``error``: why the model could not be placed, which the other ranks raise.
+        The memory of the pieces is freed once no rank uses them; on a GPU, the next time that torch checks.
+        ``error``: the reason why the model could not be placed, which the other ranks raise, or None.
         """
-        with contextlib.suppress(ChunkflowError):  # a rank that has ended needs no word
+        with contextlib.suppress(ChunkflowError):  # a rank that has ended needs no message
             if error is None and self.pending:
                 self._node.leave("has restored its model")
             self._node.close(error)
@@ -114,16 +118,19 @@ class Peers:
             torch.cuda.ipc_collect()
 
     def first_call(self) -> contextlib.AbstractContextManager[None]:
-        """Around a call that may come to shard weights: the other ranks wait for it, and raise what it raises."""
+        """A context for a call that may shard weights: the other ranks wait for it, and raise its error if it fails."""
         return self._node.busy() if self.pending else contextlib.nullcontext()
 
     def shard(self, buffers: Sequence[HostBuffer], wanted: Collection[HostBuffer]) -> None:
-        """Shard those of the weights that all ranks want: each copies its piece of each to its device, and opens the others.
+        """Shard the weights that all ranks want: each rank copies its piece of each weight to its device, and opens the
+        other pieces.
 
-        All ranks call it, with the weights of the same program.  ``wanted``: those that this rank's plan wants.
-        One whose values differ between ranks, or are packed on some ranks only, is not sharded on any rank.  If the ranks
-        call other programs, or one has not called its model for a minute, no weight is sharded from then on.
-        Raises ChunkflowError, on all ranks, if one raises in its first call, runs out of memory, or has ended.
+        All ranks call this with the weights of the same program.  ``wanted``: the weights that the plan of this rank
+        shards.
+        A weight whose values differ between ranks, or that is packed on some ranks only, is not sharded on any rank.  If
+        the ranks call different programs, or one of them has not called its model for a minute, no weight is sharded from
+        then on.
+        Raises ChunkflowError, on all ranks, if a rank fails in its first call, runs out of memory, or has ended.
         """
         if not (self._node.meets or self._node.forked):
             return
@@ -150,7 +157,7 @@ class Peers:
             )
 
     def _end(self, why: str) -> None:
-        """Shard no weight any more, on any rank."""
+        """Stop sharding weights, on all ranks."""
         self.pending.clear()
         self._node.close()
         _log.warning(
@@ -162,9 +169,10 @@ class Peers:
     def _chosen(
         self, buffers: Sequence[HostBuffer], found: Sequence[Mapping[str, Sequence[Any]]]
     ) -> tuple[list[HostBuffer], set[str]]:
-        """The weights to shard, and the names of those that all ranks want and do not store alike.
+        """Return the weights to shard, and the names of the weights that all ranks want but do not store in the same
+        form.
 
-        ``found``: of each rank, name -> bytes of the weight, and whether the rank wants it.
+        ``found``: for each rank, name -> bytes of the weight, and whether the rank wants it.
         Raises Left, on all ranks, if they run programs that have no weight in common.
         """
         ranks = self._node.ranks
@@ -191,8 +199,9 @@ class Peers:
         return [b for b in buffers if b.name in by_all - differ], differ
 
     def _shard(self, buffers: Sequence[HostBuffer]) -> set[str]:
-        """Shard weights of equal bytes.  Returns the names of those whose values differ, which are not."""
-        versions = [buffer.version for buffer in buffers]  # before the values are read
+        """Shard weights of equal sizes.  Returns the names of the weights that are not sharded because their values
+        differ."""
+        versions = [buffer.version for buffer in buffers]  # read before the values
         sizes = [piece_bytes(buffer.nbytes, self.ranks) for buffer in buffers]
         held = zip(*(memory.split(sizes) for memory in self._memories(buffers, sizes)), strict=True)
         sharded = [
@@ -207,7 +216,7 @@ class Peers:
         return everywhere
 
     def _memories(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """The memory of each rank's pieces, uint8, as this rank sees it, with the values in it."""
+        """Return the memory of the pieces of each rank, uint8, as mapped on this rank, filled with the values."""
         error, file, memory = None, None, torch.empty(0)
         try:
             file, memory = self._allocated(sum(sizes))
@@ -226,11 +235,11 @@ class Peers:
             return self._opened_of_gpus(memory)
         files = self._node.exchange(file)
         opened = [memory if file is files[rank] else _mapped(files[rank], sum(sizes)) for rank in self._node.ranks]
-        self._node.gather(None)  # until all have mapped them, no rank closes its file
+        self._node.gather(None)  # no rank closes its file until all have mapped it
         return opened
 
     def _allocated(self, nbytes: int) -> tuple[Descriptor | None, torch.Tensor]:
-        """Memory that other ranks can open, uint8, and its file if it is shared memory of the host."""
+        """Allocate memory that other ranks can open, uint8; also returns its file if it is shared memory of the host."""
         if self._device.type == "cuda":
             return None, torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         file = memory_file("chunkflow-pieces", max(1, nbytes))
@@ -248,10 +257,12 @@ class Peers:
         return opened
 
     def _opened(self, nbytes: int, handle: Any) -> torch.Tensor:
-        """Memory of another rank's GPU, as memory of this rank's: pulls from it are then copies on this rank's own stream.
+        """Open the memory of another rank's GPU as if it were on this rank's GPU, so that pulls are copies on this rank's
+        own stream.
 
-        Opened as what it is, it would take a context of this process on that GPU, some 400 MiB there for each rank, and torch
-        would copy from it on that GPU's default stream.  Raises ValueError if ``handle`` is not what :func:`_handle` returns.
+        If it were opened as memory of the other GPU, this process would create a context there (some 400 MiB per rank),
+        and torch would copy on the default stream of that GPU.  Raises ValueError if ``handle`` is not a result of
+        :func:`_handle`.
         """
         given = {
             **_checked_handle(handle, nbytes),
@@ -263,26 +274,27 @@ class Peers:
             "dtype": torch.uint8,
             "storage_device": self._device.index,
             "requires_grad": False,
-            "event_sync_required": False,  # its values are there: all ranks have synchronized
+            "event_sync_required": False,  # not needed: all ranks have synchronized after writing
         }
         opened: torch.Tensor = rebuild_cuda_tensor(**given)
         return opened
 
     def same(self, buffer: HostBuffer, pieces: Pieces) -> bool:
-        """Whether the pieces have the values that this rank has."""
+        """Whether the pieces have the same values as the weight on this rank."""
         return all(
             torch.equal(pieces.held[part.owner].narrow(0, part.offset, part.nbytes), values.to(self._device))
             for part, values in self._parts(buffer)
         )
 
     def _parts(self, buffer: HostBuffer) -> Iterator[tuple[Part, torch.Tensor]]:
-        """The parts of a weight, and their bytes in host memory."""
+        """Yield the parts of a weight with their bytes in host memory."""
         values = flat_bytes(buffer.stored)
         for part in parts(0, buffer.nbytes, buffer.nbytes, self.ranks):
             yield part, values.narrow(0, part.begin, part.nbytes)
 
     def _check_access(self) -> None:
-        """Raise ChunkflowError, on all ranks, if some GPU cannot read the memory of another's, or does not see it."""
+        """Raise ChunkflowError, on all ranks, if a GPU cannot read the memory of another one, or if a rank does not see
+        it."""
         here = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
         own, error = self._device.index, None
         for rank, (uuid, index) in zip(self._node.ranks, self._node.gather([here[own], own]), strict=True):
@@ -299,7 +311,7 @@ class Peers:
 
 
 def _mapped(file: Descriptor, nbytes: int) -> torch.Tensor:
-    """Shared memory, uint8.  Raises OSError if it cannot be mapped."""
+    """Map shared memory as uint8.  Raises OSError if it cannot be mapped."""
     pages = map_file(file, max(1, nbytes), mmap.MAP_SHARED)
     if pages is None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -307,7 +319,7 @@ def _mapped(file: Descriptor, nbytes: int) -> torch.Tensor:
 
 
 def _leave(node: Node, pending: set[str]) -> None:
-    """Tell the other ranks that this one has dropped its model."""
+    """Notify the other ranks, on another thread, that this one has dropped its model."""
 
     def leave() -> None:
         with contextlib.suppress(ChunkflowError):
@@ -317,13 +329,14 @@ def _leave(node: Node, pending: set[str]) -> None:
         aside(leave)
 
 
-# What a rank says of GPU memory that others open, by the parameters of torch's rebuild_cuda_tensor.
+# The fields that describe GPU memory for other ranks, named as the parameters of torch's rebuild_cuda_tensor.
 _BYTES = "storage_handle", "ref_counter_handle", "event_handle"
 _NUMBERS = "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset"
 
 
 def _handle(memory: torch.Tensor) -> dict[str, Any]:
-    """What other processes need to open memory of a GPU, as JSON holds it.  ``memory``: uint8 [n], a whole storage."""
+    """Return a description, as JSON, with which other processes can open GPU memory.  ``memory``: uint8 [n], a whole
+    storage."""
     rebuild, given = reduce_tensor(memory)
     fields = inspect.signature(rebuild).bind(*given).arguments
     return {
@@ -333,7 +346,7 @@ def _handle(memory: torch.Tensor) -> dict[str, Any]:
 
 
 def _checked_handle(handle: Any, nbytes: int) -> dict[str, Any]:
-    """The same, as torch takes it.  Raises ValueError unless each field has the type and the length of one."""
+    """Return the description as arguments for torch.  Raises ValueError unless each field has a valid type and length."""
     if not isinstance(handle, dict) or {*handle} != {*_BYTES, *_NUMBERS}:
         raise ValueError("it has other fields than a handle")
     checked = dict[str, Any]()
@@ -356,9 +369,9 @@ def _checked_handle(handle: Any, nbytes: int) -> dict[str, Any]:
 
 
 def _check_weights(ranks: Sequence[int], found: Sequence[Mapping[str, str]]) -> None:
-    """Raise ChunkflowError, the same on all ranks, if one places other weights than the first.
+    """Raise ChunkflowError, the same on all ranks, if a rank places other weights than the first one.
 
-    ``found``: of each rank, name -> dtype and shape.
+    ``found``: for each rank, name -> dtype and shape.
     """
     firsts = found[0]
     for rank, others in zip(ranks, found, strict=True):

@@ -1,8 +1,8 @@
 """The pieces of a weight on the devices of the ranks of a node, as a source of copies.
 
 Nothing writes a piece after the weight is sharded, so a rank may pull from it at any time, and no rank waits for another.
-The pages of a piece last as long as any rank has them: those of a host device are shared memory, and of a GPU torch counts
-who has them.
+The memory of a piece lasts as long as any rank uses it: on a host device it is shared memory, and on a GPU torch counts
+its users.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from chunkflow_compile.passes.pieces import Part, parts
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The bytes ``[begin, end)`` of a weight of ``nbytes`` that lies in pieces.
+    """The bytes ``[begin, end)`` of a weight of ``nbytes`` that is stored in pieces.
 
-    ``held``: the piece of each rank of the node in their order, uint8, as this rank maps it.  ``place``: of this rank among
-    them.  ``version``: that of the weight's values when they were sharded.
+    ``held``: the piece of each rank of the node in rank order, uint8, as mapped on this rank.  ``place``: the index of
+    this rank among them.  ``version``: the version of the weight's values when they were sharded.
     """
 
     held: Sequence[torch.Tensor]
@@ -35,7 +35,7 @@ class Pieces:
         return self.end - self.begin
 
     def is_pinned(self) -> bool:
-        """A device reads them as they are."""
+        """Always True: a device reads the pieces directly."""
         return True
 
     def __getitem__(self, part: slice) -> Pieces:
@@ -44,36 +44,38 @@ class Pieces:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Those of other ranks from the next rank on: so not all ranks pull from one at a time."""
+        """The parts of the range, starting with the next rank, so that not all ranks pull from the same rank at the same
+        time."""
         ranks = len(self.held)
         return tuple(parts(self.begin, self.end, self.nbytes, ranks, (self.place + 1) % ranks))
 
     @property
     def from_others(self) -> int:
-        """How many of the bytes other ranks have."""
+        """How many of the bytes are in pieces of other ranks."""
         return sum(part.nbytes for part in self.parts if part.owner != self.place)
 
     @cached_property
     def _sources(self) -> tuple[tuple[int, slice, torch.Tensor], ...]:
-        """Whose each part is, where its bytes go, and the bytes: made once, because every step copies them."""
+        """For each part its owner, the target range and the source bytes; computed once, because every step copies them."""
         return tuple(
             (owner, slice(begin - self.begin, begin - self.begin + nbytes), self.held[owner].narrow(0, offset, nbytes))
             for owner, begin, offset, nbytes in self.parts
         )
 
     def copies(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The copies that bring the bytes into ``target`` (uint8, of as many): of each its target and its source."""
+        """Yield (target, source) for the copies that move the bytes into ``target``, uint8 of the same size."""
         for _, where, source in self._sources:
             yield target[where], source
 
     def own(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Those of :meth:`copies` from this rank's own piece."""
+        """Yield the copies of :meth:`copies` from this rank's own piece."""
         for owner, where, source in self._sources:
             if owner == self.place:
                 yield target[where], source
 
     @cached_property
     def pulls(self) -> tuple[list[int], list[int], list[int]]:
-        """The others, as numbers: where the bytes of each go, from the first byte on, its address, and its bytes."""
+        """The copies from other ranks as three lists of numbers: offsets in the target, source addresses, and sizes in
+        bytes."""
         others = [(where.start, source) for owner, where, source in self._sources if owner != self.place]
         return [at for at, _ in others], [s.data_ptr() for _, s in others], [s.numel() for _, s in others]

@@ -1,4 +1,4 @@
-"""Pinned host memory of one weight, and the protocol by which this package knows the devices that copy from it."""
+"""The pinned host memory of one weight, and the protocol for the devices that copy from it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .locks import when_collected
 
-# Until pages are pinned again that another rank may have been pinning: as long as it takes for a large weight.
+# Seconds until a second try to pin pages that another rank may be pinning now: as long as pinning a large weight takes.
 _RETRY_S = 0.2
 
 
 class HostReader(Protocol):
-    """A device whose copies read host memory; the devices are in ``runtime``.  ``closed``: whether its streams are closed."""
+    """A device whose copies read host memory; ``runtime`` defines the devices.  ``closed``: whether its streams are
+    closed."""
 
     name: str
     closed: bool
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        """Let the copy engine read a host tensor directly; return a function to undo it.  Raises OSError on failure."""
+        """Let the copy engine read a host tensor directly; return a function that undoes this.  Raises OSError on
+        failure."""
 
     def sync_copies(self) -> None:
-        """Wait for the copies that delivered steps read: after that the host may write to their source."""
+        """Wait for the copies that read host memory for steps that have returned; after that the host may write their
+        source."""
 
 
 class Pins:
-    """The devices that copy from the host memory of a weight, and whether it is pinned for them."""
+    """The devices that copy from the host memory of a weight, and whether it is pinned."""
 
     def __init__(self) -> None:
         self._unpin: weakref.finalize[..., Any] | None = None
@@ -44,15 +47,16 @@ class Pins:
         return self._unpin is not None
 
     def add(self, device: HostReader) -> None:
-        """A device copies from it."""
+        """Add a device that copies from the memory."""
         self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
 
     def pin(self, host: torch.Tensor, device: HostReader, owner: object, again: bool) -> None:
-        """Pin it until ``owner`` is gone.  Raises OSError on failure.
+        """Pin the memory until ``owner`` is freed.  Raises OSError on failure.
 
-        ``again``: whether to try twice, because the kernel may refuse pages that another rank pins at the moment.
+        ``again``: whether to try twice, because pinning can fail for pages that another rank pins at the same moment.
         """
-        # a model that is dropped without restore must not leave its pages pinned after they are unmapped
+        # a finalizer, because a model that is dropped without restore must not leave its pages pinned after they are
+        # unmapped
         self._unpin = when_collected(owner, _unpin, self._copied_by, _pinned(host, device, again))
 
     def unpin(self) -> None:
@@ -76,9 +80,10 @@ def _pinned(host: torch.Tensor, device: HostReader, again: bool) -> Callable[[],
         return device.pin(host)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it in any thread
 def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
-    """Unpin after the copies that read the memory.  A failed device must not prevent restoring the model."""
+    """Unpin after the copies that read the memory.  Errors of a failed device are ignored, so that the model can be
+    restored."""
     try:
         for device in devices:
             with contextlib.suppress(ChunkflowError):

@@ -1,7 +1,7 @@
-"""Progress on stderr: of moving a model's weights, of planning and of compiling, and of the phases of a command.
+"""Progress on stderr: for moving a model's weights, for planning and compiling, and for the phases of a command.
 
-Not shown with ``CHUNKFLOW_PROGRESS=0`` in the environment.  Bars are shown on a terminal only; what a log should keep is
-logged at INFO.
+``CHUNKFLOW_PROGRESS=0`` in the environment disables it.  Bars are shown on a terminal only; everything that belongs in a
+log is logged at INFO.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from typing import Any
 
 from tqdm import tqdm
 
-# A small model moves in less; a bar that flashes by tells nothing.
+# A small model is moved in less time, and a bar that vanishes at once is useless.
 DELAY_S = 1.0
 # Seconds between two updates of the time in a line.
 TICK_S = 1.0
-# Without a terminal: seconds until a phase is announced, and between two lines that say that it goes on.
+# Without a terminal: seconds until a phase is announced, and between two lines that report that it continues.
 QUIET_S, EVERY_S = 2.0, 10.0
 
 
 def off() -> bool:
-    """Whether the user wants no progress."""
+    """Whether the user has disabled progress."""
     return os.environ.get("CHUNKFLOW_PROGRESS") == "0"
 
 
 def _on_stderr() -> dict[str, Any]:
-    """Arguments for tqdm: whether a bar is disabled, where None does so if stderr is no terminal; and the size of a terminal
-    that tells none, as in a container or a script, on which tqdm would draw nothing."""
+    """Return arguments for tqdm.
+
+    ``disable``: True, or None to disable the bar if stderr is not a terminal.  ``ncols``, ``nrows``: a default size for a
+    terminal that reports none, as in a container or a script; without it tqdm would draw nothing.
+    """
     given: dict[str, Any] = {"disable": True if off() else None}
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be any object with a method write
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be any object with a write method
         if 0 in os.get_terminal_size(sys.stderr.fileno()):
             given |= {"ncols": 100, "nrows": 24}
     return given
@@ -41,8 +44,11 @@ def _on_stderr() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def moving(what: str, nbytes: int, expected: str = "") -> Iterator[Callable[[int], object]]:
-    """A bar over ``nbytes``, shown once it has taken DELAY_S.  The context gets a function to call with the bytes of each
-    weight, after it.  ``expected``: how long it is going to take, in words; then the bar is shown at once."""
+    """Show a bar over ``nbytes`` once the move has taken DELAY_S.  The context yields a function to call with the bytes
+    of each weight after it was moved.
+
+    ``expected``: the expected duration in words; the bar is then shown at once.
+    """
     with tqdm(
         total=nbytes,
         desc=f"chunkflow: {what}{expected and f', {expected}'}",
@@ -57,19 +63,19 @@ def moving(what: str, nbytes: int, expected: str = "") -> Iterator[Callable[[int
 
 @contextlib.contextmanager
 def planning(what: str) -> Iterator[None]:
-    """One line while a step waits for a plan."""
+    """Show one line while a step waits for a plan."""
     with line(f"planning {what}"):
         yield
 
 
 def line(text: str = "") -> tqdm[Any]:
-    """A line that begins with the time since it was made, which a thread updates until the line is closed: the work that it
-    reports may be one call of a compiler that takes minutes."""
+    """Return a line that starts with the elapsed time, updated by a thread until the line is closed.  The thread is
+    needed because the reported work may be a single compiler call that takes minutes."""
     return _Line(bar_format="chunkflow [{elapsed}] {desc}", desc=text, leave=False, mininterval=0, **_on_stderr())
 
 
 class _Line(tqdm):  # type: ignore[type-arg]
-    """A bar that is drawn again every TICK_S until it is closed."""
+    """A bar that is redrawn every TICK_S until it is closed."""
 
     def __init__(self, **given: Any) -> None:
         self._until_closed = contextlib.ExitStack()
@@ -78,13 +84,13 @@ class _Line(tqdm):  # type: ignore[type-arg]
             self._until_closed.enter_context(_ticking(self.refresh))
 
     def close(self) -> None:
-        self._until_closed.close()  # first: the thread would draw it again
+        self._until_closed.close()  # first, because the thread would draw it again
         super().close()
 
 
 @contextlib.contextmanager
 def _ticking(tick: Callable[[], object]) -> Iterator[None]:
-    """Call ``tick`` every TICK_S, on a thread."""
+    """Call ``tick`` every TICK_S on a thread, while the context is active."""
     over = threading.Event()
 
     def run() -> None:
@@ -101,9 +107,9 @@ def _ticking(tick: Callable[[], object]) -> Iterator[None]:
 
 
 class Lines:
-    """Progress as plain lines: of a phase that takes QUIET_S or longer, one line, and another each EVERY_S.
+    """Progress as plain lines: one line for a phase that takes QUIET_S or longer, and another one every EVERY_S.
 
-    ``now``: a clock, seconds.
+    ``now``: a clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -112,12 +118,12 @@ class Lines:
         self._phase = self._announced = ""
 
     def begin(self, phase: str) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self._phase = phase
         self.tick()
 
     def tick(self) -> None:
-        """Time has passed: print a line if one is due."""
+        """Print a line if one is due; called as time passes."""
         now = self._now()
         if now - self._told >= (EVERY_S if self._phase == self._announced else QUIET_S):
             self._told, self._announced = now, self._phase
@@ -125,7 +131,7 @@ class Lines:
 
 
 class Progress:
-    """Progress over the phases of a command: a bar on a terminal, and :class:`Lines` elsewhere."""
+    """Progress over the phases of a command: a bar on a terminal, :class:`Lines` elsewhere."""
 
     def __init__(self, phases: int) -> None:
         shape = "{desc} |{bar:20}| {n_fmt}/{total_fmt} {elapsed}"

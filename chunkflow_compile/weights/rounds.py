@@ -1,14 +1,14 @@
-"""Rounds: how the ranks of a machine decide together, through the store of their process group.
+"""Rounds: how the ranks of a machine make joint decisions, through the store of their process group.
 
-Each rank contributes one record to a round: a value, or why it has none (it failed, or it left).  The first rank that can
-decide the round writes the decision, once, by an atomic operation of the store; all ranks follow it:
+Each rank contributes one record to a round: a value, or the reason why it has none (it failed, or it left).  The first
+rank that can decide the round writes the decision, once, with an atomic operation of the store, and all ranks follow it:
 
-* every rank has a value: all of them get all values;
-* a rank failed, or its process has ended: all raise one error, which names the rank and its cause;
-* a rank left, or is late: all end their rounds, see :meth:`Rounds.agree`.
+* Every rank has a value: all ranks get all values.
+* A rank failed, or its process has ended: all ranks raise one error, which names the rank and the cause.
+* A rank left, or is late: all ranks stop taking part in rounds, see :meth:`Rounds.agree`.
 
-A rank that fails or leaves does not wait for the others, which find its record when they come to the round.  Records are
-JSON.  No thread and no connection belongs to the rounds, so a forked child may drop them; it cannot take part.
+A rank that fails or leaves does not wait for the others, which find its record when they reach the round.  Records are
+JSON.  The rounds own no thread and no connection, so a forked child may drop them; it cannot take part.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .groups import LOGGED_S, Group, StoreEnded, numbers, reached
 _log = logging.getLogger(__name__)
 
 
-# Between two looks at a round: at first, and at most.
+# Seconds between two polls of a round: initial and maximum.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
-# Between two looks at whether the processes of missing ranks still run.
+# Seconds between two checks that the processes of missing ranks still run.
 _LIVENESS_S = 0.2
-# The records of a rank in a round, and the decisions on it.
+# Types of records of a rank in a round, and of decisions on it.
 _NOTHING, _VALUE, _FAILED, _ENDED, _LEFT, _LATE = "", "value", "failed", "ended", "left", "late"
 # The key of the decision.
 _DECISION = "decision"
@@ -45,23 +45,23 @@ _Rounds = TypeVar("_Rounds", bound="Rounds")
 
 
 class RankFailed(ChunkflowError):
-    """Raised on the ranks that wait for a rank that failed or has ended: all ranks know it already."""
+    """Raised on the ranks that wait for a rank that failed or has ended; all ranks know about it then."""
 
 
 class Left(ChunkflowError):
-    """Raised on the ranks that wait for a rank that has left the rounds, or is late: no rank waits any more."""
+    """Raised on the ranks that wait for a rank that has left the rounds or is late; no rank waits any more."""
 
 
 class Rounds:
-    """The rounds of the ranks of a machine, in their order; the first one leads.
+    """The rounds of the ranks of a machine, in rank order; the first one leads.
 
-    All of them call its methods in the same order.  Raises RankFailed when another rank has ended or failed.
-    ``task``: what is not done then, for errors.
+    All of them call the methods in the same order.  The methods raise RankFailed when another rank has ended or failed.
+    ``task``: the task that failed in this case, for errors.
     """
 
     def __init__(self, group: Group, ranks: tuple[int, ...], key: str, processes: Mapping[int, Sequence[int]]) -> None:
-        """``ranks``: those of the group that meet.  ``key``: in its store, of this occasion.  ``processes``: rank -> what
-        :func:`process_of` returned there."""
+        """``ranks``: the ranks of the group that take part.  ``key``: a prefix in the store for this occasion.
+        ``processes``: rank -> the result of :func:`process_of` on that rank."""
         self.rank = group.rank
         self.ranks = ranks
         self.task = "placed"
@@ -71,18 +71,18 @@ class Rounds:
         self._process = os.getpid()
         self._open = True
         self._round = 0
-        self._said = _NOTHING  # this rank's record of the round
-        self._told: BaseException | None = None  # the error on its way out of this rank that the others know
+        self._said = _NOTHING  # the type of this rank's record in the round
+        self._told: BaseException | None = None  # an error that this rank is raising and the others know about
         self._busy = False
 
     @property
     def meets(self) -> bool:
-        """Whether no rank has ended or left, as far as this one has heard.  False in a forked child."""
+        """Whether rounds take place: as far as this rank knows, no rank has ended or left.  False in a forked child."""
         return self._open and not self.forked
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from a rank, and is none itself."""
+        """Whether this process was forked from a rank, and is not a rank itself."""
         return os.getpid() != self._process
 
     @property
@@ -96,9 +96,10 @@ class Rounds:
         self.close(error)
 
     def gather(self, value: Any, error: Exception | None = None) -> list[Any]:
-        """The values of all ranks, at every rank.  They must be such that JSON can hold.
+        """All-gather: return the values of all ranks on every rank.  The values must be serialisable as JSON.
 
-        ``error``: why this rank cannot go on.  All ranks raise RankFailed if one has any; they can meet again.
+        ``error``: the reason why this rank cannot continue, or None.  All ranks raise RankFailed if one has an error;
+        they can begin another round.
         """
         if error is not None:
             self.fail(error)
@@ -106,12 +107,13 @@ class Rounds:
         return self._meet(value, self._timeout_s, _ENDED)
 
     def agree(self, value: Any, patience_s: float) -> list[Any]:
-        """The same, where ranks come at other times: a rank that has not come is late after ``patience_s``, unless it is
+        """Do the same for ranks that arrive at different times: a missing rank is late after ``patience_s``, unless it is
         busy, see :meth:`busy`.  Raises Left, on all ranks, if one is late or has left."""
         return self._meet(value, min(patience_s, self._timeout_s), _LATE)
 
     def fail(self, error: BaseException) -> None:
-        """Let the other ranks raise ``error``, in this round or, if that is decided, in the next.  Does not wait for them."""
+        """Let the other ranks raise ``error`` in this round, or in the next one if this round is decided.  Does not wait
+        for them."""
         if not self.meets or self._knows(error):
             return
         self._told = error
@@ -125,19 +127,20 @@ class Rounds:
                     return
 
     def leave(self, why: str) -> None:
-        """Take part in no further round.  Does not wait for the other ranks, which raise Left."""
+        """Stop taking part in rounds.  Does not wait for the other ranks, which raise Left."""
         if self.meets:
             with self._reached():
                 self._pass_known_failure()
-                self._round += self._said == _FAILED  # which the others raise first, and then come to the next round
+                # the others raise that failure first, and then reach the next round
+                self._round += self._said == _FAILED
                 self._set(str(self.rank), {_LEFT: why})
         self._open = False
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """On the way to a round: the other ranks wait however long this takes.
+        """A context for work that precedes a round: the other ranks wait however long it takes.
 
-        If it raises, they raise the same at that round, unless this rank has come again by then.
+        If it raises, they raise the same error at that round, unless this rank has come to it by then in another call.
         """
         if not self.meets or self._busy:
             yield
@@ -147,11 +150,11 @@ class Rounds:
             with self._reached():
                 self._store.set(f"busy/{self.rank}", "1")
             yield
-            if self._said == _FAILED and self.meets:  # it has failed before, and has gone on without a round
+            if self._said == _FAILED and self.meets:  # it failed before, and then succeeded without a round
                 self._say(_NOTHING, "")
         except BaseException as error:
             if self.meets and not self._knows(error):
-                with contextlib.suppress(ChunkflowError):  # its own error is the one to see
+                with contextlib.suppress(ChunkflowError):  # the original error is more important
                     self.fail(error) if self._said == _VALUE else self._say(_FAILED, cause_of(error))
             raise
         finally:
@@ -161,14 +164,15 @@ class Rounds:
                     self._store.set(f"busy/{self.rank}", "")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Take part in no further round.  ``error``: why this rank cannot go on, which the others raise."""
+        """Stop taking part in rounds.  ``error``: the reason why this rank cannot continue, which the others raise, or
+        None."""
         if error is not None:
-            with contextlib.suppress(ChunkflowError):  # its own error is the one to see
+            with contextlib.suppress(ChunkflowError):  # the original error is more important
                 self.fail(error)
         self._open = False
 
     def _knows(self, error: BaseException | None) -> bool:
-        """Whether the other ranks know why an error is raised."""
+        """Whether the other ranks know the cause of an error."""
         while error is not None:
             if isinstance(error, RankFailed | Left) or error is self._told:
                 return True
@@ -176,7 +180,8 @@ class Rounds:
         return False
 
     def _meet(self, value: Any, patience_s: float, late: str) -> list[Any]:
-        """The values of all ranks.  ``late``: how the round is decided after ``patience_s`` without a rank."""
+        """Run a round and return the values of all ranks.  ``late``: the decision if a rank is missing after
+        ``patience_s``."""
         if self.forked:
             raise ChunkflowError(
                 f"This process was forked from rank {self.rank} of a process group and is none of its ranks, which the "
@@ -192,7 +197,7 @@ class Rounds:
                 return [records[rank][_VALUE] for rank in self.ranks]
             rank, why = min(of.items())
             if how == _FAILED and rank == self.rank:
-                continue  # the others have heard of an earlier failure, and this rank comes again
+                continue  # the others have raised an earlier failure of this rank, which now tries again
             if how == _FAILED:
                 raise failed(self.task, rank, why)
             self._open = False
@@ -204,7 +209,7 @@ class Rounds:
     def _decided(
         self, mine: Mapping[str, Any], patience_s: float, late: str
     ) -> tuple[dict[int, Any], str, dict[int, str]]:
-        """The records of the round and its decision, after this rank has added its own record."""
+        """Return the records of the round and its decision, after adding this rank's own record."""
         records, waiting, pause = dict[int, Any](), self._waiting(patience_s, late), _PAUSE_S
         self._said = _VALUE
         self._set(str(self.rank), mine)
@@ -218,12 +223,13 @@ class Rounds:
             else:
                 self._store.compare_set(self._key(_DECISION), "", json.dumps(proposed))
         how, of = decision
-        if how == _VALUE:  # which no rank changes any more
+        if how == _VALUE:  # the records are final now
             records |= {rank: self._get(str(rank)) for rank in self.ranks if rank not in records}
         return records, how, {int(rank): why for rank, why in of.items()}
 
     def _waiting(self, patience_s: float, late: str) -> Callable[[Sequence[int]], Any]:
-        """A function of the ranks that have no record yet: the decision on a round without them, None to go on waiting."""
+        """Return a function that takes the ranks without a record, and returns a decision without them, or None to keep
+        waiting."""
         began = looked = busy = time.monotonic()
         logged = False
 
@@ -246,26 +252,26 @@ class Rounds:
         return decision
 
     def _ended_of(self, ranks: Iterable[int]) -> int | None:
-        """The first rank whose process has ended, None if all run."""
+        """Return the first rank whose process has ended, or None if all run."""
         known = {rank: [*self._processes[rank]] for rank in ranks if self._processes[rank]}
         return next((rank for rank, process in known.items() if process_of(process[0]) != process), None)
 
     def _say(self, how: str, why: str) -> None:
-        """Have a record of this kind in the current round, until this rank has another."""
+        """Set this rank's record in the current round, until it adds another one."""
         with self._reached():
             self._pass_known_failure()
             self._set(str(self.rank), {how: why} if how != _NOTHING else {})
             self._said = how
 
     def _pass_known_failure(self) -> None:
-        """Leave the round in which this rank has failed, if the others know."""
+        """Go on to the next round if this rank has failed in the current one and the others know it."""
         if self._said == _FAILED and self._get(_DECISION) is not None:
             self._next()
 
     def _next(self) -> None:
-        """Go on with the next round.  The last rank deletes the records."""
+        """Go on to the next round.  The last rank deletes the records."""
         if self._store.add(self._key("read"), 1) == len(self.ranks):
-            with contextlib.suppress(RuntimeError):  # not every store can
+            with contextlib.suppress(RuntimeError):  # not every store can delete keys
                 for what in (*map(str, self.ranks), _DECISION, "read"):
                     self._store.delete_key(self._key(what))
         self._round += 1
@@ -283,7 +289,7 @@ class Rounds:
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
-        """Around uses of the store, which ends with the rank that serves it."""
+        """A context for uses of the store, which ends with the rank that serves it."""
         try:
             with reached():
                 yield
@@ -295,7 +301,7 @@ class Rounds:
 
 
 def _of_records(records: Mapping[int, Any], absent: Sequence[int]) -> Any:
-    """The decision that the records of a round allow; None if they do not yet."""
+    """Return the decision that the records of a round permit, or None if there is none yet."""
     for how in _FAILED, _LEFT:
         if of := {rank: record[how] for rank, record in records.items() if how in record}:
             return how, of
@@ -303,11 +309,11 @@ def _of_records(records: Mapping[int, Any], absent: Sequence[int]) -> Any:
 
 
 def process_of(number: int) -> list[int]:
-    """A process, as no later one of the same number is; empty if it has ended."""
+    """Identify a process such that no later process with the same PID is mistaken for it; empty if it has ended."""
     with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
         if state not in "ZX":
-            return [number, int(fields[18])]  # when it started
+            return [number, int(fields[18])]  # its start time
     return []
 
 
@@ -325,6 +331,6 @@ def _ended(task: str, rank: int, why: str) -> RankFailed:
 def cause_of(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
-    if (inner := getattr(error, "inner_exception", None)) is not None:  # of a failed compilation
+    if (inner := getattr(error, "inner_exception", None)) is not None:  # from a failed compilation
         return cause_of(inner)
     return str(error) if isinstance(error, ChunkflowError) else first_line(error)

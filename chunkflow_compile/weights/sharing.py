@@ -1,9 +1,9 @@
-"""Sharing: one copy of the weights on a machine, in memory that its ranks map together, or in one file on the drive.
+"""Sharing: one copy of the weights per machine, in memory that its ranks map together, or in one file on the SSD.
 
-The memory is a sealed memfd: a file without a name, which is gone when the last process that maps it has ended, however it
-ended.  So is the file on the drive.  That a weight is the same on all ranks is proved, not assumed: it is the same part of
-the same file everywhere, or each rank compares all bytes of its own with those that the first rank has written, once all
-are written.
+The memory is a sealed memfd: a file without a name, which disappears when the last process that maps it has ended, for
+whatever reason.  The same is true of the file on the SSD.  It is verified, not assumed, that a weight is the same on all
+ranks: either it is the same part of the same file everywhere, or each rank compares all bytes of its weight with the
+bytes that the first rank has written, once all are written.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from .source import DriveBytes
 
 _log = logging.getLogger(__name__)
 
-# Elements of a weight that are cast and compared at a time.
+# Number of elements that are cast and compared at a time.
 _PIECE = 1 << 20
-# In messages, names of more weights are left out.
+# Maximum number of weights that a message names.
 _NAMED = 5
 
 
 @dataclass(frozen=True, eq=False)
 class LoadRequest:
-    """A weight to place: its name, and the part of a file that it is, if it is one.
+    """A weight to place: its name, and ``part``, the range of a file that contains it, or None.
 
-    ``like``: its shape, strides and dtype from then on, as a tensor without memory.  ``read_as``: its dtype now.
-    ``source``: where its bytes are to be, and in which form.  ``stays``: whether it keeps its memory, or its place in a file
-    on the drive.
-    ``frees``: bytes that its present memory gives back.  ``shard``: which part of a weight it is, None for a whole one.
+    ``like``: its new shape, strides and dtype, as a tensor without memory.  ``read_as``: its present dtype.
+    ``source``: where its bytes are to be stored, and in which form.  ``stays``: whether it keeps its memory, or its place
+    in a file on the SSD.
+    ``frees``: bytes of its present memory that are freed.  ``shard``: the part of a weight that it is, or None for a
+    whole weight.
     """
 
     name: str
@@ -61,7 +62,7 @@ class LoadRequest:
 
     @property
     def stored(self) -> torch.Tensor:
-        """What is stored of it, as a tensor without memory."""
+        """The tensor that is stored for it, without memory."""
         return packed_like(self.like) if self.source.compressed else self.like
 
     @property
@@ -71,7 +72,8 @@ class LoadRequest:
 
     @property
     def for_a_moment(self) -> int:
-        """Bytes that it takes besides, while it is placed: of a packed one its values, and those of the next."""
+        """Additional bytes that it takes while it is placed: for a packed weight, its values and the values of the next
+        one."""
         return min(self.nbytes, self.frees) + 2 * self.source.values
 
     @property
@@ -80,13 +82,14 @@ class LoadRequest:
 
     @property
     def kind(self) -> str:
-        """Equal on ranks that can share it."""
+        """A key that is equal on ranks that can share the weight."""
         shape, strides = [*self.like.shape], [*self.like.stride()]
         return repr((self.name, shape, strides, self.like.dtype, self.shard and [*self.shard], self.source))
 
     @property
     def origin(self) -> list[Any] | None:
-        """The part of a file that it is, and how it is read, as JSON holds it; equal on two ranks if its values are."""
+        """The file range and dtype from which the weight is read, as JSON, or None.  Equal on two ranks if the values are
+        equal."""
         if (part := self.part) is None:
             return None
         return [part.file.name, part.file.stamp, part.offset, part.nbytes, str(self.read_as)]
@@ -95,22 +98,23 @@ class LoadRequest:
 class SharedPages:
     """The weights of one move that ranks share, in memory or in a scratch file.
 
-    ``writes``: those that this rank writes.  Of the others, it compares its own values with what is written, unless another
-    rank reads the same part of the same file.
+    ``writes``: the names of the weights that this rank writes.  For the others, it compares its own values with the
+    written ones, unless both come from the same part of the same file.
     """
 
     def __init__(self, node: Node, wanted: Sequence[LoadRequest]) -> None:
-        """All ranks create it, each with its own weights.  Raises ChunkflowError if there is no room, or one has ended."""
+        """All ranks create it, each with its own weights.  Raises ChunkflowError if the weights do not fit, or if a rank
+        has ended."""
         self._node = node
         self._pages: dict[str, SharedMemory] = {}
-        self._on_drive: dict[str, tuple[int, LoadRequest]] = {}  # and where each begins in the scratch file
+        self._on_drive: dict[str, tuple[int, LoadRequest]] = {}  # with the offset in the scratch file
         self._differ: list[str] = []
         self._wanted = {w.name: w for w in wanted}
         mine = {w.kind: w for w in wanted}
-        whole = sum(w.shard is None for w in wanted)  # which ranks are expected to have in common
+        whole = sum(w.shard is None for w in wanted)  # weights that all ranks are expected to have
         reports = node.gather([whole, [(kind, w.origin) for kind, w in mine.items()]])
         sources = [dict(each) for _, each in reports]
-        # in the order of the first rank; a weight of other sizes elsewhere, or of some ranks only, stays private
+        # in the order of the first rank; weights that other ranks lack, or have in another size, stay private
         kinds = [k for k in sources[0] if all(k in each for each in sources) and mine[k].nbytes]
         common = [mine[k] for k in kinds]
         if 2 * len([w for w in common if w.shard is None]) < max(count for count, _ in reports):
@@ -133,10 +137,10 @@ class SharedPages:
         return name in self._pages or name in self._on_drive
 
     def _share_memory(self, weights: Sequence[LoadRequest]) -> None:
-        """The leader makes the memory, and the others get it."""
+        """Allocate shared memory on the leader, and map it on all ranks."""
         places = self._places(weights)
         if self._node.leads:
-            # each leaves the memory that it has once it is written: one at a time exists twice
+            # each weight frees its present memory once it is written, so only one at a time exists twice
             check_room(sum(w.takes for w in weights) + max(w.for_a_moment for w in weights))
         descriptor = self._node.share(memory_file("chunkflow-weights", places[-1]) if self._node.leads else None)
         pages = map_file(descriptor, places[-1], mmap.MAP_SHARED)
@@ -146,29 +150,29 @@ class SharedPages:
         prefer_huge_pages(pages)
         storage = pages.untyped_storage()
         for weight, begin in zip(weights, places, strict=False):
-            # each has a storage of its own: one of all weights would be pickled with each of them
+            # each weight has its own storage: pickling one weight would otherwise pickle all of them
             part = torch.empty(0, dtype=torch.uint8).set_(storage[begin : begin + weight.nbytes])
             self._pages[weight.name] = SharedMemory(descriptor, begin, as_weight(part, weight.stored))
 
     def _share_file(self, weights: Sequence[LoadRequest]) -> None:
-        """The leader makes the scratch file, and the others get it."""
+        """Create the scratch file on the leader, and open it on all ranks."""
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
         own = Scratch.made(places[-1]) if self._node.leads else None
-        # each rank has an opening of its own: the kernel reads ahead for each, and they read at different places
+        # each rank opens it separately: the kernel reads ahead per open file, and the ranks read at different places
         file = self._node.share(None if own is None else own.file.descriptor)
         self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if own is None else own.where)
 
     @staticmethod
     def _places(weights: Sequence[LoadRequest]) -> list[int]:
-        """Where each weight begins, on a page of its own, and the end."""
+        """Return the offset of each weight, each on its own pages, followed by the total size."""
         return [*accumulate((whole_pages(weight.nbytes) for weight in weights), initial=0)]
 
     def _assigned(self, weights: Sequence[LoadRequest]) -> frozenset[str]:
-        """The weights that this rank writes.
+        """Return the names of the weights that this rank writes.
 
-        Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.  It also reads what
-        it writes to the drive.
+        Parts of one file are divided among the ranks in shares of equal bytes, each read by one rank.  The leader writes
+        all others, and also reads the weights that go to the SSD.
         """
         ranks, done = self._node.ranks, 0
         split = {w.name for w in weights if w.name in self._in_one_file and not w.source.file}
@@ -182,14 +186,14 @@ class SharedPages:
         return frozenset(name for name, writer in writers.items() if writer == self._node.rank)
 
     def backing(self, name: str) -> Backing:
-        """The pages of a weight, or its part of the scratch file once that is written."""
+        """Return the pages of a weight, or its part of the scratch file once that is written."""
         if name in self._pages:
             return self._pages[name]
         begin, weight = self._on_drive[name]
         return self._scratch.kept(begin, weight.stored)
 
     def keep(self, name: str, values: torch.Tensor) -> None:
-        """Write a weight, a dense host tensor, to the scratch file.  Raises ChunkflowError if the drive is full."""
+        """Write a weight, a dense host tensor, to the scratch file.  Raises ChunkflowError if the SSD is full."""
         self._scratch.write(self._on_drive[name][0], values)
 
     def same(self, name: str, values: torch.Tensor) -> bool:
@@ -199,14 +203,14 @@ class SharedPages:
         if not equal and weight.source.compressed and fits(written):
             equal = _same_bytes(unpacked(name, written, weight.like), values)
         elif not equal:
-            # each rank has its own of one that does not fit
+            # if the packed form does not fit, each rank keeps its own copy
             equal = weight.source.compressed or _same_bytes(written, values)
         if not equal:
             self._differ.append(name)
         return equal
 
     def report(self) -> None:
-        """Name the weights that differ, on all ranks, when all have compared them."""
+        """Log the weights that differ, on all ranks, after all have compared them."""
         for rank, names in zip(self._node.ranks, self._node.gather(self._differ), strict=True):
             if names:
                 _log.warning(
@@ -217,7 +221,7 @@ class SharedPages:
                 )
 
     def leave(self, kept: Collection[str]) -> None:
-        """Unmap the pages of all weights but those ``kept``."""
+        """Unmap the pages of all weights that are not in ``kept``."""
         for name in self._pages.keys() - kept:
             self._pages.pop(name).leave()
 
@@ -228,6 +232,6 @@ def _some_of(names: Sequence[str]) -> str:
 
 
 def _same_bytes(written: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether a dense host tensor has the bytes that ``values``, cast to its dtype, would have there."""
+    """Whether a dense host tensor has the same bytes as ``values`` cast to its dtype."""
     pieces = zip(*(t.as_strided((t.numel(),), (1,)).split(_PIECE) for t in (written, values)), strict=True)
     return all(same_bits(ours, theirs.to(written.dtype).to("cpu")) for ours, theirs in pieces)

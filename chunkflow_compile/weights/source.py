@@ -1,4 +1,4 @@
-"""Where the bytes of a copy to the device come from: host memory, a file on the drive, or the devices of the ranks."""
+"""Sources of copies to the device: host memory, a file on the SSD, or the devices of the ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from .bytes import copy_host_bytes, memory_of
 from .mapping import Descriptor, map_file, written_pages
 from .pieces import Pieces
 
-# Bytes of a file that are compared with memory at a time.
+# Number of bytes of a file that are compared with memory at a time.
 _COMPARED = 1 << 22
 
 
 class WeightFile:
-    """An open file of weights, from which all of them are read.
+    """An open file with weights, from which all of them are read.
 
-    ``name``: for errors.  ``stamp``: the inode and when it was modified, in ns, of a checkpoint, which must not change; None
-    for a scratch file.  ``read_bytes``: those read so far.  ``left``: the pages at the ends of weights that have left their
-    mappings of it; two weights may share one.
+    ``name``: for errors.  ``stamp``: the device and inode numbers and the modification time in ns of a checkpoint, which
+    must not change; None for a scratch file.  ``read_bytes``: bytes read so far.
+    ``left``: addresses of the end pages of weights that were moved from their mappings of the file to private memory; two
+    weights may share such a page.
     """
 
     def __init__(self, opened: Descriptor | Path, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
-        """``opened``: the file, or where it is: then it is opened when it is used first."""
+        """``opened``: the open file, or its path; then it is opened at its first use."""
         self.name = name
         self.stamp = stamp
         self.read_bytes = 0
@@ -41,7 +42,7 @@ class WeightFile:
 
     @property
     def descriptor(self) -> Descriptor:
-        """Raises ChunkflowError if the file is gone."""
+        """The open file.  Raises ChunkflowError if it no longer exists."""
         if isinstance(self._opened, Path):
             try:
                 self._opened = Descriptor(os.open(self._opened, os.O_RDONLY))
@@ -53,13 +54,15 @@ class WeightFile:
         return self._opened
 
     def read(self, target: torch.Tensor, offset: int) -> None:
-        """Fill host bytes (uint8) from ``offset``.  Raises ChunkflowError if the drive fails or the file has changed."""
+        """Fill a host tensor (uint8) from ``offset``.  Raises ChunkflowError if the read fails or the file has changed."""
         self._fill(self.descriptor.number, memory_of(target), offset, offset, target.numel())
 
     def read_direct(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-        """Read into ``memory`` without taking any of the page cache, where the file system can; return the bytes there.
+        """Read into ``memory`` without using the page cache, if the file system supports that; return the bytes as a view
+        of it.
 
-        ``memory``: uint8, from a page on, of all the blocks of the file that these bytes touch.  Raises as :meth:`read`.
+        ``memory``: uint8, page-aligned, large enough for all blocks of the file that the bytes touch.  Raises as
+        :meth:`read`.
         """
         begin = offset % BLOCK
         values = memory[begin : begin + nbytes]
@@ -77,15 +80,16 @@ class WeightFile:
 
     @cached_property
     def _direct(self) -> Descriptor | None:
-        """The file opened for direct reads, None if the file system has none."""
+        """The file opened for direct reads, or None if the file system does not support them."""
         try:
-            # also a file without a name can be opened again there
+            # a file without a name can be reopened there, too
             return Descriptor(os.open(f"/proc/self/fd/{self.descriptor.number}", os.O_RDONLY | os.O_DIRECT))
         except (OSError, AttributeError):
             return None
 
     def _fill(self, number: int, target: memoryview, begin: int, offset: int, nbytes: int) -> None:
-        """Fill ``target`` from ``begin`` of the file on, with the ``nbytes`` from ``offset`` at least."""
+        """Fill ``target`` with the file's bytes from ``begin`` on, at least up to the end of the ``nbytes`` that start at
+        ``offset``."""
         at, end = begin, offset + nbytes
         try:
             while at < end and (count := os.preadv(number, [target[at - begin :]], at)):
@@ -101,13 +105,13 @@ class WeightFile:
         self.read_bytes += nbytes
 
     def check(self) -> None:
-        """Raise ChunkflowError if a file that must not change has changed.  To touch a mapping of one that was cut would kill
-        the process."""
+        """Raise ChunkflowError if a file that must not change has changed.  Reading the mapping of a truncated file would
+        kill the process."""
         if self.stamp is None:
             return
         try:
             status = os.fstat(self.descriptor.number)
-        except OSError as error:  # a drive of the network
+        except OSError as error:  # such as a network file system
             raise ChunkflowError(
                 f"{self._title} cannot be looked at: {error.strerror or error}. Check the drive, and load the model again."
             ) from error
@@ -121,7 +125,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class DriveBytes:
-    """``nbytes`` from ``offset`` of a file as a source of copies, as a flat uint8 tensor is one."""
+    """``nbytes`` of a file from ``offset`` on, as a source of copies with the methods of a flat uint8 tensor."""
 
     file: WeightFile
     offset: int
@@ -138,23 +142,23 @@ class DriveBytes:
         return DriveBytes(self.file, self.offset + begin, max(0, end - begin))
 
     def read(self, target: torch.Tensor) -> None:
-        """Read them into host bytes (uint8, equal sizes).  Raises as :meth:`WeightFile.read`."""
+        """Read the bytes into a host tensor (uint8, equal sizes).  Raises as :meth:`WeightFile.read`."""
         self.file.read(target, self.offset)
 
     def read_direct(self, memory: torch.Tensor) -> torch.Tensor:
-        """Read them without taking any of the page cache, see :meth:`WeightFile.read_direct`."""
+        """Read the bytes without using the page cache, see :meth:`WeightFile.read_direct`."""
         return self.file.read_direct(memory, self.offset, self.nbytes)
 
     def mapped(self) -> torch.Tensor:
-        """A mapping of them, uint8, whose writes the file does not see.  Raises ChunkflowError if the kernel refuses."""
+        """Map the bytes privately as uint8, so that writes do not reach the file.  Raises ChunkflowError if mmap fails."""
         pages = map_file(self.file.descriptor, self.nbytes, mmap.MAP_PRIVATE, self.offset)
         if pages is None:
             raise ChunkflowError(f"A weight in {self.file.name} cannot be mapped: {os.strerror(ctypes.get_errno())}.")
         return pages
 
     def differ_from(self, mapping: torch.Tensor) -> bool:
-        """Whether a private mapping of them (uint8, equal sizes) was written, and has other bytes now.  Raises as
-        :meth:`read`."""
+        """Whether a private mapping of these bytes (uint8, equal sizes) was written and now differs from the file.
+        Raises as :meth:`read`."""
         for begin, end in written_pages(mapping):
             for part in mapping[begin:end].split(_COMPARED):
                 now = torch.empty_like(part)
@@ -164,18 +168,18 @@ class DriveBytes:
         return False
 
     def read_all(self) -> torch.Tensor:
-        """Read them into new host memory."""
+        """Read the bytes into new host memory."""
         values = torch.empty(self.nbytes, dtype=torch.uint8)
         self.read(values)
         return values
 
 
-# Where the bytes of a copy to the device come from.
+# A source of the bytes of a copy to the device.
 Bytes = torch.Tensor | DriveBytes | Pieces
 
 
 def take(target: torch.Tensor, source: Bytes) -> None:
-    """Copy bytes into host memory (uint8, equal sizes) on the calling thread, wherever they are."""
+    """Copy the bytes of any source into host memory (uint8, equal sizes) on the calling thread."""
     if isinstance(source, DriveBytes):
         source.read(target)
     elif isinstance(source, Pieces):

@@ -1,4 +1,5 @@
-"""Bytes between pageable host memory and a GPU, through two pinned pieces: the host fills one, the GPU reads the other."""
+"""Copies between pageable host memory and a GPU through two pinned buffers: the host fills one while the GPU reads the
+other."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 from .bytes import copy_host_bytes, flat_bytes
 from .source import Bytes, take
 
-# Large enough that a copy of one piece hides the start of the next, small enough to be pinned where nothing else can be.
+# Large enough that the copy of one buffer hides the launch of the next, and small enough to be pinned when nothing else
+# can be.
 PIECE = 16 << 20
 PIECES = 2
 
@@ -20,14 +22,17 @@ Record = Callable[[Any], None]
 
 
 class Staging:
-    """``pinned``: whether the pieces could be pinned; if not, :meth:`to_device` and :meth:`to_host` must not be called."""
+    """A ring of pinned buffers for one device.
+
+    ``pinned``: whether the buffers could be pinned; if not, :meth:`to_device` and :meth:`to_host` must not be called.
+    """
 
     def __init__(
         self, allocate: Callable[[int], torch.Tensor], event: Callable[[], Any], copy: Copy, record: Record
     ) -> None:
-        """``allocate``: pinned memory of so many bytes, uint8; raises RuntimeError if there is none.
+        """``allocate``: returns pinned memory of the given size, uint8; raises RuntimeError if it cannot be pinned.
 
-        ``copy``, ``record``: enqueue a copy, and a mark after it, on the stream to use.
+        ``copy``, ``record``: enqueue a copy, and an event after it, on the stream to use.  ``event``: creates an event.
         """
         self._copy = copy
         self._record = record
@@ -40,7 +45,7 @@ class Staging:
         return bool(self._pieces)
 
     def to_device(self, target: torch.Tensor, source: Bytes) -> None:
-        """Copy bytes of the host or the drive to the device (uint8, equal sizes); it returns when all is enqueued."""
+        """Copy bytes from the host or the SSD to the device (uint8, equal sizes); returns when all copies are enqueued."""
         for (piece, free), span in self._spans(source.numel()):
             free.synchronize()
             part = piece[: span.stop - span.start]
@@ -49,7 +54,7 @@ class Staging:
             self._record(free)
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy device bytes to the host (uint8, equal sizes); they are there when it returns."""
+        """Copy device bytes to the host (uint8, equal sizes); returns when they have arrived."""
         under_way: list[tuple[torch.Tensor, Any, slice]] = []
 
         def take() -> None:
@@ -73,16 +78,19 @@ class Staging:
 
 
 class GpuStagings:
-    """Tensors between pageable host memory and GPUs, on the caller's current streams, for one operation, such as restoring a
-    model: the pinned memory is given back with it."""
+    """Copies tensors between pageable host memory and GPUs, on the caller's current streams.
+
+    One object serves one operation, such as restoring a model; its pinned memory is freed with it.
+    """
 
     def __init__(self) -> None:
         self._made: dict[torch.device, Staging] = {}
 
     def brought(self, host: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
-        """The values of a dense host tensor on a device; on the CPU the tensor itself, unless a ``copy`` is wanted.
+        """Return the values of a dense host tensor on a device; on the CPU this is the tensor itself, unless ``copy`` is
+        True.
 
-        Raises torch.OutOfMemoryError if there is no room.
+        Raises torch.OutOfMemoryError if they do not fit in GPU memory.
         """
         if device.type != "cuda":
             return host.to(device, copy=copy)
@@ -94,7 +102,7 @@ class GpuStagings:
         return value
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes of a device to host bytes (uint8, equal sizes)."""
+        """Copy bytes of a device to a host tensor (uint8, equal sizes)."""
         if source.device.type != "cuda" or not (staging := self._of(source.device)).pinned:
             target.copy_(source)
             return

@@ -1,4 +1,4 @@
-"""The protocol by which weights know the placed model that they are in; ``host_store.py`` fulfils it."""
+"""The protocol by which weights know the placed model that they belong to; ``host_store.py`` implements it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from typing import Any, Protocol
 import torch
 
 from .counts import Counts
-from .limits import Room
+from .limits import PinAllowance
 
 
 @dataclass(frozen=True, eq=False)
 class Export:
-    """A tensor of a state_dict, or its storage, that has the memory of a HostBuffer."""
+    """A tensor of a state_dict, or its storage, that shares the memory of a HostBuffer."""
 
     user: weakref.ref[Any]
     buffer: weakref.ref[Any]
 
 
 class Store(Protocol):
-    """A placed model, as its weights know it.  ``buffer``: a HostBuffer, and ``peers``: Peers, whose
-    modules import this one."""
+    """A placed model from the viewpoint of its weights.
+
+    ``buffer`` is a HostBuffer, and ``peers`` are Peers; their modules import this one, hence the type Any.
+    """
 
     device: torch.device
     pins: bool
@@ -38,12 +40,12 @@ class Store(Protocol):
 
     def warn_of_raw(self, buffer: Any) -> None: ...
 
-    def mark_exported_dirty(self) -> None: ...
+    def sync_external_writes(self) -> None: ...
 
     @property
     def root(self) -> Any: ...
 
-    def room(self, budget: int | None) -> Room: ...
+    def pin_allowance(self, budget: int | None) -> PinAllowance: ...
 
     def disable_pinning(self, buffer: Any, cause: str) -> None: ...
 

@@ -1,8 +1,8 @@
-"""Writes that the schema of an op does not declare, found by their effect.
+"""Detection of writes that the schema of an op does not declare, by their effect.
 
-Ops of torch's own namespaces declare what they write.  Collectives (``c10d``) and ops of extensions may not, so they get
-copies of the weights, and are waited for.  A copy that differs from its weight then was written: its values go to the host
-memory.
+Ops in torch's own namespaces declare what they write.  Collectives (``c10d``) and ops of extensions may not, so they get
+copies of the weights and are waited for.  If a copy then differs from its weight, the op has written it, and its values
+are copied to the host memory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _aten = torch.ops.aten
 _DECLARED = frozenset(
     ("aten", "prims", "inductor_prims", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "chunkflow")
 )
-# They write running statistics in training.
+# Ops that write running statistics in training.
 _STATISTICS = frozenset(
     (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
 )
-# They hand the memory of a tensor to other ranks, or write it when another rank sends: to wait for that could be for ever.
+# Ops that pass the memory of a tensor to other ranks, or write it when another rank sends.  Waiting for that could take
+# forever.
 _UNSEEN = frozenset(
     (
         "c10d::recv_",
@@ -37,33 +38,32 @@ _UNSEEN = frozenset(
         "inductor::resize_storage_bytes_",
     )
 )
-# They only read, and are over when another rank receives.
+# Ops that only read, and that finish when another rank receives.
 _SENDS = frozenset(("c10d::send",))
 
 
 def declares(func: Any) -> bool:
-    """Whether the schema of an op tells which of its arguments it writes."""
+    """Whether the schema of an op declares which of its arguments it writes."""
     return func.namespace in _DECLARED and func not in _STATISTICS
 
 
 def cannot_be_seen(func: Any) -> bool:
-    """Whether an op may write a tensor later, in a way that nothing tells."""
+    """Whether an op may write a tensor later, at a time that cannot be observed."""
     return func.namespace == "symm_mem" or func.name().partition(".")[0] in _UNSEEN
 
 
 def wait_for_collective(func: Any, values: Sequence[torch.Tensor]) -> None:
-    """Wait until a functional collective has written ``values``, which it may do after it returns."""
+    """Wait until a functional collective has written ``values``, which may happen after it returns."""
     if func.namespace == "_c10d_functional":
         for value in values:
             torch.ops._c10d_functional.wait_tensor(value)
 
 
 def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on copies of the weights among its arguments, those of a ``kind``, and give the weights what it has written
-    to them.
+    """Run an op on copies of its weight arguments, and write what it changed back to the weights.
 
-    Raises ChunkflowError if the op returns other memory of a copy, because a write to that would go unnoticed, or if it is
-    only over with a batch.
+    ``kind``: the class of the weights.  Raises ChunkflowError if the op returns other memory of a copy, because a write
+    to that would go unnoticed, or if the op is part of a batch and finishes only with it.
     """
     weights: dict[int, Any] = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
     sends = func.name().partition(".")[0] in _SENDS
@@ -98,7 +98,7 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _take(weight: Any, copy: torch.Tensor) -> None:
-    """Give a weight what was written to a copy of it, if anything was."""
+    """Write the values of a copy back to its weight, if they differ."""
     values = copy.to(weight.host.device)
     if not same_bits(weight.values_on_host, values):
         with weight.buffer.write(), torch.no_grad():
@@ -107,13 +107,13 @@ def _take(weight: Any, copy: torch.Tensor) -> None:
 
 
 def _copy(weight: Any) -> torch.Tensor:
-    """The values on the device, in memory of their own."""
+    """Return the values on the device, in separate memory."""
     values: torch.Tensor = weight.fetch()
     return values.clone() if in_one_memory(values, weight.host) else values
 
 
 def _is_a(name: str, value: Any) -> bool:
-    """Whether an argument or a result of a ``c10d`` op is an object of this class of C++."""
+    """Whether an argument or a result of a ``c10d`` op is an object of this C++ class."""
     if not isinstance(value, torch.ScriptObject):
         return False
     kind: Any = value._type()
@@ -121,7 +121,7 @@ def _is_a(name: str, value: Any) -> bool:
 
 
 def _coalesces(value: Any) -> bool:
-    """Whether this is a process group that collects collectives, so that the work of each says nothing."""
+    """Whether this is a process group that is batching collectives, so that a single work object cannot be waited for."""
     if not _is_a("ProcessGroup", value):
         return False
     return dist.ProcessGroup.unbox(value) in dist.distributed_c10d._world.pg_coalesce_state

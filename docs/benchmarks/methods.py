@@ -35,7 +35,7 @@ from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.pictures import check_picture, new_axes, save_figure
-from chunkflow_compile.simulate.group_offload import play_group_offload, there_and_back_s
+from chunkflow_compile.simulate.group_offload import play_group_offload, round_trip_s
 
 BENCHMARKS = Path(__file__).parent
 DOCS = BENCHMARKS.parent
@@ -191,7 +191,7 @@ def _on(workload: Workload, cut: Cut, gpus: str) -> Row:
         workload=workload,
         gpus=gpus,
         ways=ways,
-        once_s=there_and_back_s(problem.total_bytes, hardware),
+        once_s=round_trip_s(problem.total_bytes, hardware),
         how="planned",
     )
     smallest = partial(planned, goal=Goal())

@@ -1,7 +1,7 @@
 """The paper's configurations with exchanges in groups of heads, which the paper does not have: resident steps.
 
-The blocks of a kind are equal, so each adds the same to a resident step.  The steps are computed from graphs of a few blocks of
-each kind, and from those with one more.
+The blocks of a kind are equal, so each adds the same to a resident step.  The steps are computed from graphs of a few blocks
+of each kind, and from those with one more.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def gemm_tiles(values: Values) -> tuple[tuple[int, int], ...]:
 
 
 def attention_tiles(values: Values) -> tuple[tuple[int, int], ...]:
-    """Tiles of queries of each attention of a region, over all its samples and heads, and its FLOPs."""
+    """The number of query tiles of each attention in a region, over all samples and heads, and its FLOPs."""
     found = ((node, node_flops(node, values)) for node in values if node.op == "call_function")
     ops = [(tensors(values[node])[0].shape, f) for node, f in found if f and _kind(node, values) == "attention"]
     return tuple((-(-shape[-2] // _TILE[0]) * prod(shape[:-2]), f) for shape, f in ops if len(shape) > 2)

@@ -12,8 +12,8 @@ Contract
     Raises NoGroups, with the reason in a sentence, if the heads cannot be divided so.
 
 Method
-    The rules of slices (slice_rules.py) give, op by op, the parts of what was received that a part of the heads needs.  An
-    all-to-all of the parts of equal rows gives the same parts of its result.
+    The slice rules (slice_rules.py) give, op by op, the parts of the received values that a group of heads needs.  If each
+    rank sends the same part of every row of an all-to-all, each rank receives that part of every row.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def possible_groups(traced: Traced) -> tuple[int, ...]:
 
 
 def in_head_groups(traced: Traced, groups: int) -> Traced:
-    """The same graph with its exchanges in so many groups of heads."""
+    """The same graph with its exchanges divided into ``groups`` groups of heads."""
     if groups == 1:
         return traced
     graph, copies = Graph(), dict[Node, Node]()
@@ -85,7 +85,7 @@ class _Axis:
     length: int
 
     def within(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """The dimension of a shape, and how often it occurs there; None if it is no dimension, nor merged with others."""
+        """The dimension of a shape, and how often it occurs there; None if it is neither a dimension nor merged with others."""
         for dim, size in enumerate(shape):
             before, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
             if before <= self.outer < before * size and self.outer % before == 0:
@@ -140,7 +140,7 @@ class _Divided:
         self.dim, self.outer = self._found()
 
     def write(self) -> None:
-        """Replace the exchange by those of the groups."""
+        """Replace the exchange by one exchange per group."""
         exchange = self.exchange
         built = [self._built(self.dim, self.outer, group, self.fake) for group in range(self.groups)]
         axes = self._axes(built[0][0])
@@ -223,7 +223,7 @@ class _Divided:
             raise NoRule(f"the ranks divide rows of {collective} that hold all heads")
 
     def _part_to_send(self, collective: Node, axis: _Axis, group: int) -> Node:
-        """The elements of a group among those of the operand of an exchange."""
+        """The elements that a group sends, from the operand of an exchange."""
         like = _unviewed(_operand(collective))
         source = like
         if source.target is _aten.clone.default and source.args[0].meta["val"].shape == source.meta["val"].shape:  # type: ignore[union-attr]
@@ -264,7 +264,8 @@ class _Divided:
         return copies[result]
 
     def _join(self, waits: Sequence[Node], axis: _Axis) -> None:
-        """Join what the groups return, in place of what they replace; of a transposed copy of that, in place of the copy."""
+        """Join the results of the groups.  If the whole result is only copied in another layout, the joined value replaces that
+        copy."""
         chain, axes = _moves_to_copy(self.returned, axis)
         last = chain[-1]
         dim, outer = axes[-1]
@@ -281,7 +282,7 @@ class _Divided:
             self.graph.erase_node(node)
 
     def _moved(self, piece: Node, chain: Sequence[Node], axes: Sequence[tuple[int, int]]) -> Node:
-        """What a group returns, moved as the whole is by the ops of ``chain`` before its last one, which copies."""
+        """The result of a group, moved by the ops of ``chain`` as the whole is, except for the last op, which copies."""
         for node, (dim, _) in zip(chain[:-1] or chain, axes, strict=False):
             shape = [size // self.groups if d == dim else size for d, size in enumerate(shape_of(node))]
             if node is chain[0] or op_name(node) in _VIEWS:

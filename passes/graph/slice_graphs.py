@@ -228,7 +228,7 @@ class Builder:
         return part.dim if part is not None and alone else None
 
     def _can_take(self, node: Node, part: Part | None) -> bool:
-        """Whether a part of an input, or of what an earlier phase computes, is a slice of it."""
+        """Whether a part of an input, or of a value from an earlier phase, is a slice of it."""
         return part is None or part.outer == 1
 
     def _take(self, node: Node, part: Part | None) -> Node:

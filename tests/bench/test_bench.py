@@ -32,7 +32,7 @@ from chunkflow_compile.bench.host import EVERY, HostTime, host_time
 from chunkflow_compile.bench.job import Job, job_of
 from chunkflow_compile.bench.link import LinkLoad, link_error
 from chunkflow_compile.bench.pace import paced
-from chunkflow_compile.bench.ranks import Progress, run_job
+from chunkflow_compile.bench.ranks import JobProgress, run_job
 from chunkflow_compile.bench.regimes import REGIMES, Regime
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise, why_busy
 from chunkflow_compile.bench.turns import Share, in_groups, seen_slowdown
@@ -323,12 +323,12 @@ def test_a_busy_machine_is_told_from_a_quiet_one() -> None:
 
 def test_a_log_has_a_line_of_progress_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([100.0, 100.0, 103.0, 106.0])
-    progress = Progress(4, show=True, lines=True, now=lambda: next(times))
+    progress = JobProgress(4, show=True, lines=True, now=lambda: next(times))
     for what in ("compile", "measure compute", "resident: step 1 of 3"):
         progress.set_description(what)
     assert capsys.readouterr().err.splitlines() == ["   0 s  compile", "   6 s  resident: step 1 of 3"]
     for show, lines in ((False, True), (True, False)):
-        Progress(4, show=show, lines=lines).set_description("compile")
+        JobProgress(4, show=show, lines=lines).set_description("compile")
     assert not capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from chunkflow_compile.hardware.caches import Folder
 from chunkflow_compile.hardware.machine import Gpu, Machine
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.hardware.read_time import ReadTime
-from chunkflow_compile.report.health import Finding, copy_rates, findings, health_table, room_for
+from chunkflow_compile.report.health import Finding, copy_rates, findings, health_table, host_memory_for
 from chunkflow_compile.weights.limits import HostMemory
 
 FAULTY = Machine(
@@ -42,7 +42,7 @@ FAULTY = Machine(
 def test_copies_in_host_memory_are_counted_by_numa_nodes() -> None:
     assert [FAULTY.host_copies(ranks) for ranks in (1, 2, 8)] == [1, 2, 2]
     assert replace(FAULTY, gpus=(), numa_nodes=2).host_copies(4) == replace(FAULTY, numa_nodes=1).host_copies(2) == 1
-    found = room_for("wan", ReadTime(3 << 30, 3e9), 2, FAULTY.memory, FAULTY.host_copies(2))
+    found = host_memory_for("wan", ReadTime(3 << 30, 3e9), 2, FAULTY.memory, FAULTY.host_copies(2))
     assert found.found.startswith("6.00 GiB of host memory, 2 copies for 2 ranks;") and found.verdict == "missing"
 
 
@@ -57,10 +57,12 @@ def test_the_rates_of_copies() -> None:
 
 
 def test_room_for_a_model() -> None:
-    found = room_for("wan", ReadTime(4 << 30, 3e9), 1, FAULTY.memory)
+    found = host_memory_for("wan", ReadTime(4 << 30, 3e9), 1, FAULTY.memory)
     assert found == Finding("wan", "4.00 GiB of host memory; from a drive of 3.0 GB/s in 1 s; 4.00 GiB left")
-    assert room_for("wan", ReadTime(6 << 30, 3e9), 1, FAULTY.memory).verdict == "missing", "offload leaves a reserve"
-    found = room_for("wan", ReadTime(30 << 30, 3e9), 8, FAULTY.memory)
+    assert host_memory_for("wan", ReadTime(6 << 30, 3e9), 1, FAULTY.memory).verdict == "missing", (
+        "offload leaves a reserve"
+    )
+    found = host_memory_for("wan", ReadTime(30 << 30, 3e9), 8, FAULTY.memory)
     fix = "load it in a smaller dtype or quantised, leave some of it on the drive with host_memory="
     assert found.verdict == "missing" and found.fix.startswith(fix)
     said = (

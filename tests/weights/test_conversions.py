@@ -58,7 +58,7 @@ def check(model: nn.Module, twin: nn.Module, dtype: torch.dtype = torch.float32)
 def check_restored(model: nn.Module, twin: nn.Module) -> None:
     restore(model)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert type(p) is nn.Parameter and torch.equal(p, q) and "life" not in p.__dict__
+        assert type(p) is nn.Parameter and torch.equal(p, q) and "token" not in p.__dict__
 
 
 def written_copy(tensor: torch.Tensor) -> torch.Tensor:

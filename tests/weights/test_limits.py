@@ -17,7 +17,7 @@ from chunkflow_compile.weights import host_store, limits, loader
 from chunkflow_compile.weights.backing import Backing, SharedMemory, Where
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_store import pin_all
-from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room
+from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, PinAllowance, host_memory, no_room
 
 GIB = 1 << 30
 V1 = "35 31 0:32 {mounted} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
@@ -155,12 +155,12 @@ def test_what_a_store_may_pin(buffers: list[HostBuffer], monkeypatch: pytest.Mon
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     most = store.held_bytes + (10 * GIB - memory.reserve) // 2
     told = f"10.00 GiB are free below /sys/fs/cgroup/memory.max, and 3.20 GiB stay in reserve: at most {size(most)}"
-    assert store.room(None) == Room(most, told)
+    assert store.pin_allowance(None) == PinAllowance(most, told)
     buffers[0].pin(Reader())
-    assert store.room(None).left == most - buffers[0].nbytes
-    assert store.room(1000 + buffers[0].nbytes).left == 1000
+    assert store.pin_allowance(None).left == most - buffers[0].nbytes
+    assert store.pin_allowance(1000 + buffers[0].nbytes).left == 1000
     memory = HostMemory(64 * GIB, 0)
-    assert store.room(None).left < store.held_bytes
+    assert store.pin_allowance(None).left < store.held_bytes
     with pytest.warns(
         UserWarning, match=r"could not be pinned after .*0 B are free, and 3.20 GiB stay in reserve: at most 0 B"
     ):
@@ -244,7 +244,7 @@ def test_ranks_that_share_pin_in_turns(buffers: list[HostBuffer], monkeypatch: p
     plain, store.turn = device.pin, (1, 2)
     memory = HostMemory(64 * GIB, 10 * GIB)
     monkeypatch.setattr(host_store, "host_memory", lambda: memory)
-    assert store.room(None).left == store.held_bytes + (10 * GIB - memory.reserve) // 2
+    assert store.pin_allowance(None).left == store.held_bytes + (10 * GIB - memory.reserve) // 2
 
     def pin(host: torch.Tensor) -> Callable[[], None]:
         if len(refused) < 2:

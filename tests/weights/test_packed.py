@@ -109,7 +109,7 @@ def test_it_is_written_as_any_other() -> None:
             assert torch.equal(*views), what
         if before.compressed:
             assert held(before.host) == 0, what
-        still, raw = still + before.compressed, raw + (not before.compressed and before.life is not None)
+        still, raw = still + before.compressed, raw + (not before.compressed and before.token is not None)
         restore(model)
         assert same(model, twin), what
     assert still > 20 and raw > 0
@@ -329,7 +329,7 @@ def test_a_state_dict_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     del state, again, kept, file, copies, other
     gc.collect()
     placement: Any = placement_of(model)
-    placement.store.mark_exported_dirty()  # as the next call does
+    placement.store.sync_external_writes()  # as the next call does
     assert without_name() == before and all(held(b.host) == 0 for b in buffers(model).values())
     for change in (
         (drive, "_file_system", lambda folder: "tmpfs"),
@@ -341,7 +341,7 @@ def test_a_state_dict_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
             assert all(torch.equal(v, twin.state_dict()[n]) for n, v in state.items())
             assert Path("/proc/self/maps").read_text().count("memfd:chunkflow-state") == len(packed(model))
             del state
-            placement.store.mark_exported_dirty()
+            placement.store.sync_external_writes()
             assert without_name() == before
 
 

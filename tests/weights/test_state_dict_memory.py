@@ -257,7 +257,7 @@ def test_weights_that_share_a_page_of_a_checkpoint(tmp_path: Path) -> None:
     for state in states:
         state[NAME].numpy()[:] *= 0.5
     placement: Any = placement_of(model)
-    placement.store.mark_exported_dirty()
+    placement.store.sync_external_writes()
     assert {n for n, b in found.items() if b.backing.where is not Where.FILE} == {NAME}
     assert same(model, twin)
     x = torch.randn(4, 8)
@@ -276,7 +276,7 @@ def test_without_memory_a_write_is_packed_all_the_same() -> None:
         array(state[NAME])[3] = 16256
     placement: Any = placement_of(pair.model)
     with full():
-        placement.store.mark_exported_dirty()
+        placement.store.sync_external_writes()
         with pytest.raises(ChunkflowError, match="find no room in host memory"):
             pair.model.get_parameter(NAME).sum()
     pair.equal()
@@ -293,7 +293,7 @@ def test_a_child_that_is_forked_has_its_own() -> None:
             for state in states:
                 array(state[NAME])[4] = 0
             placement: Any = placement_of(pair.model)
-            placement.store.mark_exported_dirty()
+            placement.store.sync_external_writes()
             status = 2 * (not same(*pair.both))
         finally:
             os._exit(status)
@@ -313,7 +313,7 @@ def test_threads_write_read_and_save_at_once() -> None:
                     if row % 2:
                         array(pair.model.state_dict()[NAME])[row] = value
                         placement: Any = placement_of(pair.model)
-                        placement.store.mark_exported_dirty()
+                        placement.store.sync_external_writes()
                     else:
                         pair.model.get_parameter(NAME)[row].fill_(value)
                     io.BytesIO(save(pair.model.state_dict()))

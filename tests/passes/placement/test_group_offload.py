@@ -17,7 +17,7 @@ from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.simulate.arms import PlayedStep
-from chunkflow_compile.simulate.group_offload import play_group_offload, there_and_back_s
+from chunkflow_compile.simulate.group_offload import play_group_offload, round_trip_s
 
 US = 1e-6
 # What is outside blocks takes 4 us a chunk to the device, and 16 us back.
@@ -59,7 +59,7 @@ def test_a_block_inside_of_a_module_goes_there_and_back_with_all_that_is_outside
     found = blocks_of(4)
     deeper = replace(found, regions=tuple(replace(r, block=f"encoder.{r.block}") for r in found.regions))
     played = play_group_offload(deeper, HOST)
-    assert played.timeline.step_s == pytest.approx(there_and_back_s(found.total_bytes, HOST) + 3 * 4 * US)
+    assert played.timeline.step_s == pytest.approx(round_trip_s(found.total_bytes, HOST) + 3 * 4 * US)
     assert played.device_bytes == found.total_bytes
 
 
