@@ -130,7 +130,7 @@ class Turns:
         self.hardware = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
         self.profile = Path(job.folder) / f"hardware{rank}.json"
         self.arms: dict[str, RunningArm] = {}
-        self._forms: dict[ArmForm, Compiled] = {}  # compilations of their own
+        self._forms: dict[ArmForm, Compilation] = {}  # compilations of their own
 
     def run(self) -> RankRun:
         job = self.job
