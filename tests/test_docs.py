@@ -31,6 +31,7 @@ WORDED = (
     "chunkflow_compile/catalog",
     "chunkflow_compile/cli",
     "chunkflow_compile/frontend",
+    "chunkflow_compile/hardware",
     "chunkflow_compile/lowering",
     "chunkflow_compile/placed",
     "chunkflow_compile/private_torch",
@@ -302,7 +303,7 @@ def imports(script: Path) -> Iterator[tuple[str, str]]:
             yield from ((node.module, alias.name) for alias in node.names)
 
 
-NEEDS_TRITON = ("chunkflow_compile.hardware.carry",)
+NEEDS_TRITON = ("chunkflow_compile.hardware.kernel_copy",)
 
 
 def test_what_a_benchmark_imports_exists(sources: Sources) -> None:

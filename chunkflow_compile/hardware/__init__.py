@@ -1,6 +1,7 @@
-"""Hardware profiles, and this machine: a profile's name or a device comes in, a ``Hardware`` or ``Machine`` goes out.
+"""Hardware profiles, and the facts about this machine: a profile's name or a device comes in, a ``Hardware`` or
+``Machine`` goes out.
 
-Read profiles.py (built-in profiles, *.json) and emulated.py (a profile with an emulated link) first, then machine.py
-(what chunkflow doctor checks).  Measurement: contention.py (copies beside other work) and loopback.py (collectives in one
-process), then calibrate.py, which uses both.
+Read profiles.py (built-in profiles, *.json) and emulated.py (a profile with an emulated link) first, then machine.py (the
+facts that chunkflow doctor checks).  Measurement starts with contention.py (copies concurrent with other work) and
+loopback.py (collectives in one process); calibrate.py uses both.
 """

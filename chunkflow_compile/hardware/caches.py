@@ -1,7 +1,8 @@
-"""The folders of caches: ChunkFlow's own, and the one of torch's compile caches.
+"""The cache folders: ChunkFlow's own, and the folder of torch's compile caches.
 
-Inductor compiles in the latter, and torch makes it while its compiler is imported.  In a container it may be read-only, full,
-or of another user: then an error names the variable that sets another one.  Imports no torch, whose import may be what fails.
+Inductor compiles in the latter, and torch creates it while its compiler is imported.  In a container it may be read-only,
+full, or owned by another user; the error then names the variable that selects another folder.  This module does not
+import torch, because that import may be the part that fails.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# The first kernel for the CPU takes 150 MB, most of it a precompiled header; one for a GPU takes less than this.
+# The first kernel for the CPU takes 150 MB, most of it for a precompiled header; a kernel for a GPU takes less than this.
 _LEAST_BYTES = 32 << 20
 # Linking a library takes less than a second.
 _LINKING_S = 10.0
@@ -34,7 +35,10 @@ FIX = f"set {FOLDER_VARIABLE} to a folder that can be written"
 
 @dataclass(frozen=True)
 class Folder:
-    """``free``: bytes, None if unknown.  ``fault``: why it cannot be used, empty if it can."""
+    """A folder, and whether it can be used.
+
+    ``free``: bytes, None if unknown.  ``fault``: why it cannot be used; empty if it can.
+    """
 
     path: str
     free: int | None = None
@@ -42,7 +46,7 @@ class Folder:
 
 
 def user_cache() -> Path:
-    """ChunkFlow's folder among the caches of this user.  Raises ChunkflowError if this user has no home folder."""
+    """Return ChunkFlow's folder among the caches of this user.  Raises ChunkflowError if this user has no home folder."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
@@ -51,7 +55,7 @@ def user_cache() -> Path:
 
 
 def temporary_folder() -> Folder:
-    """The folder for temporary files."""
+    """Return the folder for temporary files."""
     try:
         path = tempfile.gettempdir()
     except OSError as error:
@@ -60,7 +64,7 @@ def temporary_folder() -> Folder:
 
 
 def compile_cache() -> Folder:
-    """The folder of torch's compile caches, which is made if it is missing, as torch does."""
+    """Return the folder of torch's compile caches; it is created if it is missing, as torch does."""
     path = os.environ.get(FOLDER_VARIABLE)
     if not path:
         temporary = temporary_folder()
@@ -71,16 +75,17 @@ def compile_cache() -> Folder:
 
 
 def use_compile_cache() -> Folder:
-    """The same, and let torch use it."""
+    """Return the same folder, and configure torch to use it."""
     folder = compile_cache()
     if not folder.fault:
-        os.environ[FOLDER_VARIABLE] = folder.path  # as torch does, but 2.11 fails for a user without an account
+        # torch would set it, too, but 2.11 fails for a user without an account
+        os.environ[FOLDER_VARIABLE] = folder.path
     return folder
 
 
 @contextlib.contextmanager
 def importing_torch() -> Iterator[None]:
-    """A context in which torch's compiler is imported, which makes the folder.  Raises ChunkflowError if that fails."""
+    """A context in which torch's compiler is imported, which creates the folder.  Raises ChunkflowError if that fails."""
     folder = use_compile_cache()
     try:
         yield
@@ -104,9 +109,9 @@ def _unusable(folder: Folder, otherwise: str = "") -> ChunkflowError:
 
 
 def remove_torn() -> bool:
-    """Remove the libraries in the compile caches that were written in part, and warn.  Return whether there were any.
+    """Remove truncated libraries from the compile caches, and warn.  Returns whether there were any.
 
-    A process that was killed leaves them, and Inductor takes whatever is there for the whole.
+    A killed process leaves them behind, and Inductor assumes that any existing file is complete.
     """
     folder = compile_cache().path
     torn = [path for path in Path(folder).rglob("*.so") if not _is_whole(path)]
@@ -122,14 +127,15 @@ def remove_torn() -> bool:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether an ELF file of 64 bits goes on to the end of its section headers, which come last; others count as whole.
+    """Whether a 64-bit ELF file is complete: it must extend to the end of its section headers, which come last.
 
-    So does one that was written just now: another process may still be at it.
+    A 32-bit ELF file always counts as complete, and a file that is not ELF as incomplete.  A file that was written just
+    now counts as complete, because another process may still be writing it.
     """
     try:
         with library.open("rb") as file:
             head, state = file.read(64), os.fstat(file.fileno())
-    except OSError:  # another process removes it
+    except OSError:  # another process has removed it
         return True
     if time.time() - state.st_mtime < _LINKING_S:
         return True
@@ -141,12 +147,12 @@ def _is_whole(library: Path) -> bool:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Warn once in a process, although each model and each graph finds it again."""
+    """Warn once per process, although every model and every graph may find the same cause."""
     warnings.warn(text, stacklevel=3)
 
 
 def _looked_at(path: str) -> Folder:
-    """Try a folder as Inductor uses it."""
+    """Test whether a folder can be used as Inductor uses it."""
     try:
         os.makedirs(path, exist_ok=True)
         system = os.statvfs(path)
@@ -165,7 +171,7 @@ def _looked_at(path: str) -> Folder:
 
 
 def _own_name() -> str:
-    """As torch names the folder: torch itself cannot be asked before it is imported."""
+    """Return the folder's name as torch chooses it; torch cannot be asked before it is imported."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):

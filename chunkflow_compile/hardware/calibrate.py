@@ -1,8 +1,9 @@
 """Calibration: measure a machine, on the CPU or on CUDA, into a hardware profile.
 
-Every figure is a median of repetitions.  The stages: GEMM and attention rates by dtype, memory bandwidth, the cost of a
-call, H2D time against size, compute beside copies; on two ranks, a collective alone, a copy alone, and both at once;
-attention beside a collective; copies of all ranks at once, and their pulls from each other.
+Every figure is the median of several repetitions.  The stages measure GEMM and attention rates by dtype, memory
+bandwidth, the cost of a call, H2D time as a function of size, and compute while copies run.  On two ranks they measure a
+collective alone, a copy alone, and both at the same time; then attention during a collective; then simultaneous copies of
+all ranks, and their pulls from each other.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from .contention import (
     factor,
     median_seconds,
 )
+from .lockstep import ROUNDS_BESIDE, all_to_all, process_group, rank_device, rounds
 from .loopback import join_loopback
 from .machine import device_name
 from .pulls import Pulls, measure_pulls, pull_figures
 from .stopwatch import Stopwatch
-from .together import ROUNDS_BESIDE, all_to_all, process_group, rank_device, rounds
 
-# What is measured, in this order.
+# The stages of the measurement, in order.
 STAGES = (
     "GEMMs and attention",
     "memory",
@@ -55,25 +56,25 @@ STAGES = (
     "pulls from the GPUs of other ranks",
 )
 LINK_RANKS = 2
-# Times that the same GEMMs are repeated, before the calibration and after it, to see whether the machine is busy.
+# Number of repetitions of the same GEMMs, before the calibration and after it, that show whether the machine is busy.
 _REPEATED = 4
-# The smallest copy gives the cost to start one, the largest the rate.
+# The smallest copy determines the time to start one, the largest the rate.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
-# Copies of a rank in a round of all ranks: 40 ms on PCIe 5, long beside what ranks leave a barrier apart.
+# Copies per rank in a round of all ranks: 40 ms on PCIe 5, long compared with the skew between ranks after a barrier.
 COPIES_TOGETHER = 32
-# An H100 at 345 MHz gave 725 of its 781 TFLOP/s at first, and 52.6 of 55 GB/s.
+# Without warm-up, an H100 at 345 MHz reached 725 of its 781 TFLOP/s, and 52.6 of 55 GB/s.
 _WARM_UP_S = 1.0
-# Kernel of attention -> the backend of torch that is it.
+# Attention kernel -> the backend of torch that runs it.
 BACKENDS: Mapping[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "fa2": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# Of a GPU that nobody has measured a model on: between the 0.78 of H100 and the 0.95 of RTX 4090.
+# For a GPU on which no model has been measured: between 0.78 (H100) and 0.95 (RTX 4090).
 _ETA_GEMM = 0.85
 
-# A figure of a profile, its value, and how it was measured, or that it was not.
+# A figure of a profile, its value, and how it was measured, or that it was not measured.
 _Figure = tuple[str, Any, str]
 _ASSUMED = "not measured, one device only"
 _ONE_RANK = "not measured, one rank only: chunkflow calibrate --ranks N measures N at once"
@@ -90,10 +91,11 @@ def calibrate(
 ) -> Hardware:
     """Measure ``device`` into a profile called ``name``.
 
-    ``emulated``: an emulated link for copies and collectives.  The profile records it, and programs compiled for the
-    profile use it.  ``loopback``: measure the collectives of one process, through host memory; one GPU is enough.
-    ``together``: the ranks that copy at once, and pull from each other, by default one for each GPU.  ``phase``: a context to
-    measure each of the STAGES in, which shows its name.
+    ``emulated``: an emulated link for copies and collectives, or None.  The profile records it, and programs compiled for
+    the profile use it.  ``loopback``: measure collectives within one process, through host memory, for which one GPU is
+    enough.
+    ``together``: the number of ranks that copy at the same time and pull from each other; by default one per GPU.
+    ``phase``: returns a context, given the name of one of the STAGES, in which that stage is measured.
     Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.
     """
     together = together or (1 if device.type == "cpu" else torch.cuda.device_count())
@@ -120,7 +122,8 @@ def calibrate(
 
 
 def repeated_seconds(device: torch.device) -> list[float]:
-    """Seconds of the same GEMMs, several times: they are equal, unless other work keeps the device busy."""
+    """Return the seconds of the same GEMMs, measured several times.  They are equal unless other work keeps the device
+    busy."""
     _warm_up(device)
     n, times = (1024, 4) if device.type == "cpu" else (4096, 64)
     a, b = (
@@ -137,7 +140,7 @@ def repeated_seconds(device: torch.device) -> list[float]:
 
 
 def _warm_up(device: torch.device) -> None:
-    """A card that was idle takes a second to reach its clocks, and its link to wake."""
+    """Run work until the GPU is at full speed: an idle GPU takes a second to reach its clocks and to wake its PCIe link."""
     if device.type == "cuda":
         work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
         start, copy = time.monotonic(), copier(device, 64 * MIB)
@@ -167,7 +170,8 @@ def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _attention_rates(device: torch.device, dtype: torch.dtype) -> tuple[dict[str, float], str, float]:
-    """FLOP/s of attention by each kernel that can run here, the one that torch takes, and the share that a mask leaves."""
+    """Return the FLOP/s of attention for each kernel that can run here, the kernel that torch chooses, and the fraction
+    of its rate that remains with a mask."""
     tokens, heads = (1024, 8) if device.type == "cpu" else (8192, 24)
     q, k, v = (torch.randn(1, heads, tokens, 128, device=device, dtype=dtype) for _ in range(3))
 
@@ -183,7 +187,7 @@ def _attention_rates(device: torch.device, dtype: torch.dtype) -> tuple[dict[str
         return {"cpu": (unmasked := rate())}, "cpu", share(unmasked)
     rates = dict[str, float]()
     for kernel, backend in BACKENDS.items():
-        with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # one that cannot run here
+        with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # raised by a kernel that cannot run here
             rates[kernel] = rate()
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v))
     first = next((kernel for kernel, backend in BACKENDS.items() if backend == chosen), "")
@@ -208,9 +212,11 @@ def _memory(device: torch.device) -> Iterator[_Figure]:
 
 
 def cache_rate(part: torch.Tensor, in_a_row: Callable[[Callable[[], object]], float]) -> int:
-    """Bytes/s at which kernels read and write ``part``, which the cache holds; 0 if it takes no longer than one element.
+    """Return the bytes/s at which kernels read and write ``part``, which fits in the cache; 0 if it takes no longer than
+    one element.
 
-    ``in_a_row``: the seconds of a call among many.  Those of one element are the start of a kernel, which plans add.
+    ``in_a_row``: returns the seconds per call, averaged over many calls.  The time for one element is the cost to start a
+    kernel, which plans add separately; it is subtracted.
     """
     short, long = (in_a_row(partial(torch.add, values, 1, out=values)) for values in (part[:1], part))
     return round(2 * (part.nbytes - part[:1].nbytes) / (long - short)) if long > short else 0
@@ -227,7 +233,8 @@ def _calls(device: torch.device) -> Iterator[_Figure]:
 
 
 def _in_a_row(device: torch.device, call: Callable[[], object], calls: int = 200) -> float:
-    """Seconds of a call among many.  A card is given them while it works longer than the host takes to issue them."""
+    """Return the seconds per call, averaged over many calls.  On a GPU they are issued while it is busy with earlier
+    work, so that the host's time to issue them does not count."""
     if device.type == "cpu":
         return median_seconds(device, lambda: [call() for _ in range(calls)]) / calls
     work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
@@ -256,7 +263,8 @@ def _copies(device: torch.device, emulated: LinkEmulation | None) -> Iterator[_F
 
 
 def _queued_copies(device: torch.device) -> tuple[float, float]:
-    """Seconds to start a copy, and bytes/s.  Copies of weights are queued, so most of the time to start one is hidden."""
+    """Return the seconds to start a copy, and the bytes/s.  Copies of weights are queued, so most of the time to start
+    one is hidden."""
     small, large = MIB, 64 * MIB
     short = _in_a_row(device, copier(device, small, walk=256 * MIB), 256)
     long = _in_a_row(device, copier(device, large, walk=256 * MIB), 8)
@@ -265,7 +273,8 @@ def _queued_copies(device: torch.device) -> tuple[float, float]:
 
 
 def _on_one_device(device: torch.device, figures: Mapping[str, Any]) -> Iterator[_Figure]:
-    """Without another device, what collectives take is assumed.  ``figures``: those measured before."""
+    """Yield assumptions for the figures of collectives, for which a second device is needed.  ``figures``: the figures of
+    the stages before."""
     yield "collective_latency_s", 3e-5, f"{_ASSUMED}: assumption"
     yield "collective_bandwidth", 0.75 * figures["h2d_bandwidth"], f"{_ASSUMED}: 3/4 of the link"
     yield "shared_link", True, f"{_ASSUMED}: assumption"
@@ -308,7 +317,8 @@ def _together(device: torch.device, emulated: LinkEmulation | None, ranks: int) 
 def _pulls(
     device: torch.device, emulated: LinkEmulation | None, ranks: int, exchanges: bool, figures: Mapping[str, Any]
 ) -> Iterator[_Figure]:
-    """``exchanges``: whether these ranks can exchange, too.  ``figures``: those measured before."""
+    """Measure pulls.  ``exchanges``: whether these ranks can run collectives as well.  ``figures``: the figures of the
+    stages before."""
     hardware = Hardware(name=device_name(device), **figures)
     if ranks < 2:
         found: Pulls | str = _ONE_RANK
@@ -321,7 +331,7 @@ def _pulls(
 
 
 def _spawned(work: Callable[..., None], ranks: int, kind: str, *arguments: Any) -> Any:
-    """What the first of so many processes has saved."""
+    """Run ``work`` in ``ranks`` processes, and return the result that rank 0 has saved."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             spawn(work, (kind, folder, *arguments), nprocs=ranks)
@@ -331,7 +341,7 @@ def _spawned(work: Callable[..., None], ranks: int, kind: str, *arguments: Any) 
 
 
 def _copy_together(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, ranks: int) -> None:
-    """Save the bytes/s of the slowest of all ranks, which copy at the same time."""
+    """Save the bytes/s of the slowest rank, while all ranks copy at the same time."""
     device = rank_device(kind, rank)
     with process_group("gloo", rank, ranks, folder):
         size = COPY_SIZES[-1] if kind == "cuda" else MIB
@@ -345,7 +355,7 @@ def _copy_together(rank: int, kind: str, folder: str, emulated: LinkEmulation | 
 def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loopback: bool) -> None:
     device = rank_device(kind, rank)
     port = None if emulated is None else make_port(emulated)
-    with _joined_or_alone(rank, kind, folder, loopback):
+    with _group_or_loopback(rank, kind, folder, loopback):
         points = []
         for size in COLLECTIVE_SIZES:
             crossing = size * (LINK_RANKS - 1) // LINK_RANKS
@@ -363,13 +373,14 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
 
 
 @contextlib.contextmanager
-def _joined_or_alone(rank: int, kind: str, folder: str, loopback: bool) -> Iterator[None]:
-    """In a process group of two ranks, or in one that this rank stands for with ``loopback``."""
+def _group_or_loopback(rank: int, kind: str, folder: str, loopback: bool) -> Iterator[None]:
+    """A context with a process group of two ranks.  With ``loopback``, this process represents both."""
     if not loopback:
         with process_group("nccl" if kind == "cuda" else "gloo", rank, LINK_RANKS, folder):
             yield
         return
-    # A copy engine serves one stream until that has no copy left: an exchange by copies would wait for all beside it.
+    # A copy engine serves one stream until its queue is empty, so an exchange by copies would wait for all copies that
+    # run concurrently.
     join_loopback(LINK_RANKS, by_kernels=kind == "cuda")
     try:
         yield
@@ -378,7 +389,7 @@ def _joined_or_alone(rank: int, kind: str, folder: str, loopback: bool) -> Itera
 
 
 def _link_figures(latency_s: float, rate: float, copy: float, collective: float) -> Iterator[_Figure]:
-    """Of a collective, and the factors by which copies and collectives slow each other."""
+    """Yield the figures of a collective, and the factors by which copies and collectives slow each other down."""
     shared = max(copy, collective) > 1.05
     yield "collective_latency_s", latency_s, "an all-to-all of 4 KiB"
     yield "collective_bandwidth", rate, "an all-to-all of 16 MiB, less its latency"
@@ -388,8 +399,11 @@ def _link_figures(latency_s: float, rate: float, copy: float, collective: float)
 
 
 def _line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds = latency + bytes / rate.  Latency: the seconds of the smallest size, a few KiB.  Rate: from the smallest to
-    the largest size."""
+    """Fit seconds = latency + bytes / rate; return latency and rate.
+
+    The latency is the time for the smallest size, a few KiB.  The rate is the slope from the smallest to the largest
+    size.  Raises ChunkflowError if the largest took no longer than the smallest.
+    """
     (small, latency), (large, seconds) = points[0], points[-1]
     if seconds <= latency:
         raise ChunkflowError(

@@ -1,4 +1,4 @@
-"""Copies and collectives beside other work: how much each slows the other."""
+"""Copies and collectives concurrent with other work, and how much each slows the other down."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from .stopwatch import Stopwatch, mark
 
 MIB = 1 << 20
 REPEATS = 7
-# Compute is timed alone and beside copies in this many turns: the speed of a machine changes from second to second.
+# Number of rounds in which compute is timed both alone and while copies run, because the speed of a machine changes from
+# second to second.
 TURNS = 24
 # A smaller slowdown of compute is noise, and would keep plans from streaming.
 LEAST_SLOWDOWN = 1.02
-# Blocks between two events on a GPU: enough that the host's time to issue them does not count.
+# Blocks between two events on a GPU: enough that the host's time to issue them does not matter.
 _BLOCKS = 8
-# Bytes that successive copies cycle through: enough that none are in a cache when their turn comes again.
+# Bytes that successive copies cycle through: enough that none are in a cache when they are copied again.
 _WALK = 128 * MIB
 # Copies enqueued before the host waits for the first of them.
 _AHEAD = 4
 
 
 def copier(device: torch.device, size: int, port: Port | None = None, walk: int = 0) -> Callable[[], object]:
-    """A function that copies ``size`` bytes from host memory to the device like the runtime, through ``port`` if any.
+    """Return a function that copies ``size`` bytes from host memory to the device as the runtime does, through ``port``
+    if it is given.
 
     ``walk``: bytes that successive calls cycle through, at least ``size``.
     """
@@ -70,16 +72,16 @@ def copier(device: torch.device, size: int, port: Port | None = None, walk: int 
 def compute_slowdown(
     device: torch.device,
     port: Port | None = None,
-    meet: Callable[[], object] = lambda: None,
+    barrier: Callable[[], object] = lambda: None,
     copy: Callable[[], object] | None = None,
 ) -> float:
-    """The factor by which back-to-back copies slow compute like that of a block.
+    """Measure the factor by which back-to-back copies slow down compute that resembles a transformer block.
 
-    ``meet``: a barrier of all ranks, so that all copy at the same time and pause at the same time.  ``copy``: makes the next
-    copy, by default one from host memory through ``port``.
+    ``barrier``: a barrier of all ranks, so that all of them copy and pause at the same time.  ``copy``: makes the next copy;
+    by default from host memory through ``port``.
     """
     host = device.type == "cpu"
-    # On the CPU, sized so that several copies fall into each timed run, on an emulated link too.
+    # On the CPU, the sizes make several copies fall into each timed run, even over an emulated link.
     tokens, width, size = (512, 512, MIB) if host else (8192, 4096, 16 * MIB)
     x, into, back = (
         torch.randn(shape, device=device, dtype=torch.float32 if host else torch.bfloat16)
@@ -92,18 +94,19 @@ def compute_slowdown(
 
     copy, factors = copy or copier(device, size, port, _WALK), []
     for _ in range(TURNS):
-        meet()
+        barrier()
         uncontended_s = median_seconds(device, blocks, 1)
-        meet()
+        barrier()
         factors.append(factor(contended_seconds(device, blocks, 1, copy)[1], uncontended_s))
     return round(statistics.median(factors), 3)
 
 
 def attention_slowdown(device: torch.device, exchange: Callable[[], object], repeats: int) -> float:
-    """The factor by which attention and a collective stretch each other, which is the same for both in a profile.
+    """Measure the factor by which attention and a collective slow each other down; a profile uses the same factor for
+    both.
 
-    It is the harmonic mean of the two factors: together they then get as much done as was measured.  ``exchange``: the
-    collective; all ranks call it equally often.
+    It is the harmonic mean of the two measured factors, so that the total work per second is as measured.  ``exchange``:
+    runs the collective; all ranks call it equally often.
     """
     host = device.type == "cpu"
     shape, dtype = ((1, 8, 512, 64), torch.float32) if host else ((1, 24, 8192, 128), torch.bfloat16)
@@ -119,14 +122,14 @@ def attention_slowdown(device: torch.device, exchange: Callable[[], object], rep
 
 
 def factor(contended_s: float, uncontended_s: float) -> float:
-    """The slowdown, at least 1: work that is faster beside other work is noise."""
+    """Return the slowdown, at least 1: if work is faster while other work runs, that is noise."""
     return max(1.0, contended_s / uncontended_s)
 
 
 def contended_seconds(
     device: torch.device, work: Callable[[], object], repeats: int, copy: Callable[[], object]
 ) -> tuple[float, float]:
-    """Median seconds of ``copy`` and of ``work``, each while the other runs all the time."""
+    """Return the median seconds of ``copy`` and of ``work``, each measured while the other runs all the time."""
     begun, over = threading.Event(), threading.Event()
 
     def keep_copying() -> list[float]:
@@ -154,7 +157,8 @@ def contended_seconds(
 def _copies_back_to_back(
     device: torch.device, copy: Callable[[], object], begun: threading.Event, over: threading.Event
 ) -> list[float]:
-    """Seconds of each copy on a stream that always holds more of them, by device events: host time does not count."""
+    """Return the seconds of each copy on a stream whose queue is never empty, from device events, so that host time does
+    not count."""
     marks: list[Any] = []
     torch.cuda.set_device(device)
     with torch.cuda.stream(stream := torch.cuda.Stream(device)):
@@ -170,8 +174,10 @@ def _copies_back_to_back(
 
 
 def median_seconds(device: torch.device, work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median seconds of ``work``, after one run that does not count.  On a GPU, of the caller's stream: another thread may
-    keep issuing work on other streams."""
+    """Return the median seconds of ``work``, after one warm-up run.
+
+    On a GPU this is the time on the caller's stream; another thread may keep issuing work on other streams.
+    """
     times = []
     for _ in range(1 + repeats):
         watch = Stopwatch(device)

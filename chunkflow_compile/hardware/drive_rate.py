@@ -1,4 +1,4 @@
-"""The rate of a drive: reads of a file that bypass the page cache."""
+"""The read bandwidth of an SSD, measured by reads of a file that bypass the page cache."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-# What a thread of the runtime reads at a time, roughly; a drive is faster with more.
+# Bytes that a thread of the runtime reads at a time, roughly; larger reads are faster.
 _READ_BYTES = 8 << 20
-# Less would measure the start of the first read.
+# Minimum size of the file: with less, the start of the first read would dominate.
 _LEAST = 64 << 20
 _LONGEST_S = 3.0
 
 
 def drive_rate(path: Path) -> float:
-    """Bytes/s of reading a file, or the largest file in a folder, from its drive, for at most three seconds.
+    """Return the bytes/s of reading a file, or the largest file in a folder, from its SSD, measured for at most three
+    seconds.
 
     Raises ChunkflowError if it cannot be read, or is smaller than 64 MiB.
     """
@@ -37,7 +38,7 @@ def drive_rate(path: Path) -> float:
         raise ChunkflowError(
             f"{path} cannot be read beside the page cache: {error.strerror or error}. Give a file on a local drive."
         ) from error
-    buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # whole pages, as such reads need
+    buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # page-aligned, as direct reads require
     with os.fdopen(number, "rb", buffering=0) as drive:
         done, begin = 0, time.perf_counter()
         while done + _READ_BYTES <= nbytes and time.perf_counter() - begin < _LONGEST_S:

@@ -1,4 +1,4 @@
-"""A profile whose link is emulated."""
+"""A profile with an emulated link."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Any
 
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 
-# Seconds of a gloo all-to-all of a few KiB between processes of one machine.
+# Seconds of a gloo all-to-all of a few KiB between processes on one machine.
 EXCHANGE_S = 1e-3
 
 
 def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Hardware:
-    """``hardware`` with an emulated link, shared by copies and collectives, and by all ``ranks`` if ``link.shared``.
+    """Return ``hardware`` with an emulated link that copies and collectives share, and all ``ranks`` as well if
+    ``link.shared``.
 
-    If ``link.peers``, collectives have another one, with the pulls from other ranks.
+    If ``link.peers`` is set, collectives use a second emulated link, together with the pulls from other ranks.
     """
     rate = link.bandwidth / (ranks if link.shared else 1)
     together = link.bandwidth if link.shared else 0.0
-    # of an exchange, the part in which gloo moves the bytes by the cores that attention takes
+    # the part of an exchange in which gloo moves the bytes on the cores that attention uses
     moving = min(1.0, (link.peers or rate) / hardware.collective_bandwidth)
     by = f"emulated, {link.order}, {'all ranks' if link.shared else 'each rank'} {link.bandwidth:g} bytes/s"
     figures: dict[str, Any] = {

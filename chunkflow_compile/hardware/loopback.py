@@ -1,9 +1,9 @@
 """Collectives on one device: a process group for benchmarks that sends its bytes to host memory and back.
 
-As with NCCL on nodes without peer access between GPUs, what a rank receives crosses its own PCIe link, beside the copies of
-weights.  NCCL moves it by kernels; this group by the copy engines, or by kernels too.  One process is rank 0 of several, and
-receives from each peer what it sent to that peer.  A model's outputs are therefore not those of several ranks, but they are
-reproducible.
+As with NCCL on nodes without peer access between GPUs, the bytes that a rank receives cross its own PCIe link,
+concurrently with the copies of weights.  NCCL moves them with kernels; this group uses the copy engines, or optionally
+kernels.  A single process is rank 0 of several, and receives from each peer the data that it sent to that peer.  The
+outputs of a model therefore differ from a run on several ranks, but they are reproducible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOOPBACK = "loopback"
 
 
 class Loopback(dist.ProcessGroup):
-    """Rank 0 of ``size`` ranks.  ``by_kernels``: whether kernels move the bytes on a GPU, in place of its copy engines."""
+    """Rank 0 of ``size`` ranks.  ``by_kernels``: whether kernels move the bytes on a GPU, instead of its copy engines."""
 
     def __init__(self, size: int, by_kernels: bool) -> None:
         super().__init__(0, size)  # type: ignore[call-arg]
@@ -62,16 +62,16 @@ class Loopback(dist.ProcessGroup):
         return LOOPBACK
 
     def _work(self, result: Any, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Copy each part to the host and back, except this rank's own, on the group's own stream."""
+        """Copy each part to the host and back, except this rank's own part, on the group's own stream."""
         device = parts[0][0].device if parts else torch.device("cpu")
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         with self._aside(device):
-            self._carry(parts)
+            self._exchange(parts)
             future.set_result(result)
         return core.work_of(future)
 
     def _aside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """On a GPU, the group's own stream, after it has waited for the caller's."""
+        """On a GPU, return a context for the group's own stream, which first waits for the caller's stream."""
         if device.type != "cuda":
             return contextlib.nullcontext()
         if device not in self._streams:
@@ -79,7 +79,7 @@ class Loopback(dist.ProcessGroup):
         self._streams[device].wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(self._streams[device])
 
-    def _carry(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _exchange(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for rank, (target, source) in enumerate(parts):
             if rank == 0:
                 target.copy_(source)
@@ -91,14 +91,14 @@ class Loopback(dist.ProcessGroup):
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         on_gpu = target.is_cuda or source.is_cuda
         if self._by_kernels and on_gpu and target.is_contiguous() and source.is_contiguous():
-            from .carry import carry
+            from .kernel_copy import copy_by_kernel
 
-            carry(target, source)
+            copy_by_kernel(target, source)
         else:
             target.copy_(source, non_blocking=True)
 
     def _stage(self, like: torch.Tensor) -> torch.Tensor:
-        """Pinned host memory for one part.  All parts use it in turn, ordered by the stream."""
+        """Return pinned host memory for one part.  All parts use it one after the other, ordered by the stream."""
         nbytes = like.numel() * like.element_size()
         held = self._staging.get(like.device)
         if held is None or held.numel() < nbytes:
@@ -108,9 +108,9 @@ class Loopback(dist.ProcessGroup):
 
 
 def join_loopback(size: int, by_kernels: bool = False) -> None:
-    """Initialise the process's default group as a loopback group of ``size`` ranks.
+    """Initialise the default process group as a loopback group of ``size`` ranks.
 
-    ``by_kernels``: whether kernels of Triton move the bytes on a GPU.
+    ``by_kernels``: whether Triton kernels move the bytes on a GPU.
     """
     name = f"{LOOPBACK}_kernels" if by_kernels else LOOPBACK
     if name.upper() not in dist.Backend.__dict__:

@@ -1,4 +1,4 @@
-"""This machine: versions, GPUs and their links, memory, and the collectives available."""
+"""This machine: versions, GPUs and their PCIe links, memory, and the available collective backends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft", "matplotlib", "prometheus-client", "torch-tensorrt")
-# Of them, those that commands need -> the extra of this package that has them.
+# Libraries that commands need -> the extra of this package that installs them.
 EXTRAS = {
     "diffusers": "diffusers",
     "transformers": "diffusers",
@@ -40,8 +40,11 @@ _QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A CUDA device.  ``link``: current (generation, width) of its PCIe link; the generation drops when idle.
-    ``most_link``: its maximum.  ``numa``: the nearest NUMA node; None if unknown."""
+    """A CUDA device.
+
+    ``link``: the current (generation, width) of its PCIe link; the generation drops when the GPU is idle.  ``most_link``:
+    the maximum.  ``numa``: the nearest NUMA node; None if unknown.
+    """
 
     name: str
     memory_bytes: int
@@ -54,10 +57,10 @@ class Gpu:
 class Machine:
     """The facts that ``chunkflow doctor`` checks.
 
-    ``cuda_build``: CUDA version torch was built for, None for a CPU build.  ``libraries``: name -> version, None if
-    missing.  ``huge_pages``: when the kernel gives them to private and to shared memory, empty if
-    it does not say.  ``pinnable_bytes``: limit of locked memory, None for no limit.
-    ``profile_fault``: why a measured profile cannot be looked for, empty if it can.
+    ``cuda_build``: the CUDA version that torch was built for, None for a CPU build.  ``libraries``: name -> version, None
+    if missing.  ``huge_pages``: when the kernel uses huge pages for private and for shared memory; empty if unknown.
+    ``pinnable_bytes``: the limit on locked memory, None if there is no limit.
+    ``profile_fault``: the error if the file of a measured profile cannot be accessed; empty otherwise.
     """
 
     python: str
@@ -81,8 +84,8 @@ class Machine:
     temporary: Folder
 
     def host_copies(self, ranks: int) -> int:
-        """Copies of a model in host memory that so many ranks share, one rank a GPU: one for each NUMA node that has one of
-        these GPUs (``node_of`` in weights/node.py)."""
+        """Return how many copies of a model in host memory ``ranks`` ranks share, with one rank per GPU: one copy for
+        each NUMA node that has one of these GPUs (``node_of`` in weights/node.py)."""
         return max(1, len({gpu.numa for gpu in self.gpus[:ranks]})) if self.numa_nodes > 1 else 1
 
 
@@ -93,10 +96,10 @@ def check_installed(what: str, name: str) -> None:
 
 
 def install_line(extra: str) -> str:
-    """The command that installs what an extra of this package lists.
+    """Return the command that installs the packages of an extra.
 
-    It names the packages themselves, because no registry has this one.  A source tree that is not installed says nothing of
-    them: there it is the extra of the tree.
+    It names the packages themselves, because this package is not in any registry.  If this package is a source tree that
+    is not installed, its metadata are missing; then the command names the extra of the source tree.
     """
     try:
         listed = importlib.metadata.requires("chunkflow-compile") or []
@@ -108,16 +111,17 @@ def install_line(extra: str) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """A card's name, or the number of CPU threads."""
+    """Return the name of a GPU, or the number of CPU threads."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
 def look() -> Machine:
-    """Inspect this machine.  Allocates nothing on a GPU, and changes nothing but for the compile cache, made if missing.
+    """Inspect this machine.  Allocates nothing on a GPU, and changes nothing, except that it creates a missing compile
+    cache folder.
 
-    To import torch takes more CPU time than all else, so a build for the CPU is only looked at.
+    Importing torch takes more CPU time than everything else, so for a CPU build its files are inspected instead.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "this package needs it"
@@ -151,19 +155,19 @@ def look() -> Machine:
 
 
 def _binds_gloo(folder: Path) -> bool:
-    """Whether torch's library has the type of gloo's process group in it; False also where that cannot be seen."""
+    """Whether torch's library contains the type of gloo's process group; also False if the library cannot be read."""
     try:
         with (
             (folder / "lib" / "libtorch_python.so").open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library,
         ):
             return library.find(b"N4c10d16ProcessGroupGlooE") >= 0
-    except OSError:  # another name on another system
+    except OSError:  # the library has another name on other systems
         return False
 
 
 def _backends() -> tuple[bool, bool]:
-    """Whether torch has gloo and NCCL."""
+    """Whether torch has gloo, and whether it has NCCL."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_gloo_available(), dist.is_available() and dist.is_nccl_available()
@@ -194,7 +198,7 @@ def _link(row: list[str] | None, generation: int, width: int) -> tuple[int, int]
 
 
 def _numa(bus: str) -> int | None:
-    """The NUMA node of a PCI bus id.  nvidia-smi writes the domain with eight digits, the kernel with four."""
+    """Return the NUMA node of a PCI bus id. nvidia-smi writes the domain with eight digits, the kernel with four."""
     name = bus.lower()[4:] if len(bus) == 16 else bus.lower()
     try:
         node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
@@ -204,7 +208,7 @@ def _numa(bus: str) -> int | None:
 
 
 def _nvidia(fields: tuple[str, ...]) -> list[list[str]]:
-    """One row per GPU; none without a driver."""
+    """Query nvidia-smi: one row per GPU, none without a driver."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
@@ -214,7 +218,7 @@ def _nvidia(fields: tuple[str, ...]) -> list[list[str]]:
 
 
 def _huge_pages(name: str) -> str:
-    """The setting in brackets, such as "always [madvise] never"."""
+    """Return the active setting, which the kernel puts in brackets, as in "always [madvise] never"."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage", name).read_text()
     except OSError:

@@ -1,4 +1,5 @@
-"""Profiles by name or file.  The built-in ones are JSON files in this folder, and siblings of these (siblings.py)."""
+"""Profiles by name or file.  The built-in profiles are the JSON files in this folder, and profiles derived from them
+(siblings.py)."""
 
 from __future__ import annotations
 
@@ -21,20 +22,21 @@ from .siblings import SIBLINGS
 if TYPE_CHECKING:
     import torch
 
-# Names the profile that chunkflow calibrate has written.
+# The name of the profile that chunkflow calibrate has written.
 MEASURED = "measured"
 CPU = "cpu"
-# Names a profile scaled for a card that has none: that of this process, or by its number, as "scaled:1".
+# The name of a profile that is scaled for a GPU without its own profile: the GPU of this process, or one by number
+# ("scaled:1").
 SCALED = "scaled"
 
 
 def profile_names() -> list[str]:
-    """The built-in profiles."""
+    """Return the names of the built-in profiles."""
     return sorted([*(p.stem for p in Path(__file__).parent.glob("*.json")), *SIBLINGS])
 
 
 def measured_path() -> Path:
-    """The path to which ``chunkflow calibrate`` writes this machine's profile without ``--out``.
+    """Return the path to which ``chunkflow calibrate`` writes this machine's profile without ``--out``.
 
     Raises ChunkflowError if this user has no home folder.
     """
@@ -42,7 +44,8 @@ def measured_path() -> Path:
 
 
 def measured_profile() -> tuple[Path | None, str]:
-    """The file that ``chunkflow calibrate`` has written, None if there is none; and why it cannot be looked for, if so."""
+    """Return the file that ``chunkflow calibrate`` has written, or None, and the error if the file cannot be accessed, or
+    an empty string."""
     try:
         path = measured_path()
         path.stat()
@@ -56,7 +59,7 @@ def measured_profile() -> tuple[Path | None, str]:
 
 
 def _measured_path() -> Path | None:
-    """The same, with a warning."""
+    """Return the same file, and warn about an error."""
     path, fault = measured_profile()
     if fault:
         warn_once(f"A profile of chunkflow calibrate cannot be looked for. {fault}")
@@ -64,7 +67,7 @@ def _measured_path() -> Path | None:
 
 
 def default_profile(device: torch.device) -> str:
-    """The name of the default profile of a device.  Warns if no profile fits the card."""
+    """Return the name of the default profile for a device.  Warns if no profile fits the GPU."""
     if device.type != "cuda":
         return CPU
     import torch
@@ -81,17 +84,20 @@ def default_profile(device: torch.device) -> str:
 
 
 def profile_of_card(card: str) -> str | None:
-    """The name of the profile that was measured here on such a card, or else of the built-in one; None without either."""
+    """Return the name of the profile that was measured here on this GPU model, or else of the built-in profile for it, or
+    None."""
     if (measured := _measured_path()) is not None and f"{card}, torch" in str(_read_profile(measured).sources):
         return MEASURED
     return next((profile for profile in profile_names() if card in _read_built_in(profile).cards), None)
 
 
 def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
-    """Whether a plan's profile is of the machine that it runs on: one that was measured there or given as a file, or the
-    built-in one of the card.  The built-in profile of CPUs was measured on another CPU, and scaled profiles are estimates.
+    """Whether a plan's profile describes the machine that it runs on.
 
-    ``profile``: its name in the plan.  ``device``: that the plan runs on; None trusts the profile of any card.
+    That is true of a profile that was measured there or given as a file, and of the built-in profile for its GPU.  It is
+    false for the built-in CPU profile, which was measured on another CPU, and for scaled profiles, which are estimates.
+    ``profile``: its name in the plan.  ``device``: the device on which the plan runs; None accepts the profile of any
+    GPU.
     """
     if profile.endswith(AS_MEASURED):
         return True
@@ -103,7 +109,7 @@ def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
         return False
     import torch
 
-    cards = _read_built_in(profile).cards  # empty for a profile of a whole machine, which only the user can have named
+    cards = _read_built_in(profile).cards  # empty for a profile of a whole machine, which only the user can have chosen
     return not cards or torch.cuda.get_device_properties(device).name in cards
 
 
@@ -120,7 +126,7 @@ def _scaled(name: str) -> Hardware:
 
 
 def load_profile(name: str | Path) -> Hardware:
-    """A built-in profile by its name, a file by its path, or ``"measured"``.
+    """Load a built-in profile by its name, a file by its path, or ``"measured"``.
 
     Raises ChunkflowError if there is no such profile, or if a figure in it is missing or out of range.
     """
@@ -145,7 +151,8 @@ def load_profile(name: str | Path) -> Hardware:
 
 
 def _nearest(name: str) -> list[str]:
-    """The three built-in profiles whose names are most like ``name``, first those that hold it; hyphens do not count."""
+    """Return the three built-in profiles with the names most similar to ``name``, names that contain it first; hyphens
+    are ignored."""
     bare = {profile.replace("-", ""): profile for profile in profile_names()}
     wanted = re.sub(r"[\W_]", "", name.lower())
     close = difflib.get_close_matches(wanted, bare, n=len(bare), cutoff=0.0)

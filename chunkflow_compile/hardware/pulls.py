@@ -1,5 +1,7 @@
-"""Pulls from the devices of other ranks, as the runtime makes them, while all ranks do: their rate, and how much they slow
-other work, and it them."""
+"""Pulls from the devices of other ranks, as the runtime makes them, while all ranks pull.
+
+Measures their rate, and how much pulls and other work slow each other down.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,25 @@ from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import take
 
 from .contention import LEAST_SLOWDOWN, MIB, compute_slowdown, contended_seconds, factor, median_seconds
-from .together import ROUNDS_BESIDE, all_to_all, gathered, process_group, rank_device, rounds
+from .lockstep import ROUNDS_BESIDE, all_to_all, gathered, process_group, rank_device, rounds
 
-# Bytes of the weight that is pulled: enough that none are in a cache when their turn comes again.
+# Bytes of the weight that is pulled: enough that none are in a cache when they are pulled again.
 _WEIGHT = 256 * MIB
-# Pulls of the whole weight in a round on GPUs: 25 ms at 340 GB/s, long beside what ranks leave a barrier apart.
+# Pulls of the whole weight per round on GPUs: 25 ms at 340 GB/s, long compared with the skew between ranks after a
+# barrier.
 _WALKS = 32
 _EXCHANGED = 16 * MIB
 
 
 @dataclass(frozen=True)
 class Pulls:
-    """What ranks took for the chunks of a weight that they pulled from each other at once, on average of a chunk.
+    """Measured pulls: all ranks pull the chunks of a weight from each other at the same time.  The values are averages
+    per chunk.
 
-    ``seconds``: of the slowest rank.  ``nbytes``: of a chunk.  ``from_others``: of them, from other ranks.  ``beside``: the
-    factors by which a collective stretches a pull and a pull a collective, None if not measured.
-    ``compute``: the factor by which pulls stretch compute.
+    ``seconds``: time of the slowest rank.  ``nbytes``: bytes of a chunk.  ``from_others``: how many of these bytes come
+    from other ranks.
+    ``beside``: the factor by which a collective slows a pull, and the factor by which a pull slows a collective; None if
+    not measured.  ``compute``: the factor by which pulls slow compute.
     """
 
     seconds: float
@@ -53,9 +58,10 @@ class Pulls:
     compute: float
 
     def rate(self, memory_rate: float, chunk_s: float) -> int:
-        """Bytes/s from the others, with which :meth:`Hardware.pull_seconds` says what a chunk took.
+        """Return the bytes/s from other ranks with which :meth:`Hardware.pull_seconds` reproduces the measured time of a
+        chunk.
 
-        ``memory_rate``: bytes/s, at which they are written at most.  ``chunk_s``: seconds to start a copy.
+        ``memory_rate``: the maximum bytes/s at which they are written.  ``chunk_s``: seconds to start a copy.
         """
         own = 2 * (self.nbytes - self.from_others) / memory_rate
         return round(self.from_others / max(self.seconds - own - chunk_s, self.from_others / memory_rate))
@@ -64,9 +70,9 @@ class Pulls:
 def measure_pulls(
     rank: int, kind: str, folder: str, emulated: LinkEmulation | None, ranks: int, exchanges: bool
 ) -> None:
-    """Save the :class:`Pulls` of so many ranks; a text that says why, if they cannot pull.
+    """Save the :class:`Pulls` between the ranks, or a text with the reason if they cannot pull.
 
-    ``exchanges``: whether to measure pulls beside collectives.
+    ``ranks``: their number.  ``exchanges``: whether to measure pulls during collectives as well.
     """
     device = rank_device(kind, rank)
     port = None if emulated is None else Port(replace(emulated, bandwidth=emulated.peers))
@@ -76,7 +82,7 @@ def measure_pulls(
         try:
             with _sharded(device) as pieces:
                 found = pulls_of(device, pieces, port, exchange)
-        except ChunkflowError as error:  # on all ranks, as they say why to each other
+        except ChunkflowError as error:  # raised on all ranks, because they exchange their errors
             found = str(error)
         if rank == 0:
             torch.save(found, Path(folder) / "rank0.pt")
@@ -84,14 +90,15 @@ def measure_pulls(
 
 @contextlib.contextmanager
 def _sharded(device: torch.device) -> Iterator[Pieces]:
-    """A weight in pieces on the devices of all ranks.  Raises ChunkflowError, on all of them, if they cannot pull."""
+    """A context with a weight in pieces on the devices of all ranks.  Raises ChunkflowError, on all of them, if they
+    cannot pull."""
     group = group_of()
     assert group is not None
     peers = Peers.connect(group, device, {"pulled": f"{_WEIGHT} bytes"})
     try:
         buffer = HostBuffer(torch.ones(_WEIGHT, dtype=torch.uint8), name="pulled")
         peers.shard([buffer], {buffer})
-        assert buffer.pieces is not None  # all ranks have ones
+        assert buffer.pieces is not None  # the values are equal on all ranks, so it was sharded
         yield buffer.pieces
     finally:
         peers.close()
@@ -100,9 +107,10 @@ def _sharded(device: torch.device) -> Iterator[Pieces]:
 def pulls_of(
     device: torch.device, pieces: Pieces, port: Port | None = None, exchange: Callable[[], object] | None = None
 ) -> Pulls:
-    """Measure the pulls of a weight.  All ranks of the default process group call it.
+    """Measure the pulls of a weight.  All ranks of the default process group call this.
 
-    ``exchange``: a collective of these ranks.  ``port``: an emulated link for pulls and collectives.
+    ``exchange``: runs a collective of these ranks, or None.  ``port``: an emulated link for pulls and collectives, or
+    None.
     """
     chunks = chunks_of(pieces)
     pull = puller(device, chunks, port)
@@ -116,7 +124,7 @@ def pulls_of(
         uncontended_s = own_s, median_seconds(device, exchange, ROUNDS_BESIDE)
         contended_s = contended_seconds(device, exchange, ROUNDS_BESIDE, pull)
         factors = [factor(*pair) for pair in zip(contended_s, uncontended_s, strict=True)]
-    factors.append(compute_slowdown(device, meet=dist.barrier, copy=pull))
+    factors.append(compute_slowdown(device, barrier=dist.barrier, copy=pull))
     *beside, compute = map(max, zip(*gathered(device, factors), strict=True))
     return Pulls(
         seconds=statistics.median(map(max, found)) / calls,
@@ -128,13 +136,14 @@ def pulls_of(
 
 
 def chunks_of(pieces: Pieces) -> list[Pieces]:
-    """The chunks of a weight, as programs cut it."""
+    """Split a weight into chunks as programs do."""
     begins = range(0, pieces.numel(), DEFAULT_CHUNK_BYTES)
     return [pieces[begin : begin + DEFAULT_CHUNK_BYTES] for begin in begins]
 
 
 def puller(device: torch.device, chunks: list[Pieces], port: Port | None = None) -> Callable[[], object]:
-    """A function that pulls the next of ``chunks``, round and round, like the runtime, through ``port`` if any."""
+    """Return a function that pulls the next one of ``chunks``, cyclically, as the runtime does, through ``port`` if it is
+    given."""
     targets = [torch.ones(chunk.numel(), dtype=torch.uint8, device=device) for chunk in chunks]
     turns = cycle(zip(targets, chunks, strict=True))
     if device.type == "cuda":
@@ -152,9 +161,10 @@ def puller(device: torch.device, chunks: list[Pieces], port: Port | None = None)
 
 
 def pull_figures(found: Pulls | str, hardware: Hardware, ranks: int) -> Iterator[tuple[str, Any, str]]:
-    """The fields of a profile that say what pulls take, and where each is from.
+    """Yield the fields of a profile that describe pulls, each with its value and source.
 
-    ``found``: what was measured, or why it was not.  ``hardware``: the profile without them.  ``ranks``: that pulled.
+    ``found``: the measurement, or the reason why there is none.  ``hardware``: the profile without these fields.
+    ``ranks``: the number of ranks that pulled.
     """
     if isinstance(found, str):
         yield "peer_bandwidth", 0.0, found

@@ -1,4 +1,4 @@
-"""How long it takes to read weights from their checkpoint, before a model can start."""
+"""The time to read weights from their checkpoint before a model can start."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .profiles import CPU, MEASURED, load_profile
 
-# Less is not worth a word.
+# A shorter time is not reported.
 _LEAST_S = 1.0
 
 
 @dataclass(frozen=True)
 class ReadTime:
-    """``nbytes`` of files, read once for all ranks of a machine, from a drive of ``rate`` bytes/s."""
+    """The time to read ``nbytes`` of files, once for all ranks of a machine, from an SSD with ``rate`` bytes/s."""
 
     nbytes: int
     rate: float
 
     @staticmethod
     def here(nbytes: int) -> ReadTime:
-        """With the rate that ``chunkflow calibrate`` has measured on this machine, or else that of a common drive."""
+        """Use the rate that ``chunkflow calibrate`` has measured on this machine, or else the rate of a typical SSD."""
         try:
             profile = load_profile(MEASURED)
-        except ChunkflowError:  # not measured, or the file is damaged, which is no reason not to read
+        except ChunkflowError:  # not measured, or the file is damaged, which must not prevent reading
             profile = load_profile(CPU)
         return ReadTime(nbytes, profile.drive_bandwidth)
 
     @property
     def seconds(self) -> float:
-        """The prediction.  What is in the page cache already takes less."""
+        """The predicted time.  Files that are already in the page cache take less."""
         return self.nbytes / self.rate
 
     @property
     def text(self) -> str:
-        """The prediction in words, empty if that is no time to wait for."""
+        """The prediction in words; empty if the time is too short to matter."""
         return str(self) if self.seconds >= _LEAST_S else ""
 
     def __str__(self) -> str:

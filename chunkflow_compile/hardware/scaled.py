@@ -1,4 +1,5 @@
-"""A profile for a card that has none: one of its architecture, scaled by what the driver tells of the card."""
+"""An estimated profile for a GPU without its own: a profile of the same architecture, scaled by the properties that the
+driver reports."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import Protocol
 
 from chunkflow_compile.passes.hardware import Hardware
 
-# The factor by which attention and a collective over PCIe stretch each other, and why.
+# The factor by which attention and a collective over PCIe slow each other down, and its source.
 ON_PCIE = 1.1
 NO_PCIE_FIGURE = "assumption, not measured: NCCL drives PCIe by few multiprocessors, as in the built-in profiles"
 
 
 class Properties(Protocol):
-    """Of a card, as ``torch.cuda.get_device_properties`` gives them.  Clocks in kHz, the bus in bits."""
+    """The properties of a GPU from ``torch.cuda.get_device_properties``.  Clocks are in kHz, the bus width is in bits."""
 
     name: str
     major: int
@@ -28,8 +29,8 @@ class Properties(Protocol):
     total_memory: int
 
 
-# Compute capability -> a profile of that architecture, and the multiprocessors and the highest clock (kHz) of its card, from
-# the data sheet: rates of GEMMs and attention go with their product.
+# Compute capability -> a profile of that architecture, with the multiprocessors and the maximum clock (kHz) of its GPU
+# according to the data sheet.  The rates of GEMMs and attention are proportional to their product.
 _LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
     (7, 0): ("v100-pcie", 80, 1_530_000),
     (7, 5): ("t4-pcie", 40, 1_590_000),
@@ -43,21 +44,23 @@ _LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
 
 
 def alike(properties: Properties) -> str:
-    """The name of the profile from which that of a card is scaled: of its architecture, or else of the newest before it."""
+    """Return the name of the profile to scale for a GPU: one of the same architecture, or else of the newest older
+    architecture."""
     return _nearest(properties)[0]
 
 
 def scaled(properties: Properties, like: Hardware) -> Hardware:
-    """The profile of a card, from ``like``, that of :func:`alike`: its links, and rates by what the card has more or less.
+    """Return the profile of a GPU, estimated from ``like``, the profile that :func:`alike` names.
 
-    A link between cards is not known: it is assumed to be PCIe.
+    The PCIe bandwidth is taken from ``like``, and the rates are scaled by the properties of the GPU.  The connection to
+    other GPUs is not known, so it is assumed to be PCIe.
     """
     name, processors, clock = _nearest(properties)
-    # what a driver does not tell is 0
+    # values that a driver does not report are 0
     ratios = {"multiprocessors": properties.multi_processor_count / processors, "clock": properties.clock_rate / clock}
     ratios = {what: times for what, times in ratios.items() if times}
     faster = math.prod(ratios.values())
-    memory = 2 * 1000 * properties.memory_clock_rate * properties.memory_bus_width / 8  # two transfers a clock
+    memory = 2 * 1000 * properties.memory_clock_rate * properties.memory_bus_width / 8  # two transfers per clock cycle
     how = f"as {name}: its driver tells nothing"
     if ratios:
         how = f"scaled from {name} by {' and '.join(ratios)}, {faster:.2f} times"

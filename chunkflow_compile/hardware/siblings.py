@@ -1,7 +1,7 @@
-"""Profiles of cards that are siblings of one with a profile of its own, by what data sheets and others' measurements say.
+"""Profiles of GPUs that are similar to one with its own profile, derived from data sheets and published measurements.
 
-Rates of GEMMs and attention go with the multiprocessors of the two cards, unless somebody has measured them; the rest is of
-the card's own data sheet, or as it is for its sibling.
+The rates of GEMMs and attention are proportional to the number of multiprocessors, unless somebody has measured them.
+All other figures are from the GPU's own data sheet, or equal to the figures of the similar GPU.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import Any
 from chunkflow_compile.passes.hardware import Hardware
 
 GIB = 1 << 30
-# Bytes/s of a lane in one direction, by the generation of PCIe.
+# Bytes/s per lane and direction, by PCIe generation.
 _LANE = {3: 15.75e9 / 16, 4: 31.5e9 / 16, 5: 63e9 / 16}
 _TESTS = "zzc0721/torch-performance-test-data (database.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sibling:
-    """A card, described by how it differs from the one of the profile ``like``.
+    """A GPU, described by its differences from the GPU of the profile ``like``.
 
-    ``cards``: as its driver names it.  ``processors``: multiprocessors of this card and of the other.  ``bandwidth``: bytes/s
-    of its memory.  ``cache_bytes``: of its L2.  ``pcie``: generation and lanes.  ``memory``: GiB.  ``more``: other figures by
-    field of Hardware, each with its source.
+    ``cards``: names that its driver reports.  ``processors``: multiprocessors of this GPU and of the other one.
+    ``bandwidth``: bytes/s of its memory.  ``cache_bytes``: size of its L2 cache.  ``pcie``: generation and lanes.
+    ``memory``: GiB of memory.
+    ``more``: other figures by field of Hardware, each with its source.
     """
 
     like: str
@@ -37,7 +38,7 @@ class Sibling:
     more: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
     def profile(self, name: str, like: Hardware) -> Hardware:
-        """The profile called ``name``.  ``like``: that of the sibling."""
+        """Return the profile called ``name``.  ``like``: the profile of the similar GPU."""
         mine, other = self.processors
         times, (generation, lanes) = mine / other, self.pcie
         link = _LANE[generation] * lanes
@@ -78,9 +79,12 @@ class Sibling:
 _NO_HOST = {"host_bandwidth": (0.0, "0: not known; chunkflow calibrate measures it on all cards at once")}
 
 
-def _of_float16(half: float, single: float, brain: float, source: str) -> dict[str, tuple[Any, str]]:
-    """Figures of a card whose tensor cores support float16 only.  ``half``, ``single``, ``brain``: FLOP/s of GEMMs in
-    float16, float32 and bfloat16; the last is only named in the source."""
+def _float16_figures(half: float, single: float, brain: float, source: str) -> dict[str, tuple[Any, str]]:
+    """Return figures for a GPU whose tensor cores support float16 only.
+
+    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16; the last is mentioned only in the
+    source.
+    """
     efficient = 0.48 * half
     return {
         "gemm_flops": (
@@ -102,8 +106,8 @@ def _of_float16(half: float, single: float, brain: float, source: str) -> dict[s
     }
 
 
-# Name -> a card and its sibling.  Multiprocessors, clocks, caches, links and memories are of NVIDIA's architecture white
-# papers (GA102, AD102, Blackwell RTX, Volta, Turing) and of its product pages and data sheets.
+# Name -> a GPU and the similar one.  Multiprocessors, clocks, caches, links and memories are from NVIDIA's architecture
+# white papers (GA102, AD102, Blackwell RTX, Volta, Turing), product pages and data sheets.
 SIBLINGS: Mapping[str, Sibling] = {
     "rtx-3060-pcie": Sibling(
         like="rtx-3090-pcie",
@@ -200,7 +204,7 @@ SIBLINGS: Mapping[str, Sibling] = {
         cache_bytes=6 << 20,
         pcie=(3, 16),
         memory=32,
-        more=_of_float16(
+        more=_float16_figures(
             half=85e12,
             single=13e12,
             brain=9.5e12,
@@ -215,7 +219,7 @@ SIBLINGS: Mapping[str, Sibling] = {
         cache_bytes=4 << 20,
         pcie=(3, 16),
         memory=16,
-        more=_of_float16(
+        more=_float16_figures(
             half=42e12,
             single=4.3e12,
             brain=2.4e12,

@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
-# Share by which the same work may differ.  On two idle cores it differs by four hundredths at most; more is a sign of other
-# processes that use them.
+# Fraction by which times of the same work may differ.  On two idle cores they differ by 4 % at most; a larger difference
+# is a sign of other processes that use the cores.
 SPREAD = 0.10
-# Share of their time in which threads have a processor on an idle machine, at least.  Below it, they share it with others.
+# Minimum fraction of the time for which threads have a CPU core on an idle machine.  With less, they share it with other
+# processes.
 _OWN = 0.90
 
 
 class Stopwatch:
-    """Starts when the device has done what it was given so far.
+    """Starts when the device has finished all work that was issued before.
 
-    On a GPU, events are its clock: the host may issue the steps long before, and the device has no pause between what came
-    before the first step, the steps, and the copies that each issues for the next one.
+    On a GPU the times come from events.  The host may issue the steps long in advance, and the device does not pause
+    between the earlier work, the steps, and the copies that each step issues for the next one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +29,7 @@ class Stopwatch:
         self._begin: Any = time.perf_counter() if self._stream is None else mark(self._stream)
 
     def stop(self) -> float:
-        """Seconds until the device has done what it was given since; waits for that."""
+        """Return the seconds until the device has finished the work issued since the start; waits for that."""
         if self._stream is None:
             return float(time.perf_counter() - self._begin)
         end = mark(self._stream)
@@ -37,14 +38,15 @@ class Stopwatch:
 
 
 def mark(stream: torch.cuda.Stream) -> Any:
-    """A timed event on a stream."""
+    """Record a timed event on a stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
 
 
 def why_uneven(what: str, seconds: Sequence[float]) -> str:
-    """That the same work took unequally long, in a clause, as on a machine that is busy with other work; empty if it did not.
+    """Return a clause that states that times of the same work differ, as on a machine that is busy with other work; empty
+    if they do not.
 
     ``what``: the subject of the clause, in the plural.
     """
@@ -54,16 +56,17 @@ def why_uneven(what: str, seconds: Sequence[float]) -> str:
 
 
 def why_shared(threads: int, seconds: float = 0.3) -> str:
-    """A clause that says that other work takes processors away from so many ``threads``; empty if it does not.
+    """Return a clause that states that other work takes CPU cores away from ``threads`` threads; empty if that is not the
+    case.
 
-    Lets them compute for so many ``seconds``, and compares the time for which each had a processor.
+    Lets the threads compute for ``seconds``, and compares the times for which each one had a core.
     """
     share = min(_owned_shares(threads, seconds))
     return f"a thread had a processor for {100 * share:.0f} % of the time" if share < _OWN else ""
 
 
 def _owned_shares(threads: int, seconds: float) -> list[float]:
-    """The share of the time in which each of some threads that compute has a processor."""
+    """Return, for each of ``threads`` computing threads, the fraction of the time for which it had a CPU core."""
     shares = list[float]()
 
     def compute() -> None:

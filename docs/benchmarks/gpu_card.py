@@ -271,7 +271,7 @@ def marks(probe: Probe) -> Iterator[str]:
 
 def by_kernels(probe: Probe) -> Iterator[str]:
     """An exchange as NCCL's without peer access: kernels write to pinned host memory, and read it.  Beside a copy."""
-    from chunkflow_compile.hardware.carry import carry
+    from chunkflow_compile.hardware.kernel_copy import copy_by_kernel
 
     words = min(64 * MIB, probe.nbytes) // 8
     host = torch.zeros(words, dtype=torch.int64, pin_memory=True)
@@ -290,8 +290,8 @@ def by_kernels(probe: Probe) -> Iterator[str]:
             if copy:
                 into.copy_(big, non_blocking=True)
             last = _event()
-        carry(host, here, blocks)
-        carry(back, host, blocks)
+        copy_by_kernel(host, here, blocks)
+        copy_by_kernel(back, host, blocks)
         end = _event()
         torch.cuda.synchronize()
         return begin.elapsed_time(end), first.elapsed_time(last)

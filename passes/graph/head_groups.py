@@ -85,7 +85,7 @@ class _Axis:
     length: int
 
     def within(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """The dimension of a shape, and how often it occurs there; None if it is neither a dimension nor merged with others."""
+        """The dimension of a shape, and how often it occurs there; None if it is not a part of one dimension."""
         for dim, size in enumerate(shape):
             before, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
             if before <= self.outer < before * size and self.outer % before == 0:
@@ -264,8 +264,8 @@ class _Divided:
         return copies[result]
 
     def _join(self, waits: Sequence[Node], axis: _Axis) -> None:
-        """Join the results of the groups.  If the whole result is only copied in another layout, the joined value replaces that
-        copy."""
+        """Join the results of the groups.  If the whole result is only copied in another layout, the joined value replaces
+        that copy."""
         chain, axes = _moves_to_copy(self.returned, axis)
         last = chain[-1]
         dim, outer = axes[-1]

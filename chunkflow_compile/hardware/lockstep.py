@@ -1,4 +1,4 @@
-"""Ranks of a calibration, which do the same at the same time."""
+"""Ranks of a calibration that do the same work at the same time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from chunkflow_compile.runtime.link import Port
 from .contention import REPEATS
 from .stopwatch import Stopwatch
 
-# Collectives per measurement.  Fixed, because all ranks must make the same number of calls; copies run beside them for
-# some hundred milliseconds.
+# Number of collectives per measurement.  It is fixed, because all ranks must make the same number of calls; copies run
+# concurrently for some hundred milliseconds.
 ROUNDS_BESIDE = 40
 _TIMEOUT = timedelta(minutes=2)
 
 
 def rank_device(kind: str, rank: int) -> torch.device:
-    """The device that a rank measures, alone on its core."""
+    """Return the device that a rank measures, and limit the rank to one CPU thread."""
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
@@ -31,7 +31,8 @@ def rank_device(kind: str, rank: int) -> torch.device:
 
 @contextlib.contextmanager
 def process_group(backend: str, rank: int, ranks: int, folder: str) -> Iterator[None]:
-    """In the default process group of so many ranks, which meet in a folder, until all have ended."""
+    """A context with the default process group of ``ranks`` ranks, connected through a file in ``folder``.  At its end it
+    waits for all ranks."""
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=_TIMEOUT)
     try:
         yield
@@ -41,8 +42,8 @@ def process_group(backend: str, rank: int, ranks: int, folder: str) -> Iterator[
 
 
 def rounds(device: torch.device, copy: Callable[[], object], calls: int) -> Iterator[list[float]]:
-    """Seconds of each rank's copies in a round of so many, which all ranks begin at once.  The first round touches the
-    memory."""
+    """Yield the seconds of each rank's copies for each round of ``calls`` copies, which all ranks begin at the same time.
+    The first round touches the memory."""
     for _ in range(1 + REPEATS):
         dist.barrier()
         watch = Stopwatch(device)
@@ -52,7 +53,7 @@ def rounds(device: torch.device, copy: Callable[[], object], calls: int) -> Iter
 
 
 def gathered(device: torch.device, mine: Sequence[float]) -> list[list[float]]:
-    """The numbers of all ranks, as many of each, by rank."""
+    """All-gather the numbers of each rank, in rank order; each rank contributes equally many."""
     values = torch.tensor(mine, dtype=torch.float64, device=device if dist.get_backend() == "nccl" else "cpu")
     everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, values)
@@ -60,7 +61,7 @@ def gathered(device: torch.device, mine: Sequence[float]) -> list[list[float]]:
 
 
 def all_to_all(device: torch.device, size: int, ranks: int, port: Port | None = None) -> Callable[[], object]:
-    """A function that exchanges ``size`` bytes among the ranks, through ``port`` if any."""
+    """Return a function that exchanges ``size`` bytes among the ranks, through ``port`` if it is given."""
     size -= size % ranks
     sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
 
