@@ -130,7 +130,7 @@ class Turns:
         self.hardware = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
         self.profile = Path(job.folder) / f"hardware{rank}.json"
         self.arms: dict[str, RunningArm] = {}
-        self._forms: dict[ArmForm, Compilation] = {}  # compilations of their own
+        self._forms: dict[ArmForm, Compilation] = {}  # forms that have their own compilation
 
     def run(self) -> RankRun:
         job = self.job
@@ -241,9 +241,9 @@ class Turns:
         return found
 
     def _calibrate_groups(self, groups: int) -> tuple[Code, Timings]:
-        """A resident step with its exchanges in so many groups of heads, and its measured times.
+        """The code of a resident step with its exchanges in ``groups`` groups of heads, and its measured times.
 
-        Its regions are held to the same durations, and each group of an attention to its part of that of all heads.
+        Regions last as long as with whole exchanges; the attention of one group takes an equal part of the whole attention.
         """
         self.progress.set_description(f"compile for {groups} groups of heads")
         self.profile.write_text(self.hardware.to_json())  # with the emulated link
@@ -477,8 +477,10 @@ class Turns:
 
 
 def in_groups(compute_s: Sequence[float], problem: Problem) -> list[float]:
-    """Seconds of each region of a problem whose exchanges are in groups of heads.  ``compute_s``: of those of the same step
-    with whole exchanges, of which a group has an equal part."""
+    """Seconds of each region of a problem whose exchanges are in groups of heads.
+
+    ``compute_s``: seconds of each region with whole exchanges.  The groups of an attention divide its seconds equally.
+    """
     whole, found = iter(compute_s), list[float]()
     for _, regions in groupby(problem.regions, lambda region: region.groups):
         for place, region in enumerate(regions):
