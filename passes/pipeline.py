@@ -27,7 +27,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_fewer_peers, to_pack, to_peers
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
 from chunkflow_compile.passes.placement.exchanging import GroupChoice, choose_groups, given_groups
-from chunkflow_compile.passes.placement.place import place
+from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.placement.splitting import best_split, split_into, splits
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
@@ -312,7 +312,14 @@ def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[
     cuts = chain([chosen], map(form, splits(whole_blocks(finest, settings))))
     if plan is not None:
         return next((cut for cut in cuts if cut.problem.digest == plan.problem), chosen)
-    return best_split(cuts, lambda cut: planned(cut.problem))
+    return best_split(cuts, lambda cut: planned(cut.problem), lambda cut: _least(cut.problem, settings))
+
+
+def _least(problem: Problem, settings: Settings) -> int:
+    """The least budget of weights and activations for which a problem has a plan."""
+    outside = settings.outside + (settings.tables if settings.part else 0)
+    machine, arena = settings.hardware, settings.arena
+    return problem.live_bytes + least_memory(problem, machine, settings.chunk_bytes, outside, arena, settings.part)
 
 
 def goal_of_cut(traced: Traced, settings: Settings) -> Goal:

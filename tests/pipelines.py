@@ -11,7 +11,7 @@ from small_pipelines import SMALL_PIPELINES, small_pipeline
 from torch import nn
 
 from chunkflow_compile import cycles, programs
-from chunkflow_compile.frontend.compile import Compiled
+from chunkflow_compile.frontend.compile import CompiledForward
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight
@@ -53,7 +53,7 @@ def compiled(model: nn.Module) -> list[str]:
         refs = () if registry is None else registry._fn_refs
         calls = [module._compiled_call_impl, module.forward]
         calls += [call for ref in refs for call in (ref.forward, ref.original_forward)]
-        if module._compiled_call_impl is not None or any(isinstance(c, Compiled) for c in calls):
+        if module._compiled_call_impl is not None or any(isinstance(c, CompiledForward) for c in calls):
             found.append(name)
     return found
 

@@ -36,6 +36,7 @@ WORDED = (
     "chunkflow_compile/placed",
     "chunkflow_compile/private_torch",
     "chunkflow_compile/report",
+    "chunkflow_compile/runtime",
     "chunkflow_compile/servers",
     "chunkflow_compile/simulate",
     "chunkflow_compile/weights",

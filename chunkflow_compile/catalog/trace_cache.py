@@ -36,7 +36,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry(Generic[Value]):
+class CacheEntry(Generic[Value]):
     """One value in the cache.
 
     ``kind``: what the value is.  ``key``: everything that it depends on, apart from the versions of the packages, which

@@ -14,7 +14,7 @@ import torch
 from chunkflow_compile.catalog.eager_cost import EagerCost, eager_cost
 from chunkflow_compile.catalog.presets import OutputSizes
 from chunkflow_compile.catalog.published import Published, published
-from chunkflow_compile.catalog.trace_cache import Entry
+from chunkflow_compile.catalog.trace_cache import CacheEntry
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -131,7 +131,7 @@ def _components(
 def kept_cost(key: Mapping[str, Any], count: Callable[[], EagerCost]) -> EagerCost:
     """The cost of an eager call from the cache.  If it is not cached, it is counted and stored.  ``count``: counts the
     cost."""
-    return Entry(kind="cost", key=key, write=asdict, read=lambda body: EagerCost(**body)).get(count)
+    return CacheEntry(kind="cost", key=key, write=asdict, read=lambda body: EagerCost(**body)).get(count)
 
 
 def _component(name: str, cost: EagerCost, calls: int, cut: Cut | None = None) -> Component:

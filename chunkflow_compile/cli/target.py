@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from chunkflow_compile.catalog.branches import BRANCHES
 from chunkflow_compile.catalog.presets import OutputSizes, Preset, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
-from chunkflow_compile.catalog.trace_cache import Entry
+from chunkflow_compile.catalog.trace_cache import CacheEntry
 from chunkflow_compile.catalog.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
@@ -114,12 +114,12 @@ class Target:
         return replace(self.settings, goal=goal)
 
     @property
-    def _entry(self) -> Entry[Problems] | None:
+    def _entry(self) -> CacheEntry[Problems] | None:
         """The cache entry for the problems of the cut."""
         if self.key is None:
             return None
         key = {"traced": self.key, "settings": asdict(self.settings)}
-        return Entry(kind="problem", key=key, write=_bodies, read=_problems)
+        return CacheEntry(kind="problem", key=key, write=_bodies, read=_problems)
 
     @cached_property
     def kept(self) -> Problems | None:
@@ -348,9 +348,9 @@ def preset_call(
     return key, partial(model.trace, degree, sizes, *more)
 
 
-def trace_entry(key: Mapping[str, Any]) -> Entry[Traced]:
+def trace_entry(key: Mapping[str, Any]) -> CacheEntry[Traced]:
     """The cache entry of a traced graph."""
-    return Entry(kind="trace", key=key, write=body_of, read=traced_from)
+    return CacheEntry(kind="trace", key=key, write=body_of, read=traced_from)
 
 
 def _bodies(found: Problems) -> list[Any]:

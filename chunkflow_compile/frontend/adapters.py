@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
-from chunkflow_compile.frontend.slots import Sizes, Slotted, like, plain, slotted
+from chunkflow_compile.frontend.slots import Sizes, Slotted, attributes_like, original_class, slotted
 from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.placement import placements_of
@@ -70,7 +70,7 @@ def disable_adapters(model: nn.Module) -> None:
     for layer in layers:
         _unslot(layer)
     _make_ordinary(model, [layer for layer in layers if not _adapters(layer)])
-    model.__class__ = plain(type(model))
+    model.__class__ = original_class(type(model))
     model.__dict__.pop(_SIZES, None)
 
 
@@ -178,12 +178,12 @@ def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None, late: bool = Fals
     layer.grow(rank, max(sizes.count, len(layer.active_adapters)), dtype)
     for name in layer.lora_A:
         layer._move_adapter_to_device_of_base_layer(name)
-    layer.settle()
+    layer.choose_forward()
 
 
 def _unslot(layer: Any) -> None:
     """Turn a layer back into a layer of PEFT, with its adapters on the device of its base weight."""
-    layer.__class__ = plain(type(layer))
+    layer.__class__ = original_class(type(layer))
     for name in ("slots", "scale"):
         del layer._buffers[name]
     for name in ("sizes", "own", "late", "slot_rank", "_held", "_alive"):
@@ -222,14 +222,14 @@ def _adapters(layer: Any) -> list[str]:
     return sorted(layer._get_available_adapters())
 
 
-def _loaded(model: Any) -> None:
+def _update_slots(model: Any) -> None:
     """Update the slots after adapters were loaded.
 
     Layers that have an adapter for the first time get slots, and the slots of all other layers are filled again.
     """
     sizes = model.__dict__[_SIZES]
     if fresh := _lora_layers(model):
-        sizes.say(
+        sizes.warn_once(
             f"{len(fresh)} layers that enable_adapters had not named have adapters now, and the model is compiled again for "
             "these: name them in targets to have them from the first."
         )
@@ -237,12 +237,12 @@ def _loaded(model: Any) -> None:
         _slot(layer, sizes, None, late=True)
     for layer in model.modules():
         if isinstance(layer, Slotted):
-            layer.stale()
-            layer.settle()
+            layer.mark_stale()
+            layer.choose_forward()
 
 
 @contextlib.contextmanager
-def _only_read(model: nn.Module) -> Iterator[None]:
+def _discarding_exports(model: nn.Module) -> Iterator[None]:
     """A context for loading adapters.  It discards exports of weights by a ``state_dict`` that the load created and dropped.
 
     diffusers only reads the names in this ``state_dict``, so the weights are not written.
@@ -257,14 +257,14 @@ def _only_read(model: nn.Module) -> Iterator[None]:
                     store.exported.pop(export, None)
 
 
-def _then_settled(load: Callable[..., Any]) -> Callable[..., Any]:
+def _updating_slots(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def loads(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with _only_read(self):
+            with _discarding_exports(self):
                 return load(self, *args, **kwargs)
         finally:
-            _loaded(self)
+            _update_slots(self)
 
     return loads
 
@@ -307,6 +307,6 @@ def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str
 @functools.cache
 def _enabled(cls: Any) -> Any:
     """The class of an enabled model.  Its methods to load and unload adapters also update slots."""
-    loads = {name: _then_settled(getattr(cls, name)) for name in _LOADS if hasattr(cls, name)}
+    loads = {name: _updating_slots(getattr(cls, name)) for name in _LOADS if hasattr(cls, name)}
     unloads = {"unload_lora": unload} if hasattr(cls, "unload_lora") else {}
-    return type(cls.__name__, (cls,), {**like(cls, _enabled), **loads, **unloads})
+    return type(cls.__name__, (cls,), {**attributes_like(cls, _enabled), **loads, **unloads})

@@ -48,6 +48,7 @@ from chunkflow_compile.frontend.preconditions import (
     weights_and_modules,
     with_fixed_batch,
 )
+from chunkflow_compile.frontend.survey import Survey, Unplanned, survey_of
 from chunkflow_compile.frontend.trace import (
     NO_MODULE,
     describe_graph,
@@ -85,7 +86,7 @@ from chunkflow_compile.private_torch.inductor import InductorError
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.codes import Code, Codes, bare, decided
+from chunkflow_compile.runtime.codes import Code, Codes, decided, without_call_fields
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants, awaited
 from chunkflow_compile.runtime.hoisted import HoistedGraph
@@ -136,12 +137,12 @@ def chunkflow(
     """
     try:
         with awaited(example_inputs):
-            return _lowered(graph, example_inputs, options, mode, by_kind)
+            return _compile_frame(graph, example_inputs, options, mode, by_kind)
     except ChunkflowError as error:
         raise CompilationError(chunkflow, error, inspect.currentframe()) from error
 
 
-def _lowered(
+def _compile_frame(
     graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None, by_kind: bool
 ) -> Any:
     warn_if_untested(torch.__version__)
@@ -161,12 +162,23 @@ def _lowered(
     min_bytes = chosen.min_bytes if placed is None else placed
     progress = progress_of(graph if index.root is None else index.root)
     with progress.compiling():
-        compiler = _compiler(graph, inputs, chosen, index, weights, min_bytes, placement)
-        compiler = replace(compiler, report=progress.say, by_kind=by_kind)
+        compiler = _graph_compiler(graph, inputs, chosen, index, weights, min_bytes, placement)
+        survey = survey_of(inputs)
+        compiler = replace(compiler, report=progress.say, by_kind=by_kind, survey=survey)
         with dynamo_timed("chunkflow.aot"):
             fixed = set() if placement is None else placement.fixed
             traced = with_fixed_batch(graph, inputs, compiler.slow) if chosen.hoist else inputs
-            compiled, runner = _at_open_sizes(graph, traced, compiler, fixed)
+            try:
+                compiled, runner = _compile_with_dynamic_shapes(
+                    graph, traced, compiler, fixed if survey is None else {*fixed}
+                )
+            except BudgetError as error:
+                if survey is None:
+                    raise
+                survey.note(error)
+                return Unplanned(graph, error)
+        if survey is not None:
+            return compiled
         progress.compiled(p.name for p in compiler.parameters)
     part, made = compiler.settings.part, runner.programs
     offloaded = frozenset[str]().union(*(program.offloaded for program in made))
@@ -184,7 +196,7 @@ def _lowered(
     return compiled
 
 
-def _compiler(
+def _graph_compiler(
     graph: GraphModule,
     inputs: Sequence[Any],
     chosen: Options,
@@ -192,7 +204,7 @@ def _compiler(
     weights: Mapping[tuple[int, str], torch.Tensor],
     min_bytes: int,
     placement: Placement | None,
-) -> _Compiler:
+) -> _GraphCompiler:
     """The compiler for the ATen graph of a Dynamo graph.  Raises ChunkflowError if the graph cannot be compiled."""
     refuse_gradients(inputs)
     if index.root is not None:
@@ -219,7 +231,7 @@ def _compiler(
         outside=bytes_outside(index.root, weights.values(), min_bytes, part),
         ranks=0 if peers is None else peers.ranks,
     )
-    return _Compiler(
+    return _GraphCompiler(
         chosen=chosen,
         settings=replace(settings, likes=_likes(placement, settings)),
         parameters=parameters,
@@ -234,8 +246,8 @@ def _compiler(
     )
 
 
-def _at_open_sizes(
-    graph: GraphModule, inputs: Sequence[Any], compiler: _Compiler, fixed: set[tuple[str, ...]]
+def _compile_with_dynamic_shapes(
+    graph: GraphModule, inputs: Sequence[Any], compiler: _GraphCompiler, fixed: set[tuple[str, ...]]
 ) -> tuple[Callable[..., Any], CompiledGraph | HoistedGraph]:
     """Compile a graph with dynamic shapes, if possible; return the function for Dynamo, and the runner that it calls.
 
@@ -255,12 +267,14 @@ def _at_open_sizes(
             fixed.add(names)
         except BudgetError:
             goal = compiler.settings.goal
-            if not symbols_of([*inputs]) or not goal.activations or goal.split == 1:
+            whole = compiler.survey is not None and compiler.survey.whole
+            if whole or not symbols_of([*inputs]) or not goal.activations or goal.split == 1:
                 raise
             said = (
                 "The graph that reads %s is compiled for each size: blocks can be split into slices only at fixed sizes"
             )
-            _log.warning(said, names[0])
+            if compiler.survey is None:
+                _log.warning(said, names[0])
             fixed.add(names)
     for value in inputs:
         if isinstance(value, torch.SymInt):
@@ -269,14 +283,14 @@ def _at_open_sizes(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Compiler:
+class _GraphCompiler:
     """Plans, verifies and lowers the ATen graph that AOTAutograd makes from a Dynamo graph.
 
     ``weights``: the weights by their parameter names.  ``index``: the index of their model.  ``report``: called with the
     current stage of the work.  ``expected``: the goal that the model is expected to get, or None if it is not known.
     ``pieces``: bytes of this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.
     ``root``: returns the model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: notes for the user on decisions
-    that are made before planning.
+    that are made before planning.  ``survey``: the survey that compiles it, in whose call nothing runs, or None.
     """
 
     chosen: Options
@@ -291,6 +305,7 @@ class _Compiler:
     pieces: int = 0
     slow: frozenset[int] | None = None
     by_kind: bool = False
+    survey: Survey | None = None
     root: Callable[[], nn.Module | None] = lambda: None
     notes: tuple[str, ...] = ()
 
@@ -301,14 +316,14 @@ class _Compiler:
     def _runner(self, aten: GraphModule) -> CompiledGraph | HoistedGraph:
         self.report("planning")
         tables = HostConstants(self.device, move_tables(aten, self.device))
-        traced = self._described(aten)
+        traced = self._describe(aten)
         with dynamo_timed("chunkflow.exchange_groups"):
             groups, notes = agreed_groups(traced, replace(self.settings, goal=self._expected_goal))
         settings = replace(self.settings, goal=replace(self.settings.goal, exchange_groups=groups))
         return replace(self, settings=settings, notes=notes)._halves(aten, traced, tables)
 
     def _halves(self, aten: GraphModule, traced: Traced, tables: HostConstants) -> CompiledGraph | HoistedGraph:
-        """The graph, or both halves of it if products are hoisted."""
+        """Compile the graph as a whole, or its two halves if products are hoisted."""
         with dynamo_timed("chunkflow.hoist"):
             hoisting = hoisting_of(traced, replace(self.settings, goal=self._expected_goal))
         unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
@@ -317,12 +332,13 @@ class _Compiler:
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
         make = partial(self._graph, halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-        placement = None if self.index.root is None else placement_of(self.index.root)
+        # of a survey, it is for no call that runs
+        placement = placement_of(self.index.root) if self.index.root is not None and self.survey is None else None
         preamble = preamble_of(placement, hoisting, self.chosen, traced.repeats is not None, make)
         main = self._graph(halves.main, replace(hoisting.main, goal=unhoisted.goal), moved)
         # only weak references, so that compiled code does not keep the model alive
         later = replace(self, weights=WeakValueDictionary(self.weights), index=ModelIndex(None, {}, {}), report=str)
-        whole = partial(_whole_again, later, traced, unhoisted)
+        whole = partial(_compile_whole, later, traced, unhoisted)
         return HoistedGraph(aten, halves, preamble, main, tables, whole)
 
     @property
@@ -331,7 +347,7 @@ class _Compiler:
         goal = self.settings.goal
         return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal
 
-    def _described(self, aten: GraphModule) -> Traced:
+    def _describe(self, aten: GraphModule) -> Traced:
         """The ATen graph together with data that its nodes do not contain."""
         chosen = self.chosen
         repeats = None
@@ -363,8 +379,9 @@ class _Compiler:
         self._refuse_pieces(program)
         settings = replace(settings, goal=decided(settings.goal, stage.cut))
         with dynamo_timed("chunkflow.lowering"):
-            regions = lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append)
-        for note in notes:
+            lowering = chosen.lowering if self.survey is None else "eager"
+            regions = lower_regions(program, lowering, chosen.inductor, self.report, notes.append)
+        for note in notes if self.survey is None else ():
             _log.warning("%s", note)
         code = Code(
             program=program,
@@ -402,7 +419,7 @@ class _Compiler:
             )
 
 
-def _whole_again(compiler: _Compiler, traced: Traced, settings: Settings) -> CompiledGraph:
+def _compile_whole(compiler: _GraphCompiler, traced: Traced, settings: Settings) -> CompiledGraph:
     """Compile a hoisted graph as one program.  It is called while Dynamo is not compiling."""
     with tracing(TracingContext(_fake_mode(traced.graph))):
         return compiler._graph(traced, settings, HostConstants(compiler.device))
@@ -453,7 +470,11 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
     if placement is None or settings.goal.policy != "chunkflow" or settings.timings is not None:
         return ()
     running = [p for p in placement.programs if not p.closed]
-    return tuple((p.program.problem, p.plan) for p in running if bare(p.code.settings) == bare(settings))
+    return tuple(
+        (p.program.problem, p.plan)
+        for p in running
+        if without_call_fields(p.code.settings) == without_call_fields(settings)
+    )
 
 
 def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -18,7 +17,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Unpack
 
-from chunkflow_compile.frontend.backend import chunkflow
+from chunkflow_compile.frontend.backend import CompilationError, chunkflow
 from chunkflow_compile.frontend.block_kinds import (
     Kind,
     between_hooks,
@@ -32,8 +31,9 @@ from chunkflow_compile.frontend.block_kinds import (
 )
 from chunkflow_compile.frontend.guard_filter import needed
 from chunkflow_compile.frontend.preconditions import guard_hooks, warn_of_small_weights
+from chunkflow_compile.frontend.survey import surveyed
 from chunkflow_compile.options import BackendOptions, Options, for_backend, parse_options
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, shortage
 from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.offload import bring_back, group_of_peers, offload, refuse_applied, target_of
@@ -197,7 +197,7 @@ def compile_by_kind(
     if why := _why_whole(model, options):
         _log.warning("%s %s: it is compiled whole", type(model).__name__, why)
         _compile_module(model, options, dynamic)
-        model._compiled_call_impl = CallWithProgress(model, placement.begin_compilation(name, 1, model))
+        model._compiled_call_impl = CallWithProgress(model, placement.begin_compilation(name, 1, model), whole=True)
         return
     kinds = kinds_of(between_hooks(blocks, placement.min_bytes))
     for kind in kinds:
@@ -217,7 +217,7 @@ def compile_by_kind(
     model._compiled_call_impl = CallWithProgress(model, progress)
 
 
-class Compiled:
+class CompiledForward:
     """The compiled forward of a module that a caching hook calls.  ``eager``: the original forward.
 
     When the hook is removed, diffusers sets this object as the forward of the module, and another hook may take it over.
@@ -267,15 +267,18 @@ def uncompile(model: nn.Module) -> None:
 
 def is_ours(call: Any) -> bool:
     """Whether the compiled call of a module was made by ChunkFlow."""
-    return isinstance(call, EagerForNested | Opened | CallWithProgress) or backend_of(call) in (chunkflow, _with_hooks)
+    return isinstance(call, EagerForNested | CallWithDynamicSizes | CallWithProgress) or backend_of(call) in (
+        chunkflow,
+        _with_hooks,
+    )
 
 
 def _eager(forward: Any) -> Any:
     """The original forward of a compiled one; any other forward as it is."""
-    return forward.eager if isinstance(forward, Compiled) else forward
+    return forward.eager if isinstance(forward, CompiledForward) else forward
 
 
-class Opened:
+class CallWithDynamicSizes:
     """The calls of a block.  From the first change on, the sizes that change between its calls are compiled as dynamic
     shapes.
 
@@ -307,10 +310,15 @@ def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
 
 
 class CallWithProgress:
-    """The calls of a model.  They show the progress of its compilations."""
+    """The calls of a model.  They show the progress of its compilations.
 
-    def __init__(self, model: nn.Module, progress: CompileProgress) -> None:
-        self._called, self._progress = model._compiled_call_impl, progress
+    If a budget is too small for one of its parts, the call raises the error for the part that needs most.  The programs that
+    a failed call has started end, so plans do not count activations of sizes whose calls never succeeded.
+    """
+
+    def __init__(self, model: nn.Module, progress: CompileProgress, whole: bool = False) -> None:
+        """``whole``: whether the model is compiled as one call."""
+        self._called, self._progress, self._whole = model._compiled_call_impl, progress, whole
         self._model = weakref.ref(model)  # weak, so that a dropped model is freed at once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -319,8 +327,31 @@ class CallWithProgress:
         if torch.compiler.is_compiling():  # as part of other code that is being compiled
             return call(*args, **kwargs)
         placement = placement_of(model)
-        with self._progress, contextlib.nullcontext() if placement is None else placement.store.first_call():
-            return call(*args, **kwargs)
+        if placement is None:
+            with self._progress:
+                return call(*args, **kwargs)
+        before = set(placement.programs)
+        with self._progress, placement.store.first_call():
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                first = shortage(error)
+                if first is not None or not isinstance(error, torch.OutOfMemoryError | ChunkflowError):
+                    placement.end_programs(before)  # without memory the call may run again, under smaller plans of them
+                alone = placement.store.peers is None  # else the ranks wait for each other
+                if first is not None and not self._whole and alone:
+                    _raise_largest(surveyed(model, call, args, kwargs, first, first is error), first, error)
+                raise
+
+
+def _raise_largest(largest: BudgetError, first: BudgetError, error: Exception) -> None:
+    """Raise the ``largest`` error in the form of ``error``, which the call has raised for the ``first`` part, unless the two
+    are the same."""
+    if largest is first:
+        return
+    if first is error:
+        raise largest from first
+    raise CompilationError(chunkflow, largest, inspect.currentframe()) from largest
 
 
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
@@ -348,15 +379,15 @@ def _compile_module(
     more["dynamic"] = False if opened else dynamic
     if (hook := caching_hook(module)) is not None:
         forward = hook.fn_ref.original_forward
-        hook.fn_ref.original_forward = Compiled(forward, torch.compile(forward, **more))
+        hook.fn_ref.original_forward = CompiledForward(forward, torch.compile(forward, **more))
         return
     module.compile(**more)
     if type(module).forward.__module__.startswith("torch.nn."):
         # Dynamo does not compile frames of torch's own modules, such as Linear; it only traces them in calls by other code.
-        module._compiled_call_impl = torch.compile(_calling(module), **more)
+        module._compiled_call_impl = torch.compile(_function_that_calls(module), **more)
     call = module._compiled_call_impl
     assert call is not None
-    module._compiled_call_impl = EagerForNested(module._call_impl, Opened(call) if opened else call)
+    module._compiled_call_impl = EagerForNested(module._call_impl, CallWithDynamicSizes(call) if opened else call)
 
 
 class EagerForNested:
@@ -375,7 +406,7 @@ class EagerForNested:
         return self._compiled(*args, **kwargs)
 
 
-def _calling(module: nn.Module) -> FunctionType:
+def _function_that_calls(module: nn.Module) -> FunctionType:
     """A function that calls a module.  All modules with the same structure share the code object of this function."""
     call = module._call_impl
 

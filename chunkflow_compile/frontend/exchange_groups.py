@@ -1,7 +1,7 @@
-"""Exchange groups: the number of groups of heads on which the ranks of a model agree.
+"""Exchange groups: the ranks of a model agree on the number of groups of heads that they divide exchanges into.
 
-All ranks of an exchange must divide it alike: another number of all-to-alls on one of them would mix up their data, or let
-the others wait without end.
+All ranks must divide an exchange in the same way.  If one of them had another number of all-to-alls, data would be mixed up,
+or the other ranks would wait forever.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from chunkflow_compile.passes.names import ExchangeGroups
 from chunkflow_compile.passes.pipeline import Settings, groups_for
 from chunkflow_compile.weights.groups import Group, StoreEnded, group_named, numbers
 
-# Fields of the record that a rank posts: the value of the option, the number of groups that it means here, and the reason
-# if there is none.
+# Fields of the record that a rank posts: the value of the option, the number of groups that follows from it on this rank, and
+# the error if exchanges cannot be divided, else None.
 _WANTED, _GROUPS, _FAILED = "wanted", "groups", "failed"
 _NOTE = "the exchanges of attention are"
 
 
 def agreed_groups(traced: Traced, settings: Settings) -> tuple[ExchangeGroups, tuple[str, ...]]:
-    """The number of groups that all ranks take for this graph, False for none, and what there is to say of it.
+    """The number of groups that all ranks use for this graph, or False if it is not divided.  Also notes for the user.
 
-    Where each rank may choose, all take the smallest number that one chooses.  Raises ChunkflowError, on all ranks, if the
-    ranks pass different values of the option, or if one of them cannot divide its exchanges as it is told to.
+    With "auto", each rank chooses a number, and all ranks use the smallest one.  Raises ChunkflowError, on all ranks, if the
+    ranks pass different values of the option, or if one of them cannot divide its exchanges into the given number of groups.
     """
     wanted, exchanged = settings.goal.exchange_groups, _exchanged(traced)
     if not exchanged:
         return False, ()
     groups = [group for name in exchanged if (group := group_named(name)) is not None]
     if not wanted:
-        _tell(groups, traced)
+        _post_none(groups, traced)
         return False, ()
     chosen, note, failed = _chosen(traced, settings)
     for group in groups:
-        chosen = min(chosen, _meet(group, traced, {_WANTED: wanted, _GROUPS: chosen, _FAILED: failed and str(failed)}))
+        chosen = min(chosen, _agree(group, traced, {_WANTED: wanted, _GROUPS: chosen, _FAILED: failed and str(failed)}))
     if failed is not None:
         raise failed
     return chosen > 1 and chosen, (note,) if note else ()
 
 
 def _chosen(traced: Traced, settings: Settings) -> tuple[int, str, NoGroups | None]:
-    """The number of groups that this rank takes, a note on it, and why it cannot take the one that it is given."""
+    """The number of groups that this rank chooses, a note on it, and the error if the given number is not possible."""
     wanted = settings.goal.exchange_groups
     if wanted == "auto":
         choice = groups_for(traced, settings)
@@ -64,26 +64,29 @@ def _chosen(traced: Traced, settings: Settings) -> tuple[int, str, NoGroups | No
 
 
 def _exchanged(traced: Traced) -> Collection[str]:
-    """The process groups of the all-to-alls of a graph."""
+    """The names of the process groups that the all-to-alls in a graph use."""
     nodes = (node for node in traced.graph.graph.nodes if collective_kind(node) == "all-to-all")
     return dict.fromkeys(group_name(node) for node in nodes).keys()
 
 
 def _occasion(traced: Traced) -> str:
-    """The same on all ranks for the same part of a model."""
+    """A key for the store that is equal on all ranks for the same part of a model."""
     names = "\n".join(parameter.name for parameter in traced.parameters)
     return f"exchange groups {hashlib.sha256(names.encode()).hexdigest()[:16]}"
 
 
-def _tell(groups: Collection[Group], traced: Traced) -> None:
-    """Let ranks that want groups know that this one does not, without waiting for them."""
+def _post_none(groups: Collection[Group], traced: Traced) -> None:
+    """Post that this rank does not divide exchanges, for ranks that do.  It does not wait for them."""
     for group in groups:
         with contextlib.suppress(StoreEnded):
             group.post(_occasion(traced), {_WANTED: False, _GROUPS: 1, _FAILED: None})
 
 
-def _meet(group: Group, traced: Traced, mine: Mapping[str, Any]) -> int:
-    """The number of groups that the ranks of a process group take.  Raises ChunkflowError if they cannot agree."""
+def _agree(group: Group, traced: Traced, mine: Mapping[str, Any]) -> int:
+    """The number of groups that the ranks of a process group agree on.  Raises ChunkflowError if they cannot agree.
+
+    ``mine``: the record of this rank.
+    """
     key = group.post(_occasion(traced), mine)
     values = group.posted(key, group.timeout.total_seconds())
     if missing := group.missing(values):

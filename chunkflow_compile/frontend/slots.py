@@ -21,7 +21,7 @@ from chunkflow_compile.weights.host_weight import HostWeight
 
 _log = logging.getLogger(__name__)
 
-# Attribute of a class made with :func:`like`: the original class.
+# Attribute of a class made with :func:`attributes_like`: the original class.
 _PLAIN = "_chunkflow_plain"
 
 
@@ -36,7 +36,7 @@ class Sizes:
         self.count = count
         self._said: set[str] = set()
 
-    def say(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
         """Log a warning about a recompilation, once for all layers."""
         if text not in self._said:
             self._said.add(text)
@@ -174,7 +174,7 @@ class Slotted(nn.Module):
     # The properties that determine which program runs.  They are updated when adapters are loaded or activated, before
     # Dynamo's guards run.
 
-    def settle(self) -> None:
+    def choose_forward(self) -> None:
         """Grow the slots for the adapters of this layer if needed, and choose the forward for the active adapters."""
         peft: Any = self
         active = [name for name in peft.active_adapters if name in peft.lora_A]
@@ -182,7 +182,7 @@ class Slotted(nn.Module):
         own = any(kinds.values())
         if own:
             name, kind = next((n, k) for n, k in kinds.items() if k)
-            self.sizes.say(
+            self.sizes.warn_once(
                 f"the adapter {name!r} is of a kind that slots do not hold ({kind}): its layers run PEFT's own forward and "
                 "are compiled for it. A plain LoRA would not be."
             )
@@ -193,7 +193,7 @@ class Slotted(nn.Module):
         rank = max((layer.weight.shape[0] for layer in peft.lora_A.values()), default=0)
         if not own and (rank > self.slot_rank or len(active) > len(self.scale)):
             wanted = max(rank, self.slot_rank), max(len(active), len(self.scale))
-            self.sizes.say(
+            self.sizes.warn_once(
                 f"{wanted[1]} adapters at once of rank {wanted[0]} need larger slots, with which the model is compiled "
                 f"again: call enable_adapters(rank={wanted[0]}, slots={wanted[1]}) to have them from the first."
             )
@@ -209,13 +209,13 @@ class Slotted(nn.Module):
             self.register_buffer("scale", torch.zeros(count, dtype=torch.int32, device=device), persistent=False)
         self.slot_rank, self._held, self._alive = rank, (), []
 
-    def stale(self) -> None:
+    def mark_stale(self) -> None:
         """Fill the slots again at the next call, because a hotswap writes adapters without changing their versions."""
         self._held = ((),) * len(self.scale)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().set_adapter(*args, **kwargs)  # type: ignore[misc]
-        self.settle()
+        self.choose_forward()
 
     def unmerge(self) -> None:
         if self.merged_adapters:  # else PEFT would warn for each layer without an adapter
@@ -258,10 +258,10 @@ def _kind(layer: Any, name: str) -> str | None:
 @cache
 def slotted(cls: type) -> type:
     """The class for layers of class ``cls`` with slots.  It has the same name as ``cls``."""
-    return type(cls.__name__, (Slotted, cls), like(cls, slotted))
+    return type(cls.__name__, (Slotted, cls), attributes_like(cls, slotted))
 
 
-def like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
+def attributes_like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
     """The attributes of a class that ``make`` derives from ``cls``, so that it looks like ``cls``.
 
     Copying or unpickling an object of the derived class calls ``make`` again.
@@ -275,8 +275,8 @@ def like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
     }
 
 
-def plain(cls: type) -> type:
-    """The class that a class was derived from with :func:`like`; any other class as it is."""
+def original_class(cls: type) -> type:
+    """The class that a class was derived from with :func:`attributes_like`; any other class as it is."""
     base: type = vars(cls).get(_PLAIN, cls)
     return base
 

@@ -15,14 +15,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
-from chunkflow_compile.passes.errors import BudgetError, ChunkflowError
+from chunkflow_compile.passes.errors import ChunkflowError, shortage
 from chunkflow_compile.pipeline.allocators import Allocator
 from chunkflow_compile.pipeline.oom_retry import RngSnapshot, given_to, out_of_memory, runs_once
 from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
@@ -39,6 +39,15 @@ _log = logging.getLogger(__name__)
 _WORTH_A_PLAN = 0.02
 # Attribute of a pipeline and of its components: their Budget.
 BUDGET = "_chunkflow_budget"
+
+
+class _Refused(NamedTuple):
+    """Plans that a phase was refused.  ``asked``: for which programs.  ``rest``: bytes that activations left.  ``why``: the
+    error."""
+
+    asked: tuple[object, ...]
+    rest: int
+    why: str
 
 
 class Budget:
@@ -64,6 +73,7 @@ class Budget:
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
         self._running: tuple[Phase, int] | None = None  # the phase whose call runs now, and its thread
+        self._refused = weakref.WeakKeyDictionary[Phase, _Refused]()
 
     @property
     def usable(self) -> int:
@@ -173,8 +183,8 @@ class Budget:
                 peak = self._allocator.peak()
                 self.most = peak if self.most is None else max(self.most, peak or 0)
         except (torch.OutOfMemoryError, ChunkflowError) as error:
-            if phase.counts and (needed := _bytes_needed(error)) is not None:
-                raise self._needs(phase, needed, isinstance(error, BudgetError)) from error
+            if phase.counts and (short := shortage(error)) is not None:
+                raise self._needs(phase, short.needed, short is error) from error
             if not out_of_memory(error):
                 raise
             if again or runs_once(phase.root, call):
@@ -332,12 +342,21 @@ class Budget:
         """
         planned = [p for p in self._sharing(phase) if p is phase or p.budget is not None]
         rest, replanned = self.usable - max(p.activations for p in planned), False
+        asked = tuple((p.name, len(programs(p.root)), p.live, p.limit) for p in planned)
+        before, little = self._refused.pop(phase, None), _WORTH_A_PLAN * self.total
+        if before is not None and before.asked == asked and before.rest - little <= rest <= before.rest:
+            self._refused[phase] = before  # each plan would be in vain, and calls of one size take about as much
+            raise ChunkflowError(before.why)
         for p in planned:
             budget = rest + p.kept
             if p.limit is not None:
                 budget = min(budget, max(p.limit, p.least))
-            if p.budget is None or not p.budget <= budget <= p.budget + _WORTH_A_PLAN * self.total:
-                self._set_budget(p, budget)
+            if p.budget is None or not p.budget <= budget <= p.budget + little:
+                try:
+                    self._set_budget(p, budget)
+                except ChunkflowError as error:
+                    self._refused[phase] = _Refused(asked, rest, str(error))
+                    raise
                 replanned = True
         return replanned
 
@@ -358,16 +377,6 @@ class Budget:
             ) from error
         if phase.arena.held > budget - phase.kept:
             self._vacate([phase])
-
-
-def _bytes_needed(error: BaseException | None) -> int | None:
-    """The least budget that a plan needs, if an error, or a cause of it, is that it has less; else None."""
-    while error is not None:
-        if isinstance(error, BudgetError):
-            return error.needed
-        # Dynamo drops the cause of a backend's error
-        error = error.__cause__ or getattr(error, "inner_exception", None)
-    return None
 
 
 def budget_of(owner: Any) -> Budget | None:

@@ -117,10 +117,9 @@ class Phase:
         """The least bytes of weights on the device that its plans take, with those that never leave it."""
         codes = {id(program.code): program.code for program in programs(self.root)}.values()
         needed = [
-            least_memory(
-                c.program.problem, c.settings.hardware, c.settings.chunk_bytes, c.settings.outside, c.settings.arena
-            )
+            least_memory(c.program.problem, s.hardware, s.chunk_bytes, s.outside, s.arena, s.part)
             for c in codes
+            for s in (c.settings,)
         ]
         return max([self.kept, *needed])
 

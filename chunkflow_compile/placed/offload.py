@@ -141,7 +141,7 @@ def offload(
             if filled:  # not shared, because each rank writes its own values
                 placement.move(filled, dtype_of)
     try:
-        placement.carry(named_leaves(root), dtype_of)
+        placement.move_small(named_leaves(root), dtype_of)
         align(root)
     except BaseException as error:
         placement.undo(error=error)

@@ -89,7 +89,7 @@ class Placement:
         self.programs: list[SingleCall] = []
         self._preambles: weakref.WeakSet[Preamble] = weakref.WeakSet()
         self.lock = ProcessLock()
-        self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # with values on the original device
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # with values on the original device
         self._arenas: dict[DeviceKind, Arena] = {}
         self.owned_arena: Arena | None = None
         self.progress: CompileProgress | None = None
@@ -178,6 +178,12 @@ class Placement:
                 program.adopt(other)
                 other.close()
         self.programs = [p for p in self.programs if not p.closed and p is not program] + [program]
+
+    def end_programs(self, before: Collection[SingleCall]) -> None:
+        """End all programs that were added since.  ``before``: the programs that stay."""
+        for program in self.programs:
+            if program not in before:
+                program.close()
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -268,7 +274,7 @@ class Placement:
                 if (buffer := buffer_of(module._buffers[name])) is not None:
                     buffer.fill_with(partial(_call_if_alive, fill))
 
-    def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
+    def move_small(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
         """Move the tensors that are not in the host store to the compute device, and cast them.
 
         If host memory is limited, a tensor that is mapped from a checkpoint is copied.  Otherwise the system might drop its
@@ -284,7 +290,7 @@ class Placement:
                 if tensor.device != self.store.device:
                     # a view of the checkpoint would keep all of it mapped
                     part_of_more = tensor.untyped_storage().nbytes() > tensor.nbytes
-                    self._carried.append((tensor, tensor.data.clone() if part_of_more else tensor.data))
+                    self._moved.append((tensor, tensor.data.clone() if part_of_more else tensor.data))
                     tensor.data = tensor.data.to(self.store.device)
                 elif mappings is not None and mappings.part(tensor.data) is not None:
                     tensor.data = tensor.data.clone()
@@ -298,13 +304,13 @@ class Placement:
         with compile_lock, self.lock():  # so that no other thread traces hooks while they are removed
             self.free()
             self.store.release(device, error)
-            before = {id(tensor): values for tensor, values in self._carried}
+            before = {id(tensor): values for tensor, values in self._moved}
             everything = [(t, device) for t in leaves_of(self.root) if device is not None]
             with torch.no_grad():
-                for tensor, target in everything or [(t, values.device) for t, values in self._carried]:
+                for tensor, target in everything or [(t, values.device) for t, values in self._moved]:
                     if tensor.device != target:
                         tensor.data = _values(tensor, target, before.get(id(tensor)))
-            self._carried.clear()
+            self._moved.clear()
             align(self.root)
             self.guards.remove()  # last, so that an interrupt leaves no empty weight without guards
             self.root.__dict__.pop(PLACEMENT, None)

@@ -24,7 +24,7 @@ from chunkflow_compile.weights.source import Bytes
 from .arena import Arena, Binding
 from .call_site import CallKey, CallSite
 from .executor import Executor
-from .measurement import Passes, StepMeasurement, as_one
+from .measurement import CycleTimes, StepMeasurement, as_one
 
 
 class BoundCycle:
@@ -63,7 +63,7 @@ class BoundCycle:
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
         self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # the weight versions that each call ran on
-        self.times = Passes(cycle)
+        self.times = CycleTimes(cycle)
         self._begun = 0  # passes
         self._in_order = 0  # calls since a pass began, without a jump
         self._binding: Binding | None = None
@@ -181,7 +181,7 @@ class BoundCycle:
             for call, executor in list(executors.items()):
                 executor.forget()
                 del executors[call]  # first, so that a Ctrl-C leaves no executor here that runs nothing
-                executor.vacate()
+                executor.drop_references()
         if self._binding is not None:
             self.arena.discard(self._binding.state)
         self._binding = None

@@ -19,7 +19,7 @@ from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, mark_of, state_of
 
-from .codes import CurrentCode, bare
+from .codes import CurrentCode, without_call_fields
 from .cuda_graphs import CaptureLog
 from .measurement import KEPT_MEASUREMENTS, StepMeasurement
 from .target import Cost
@@ -47,7 +47,7 @@ class CallKey:
     def renew(self, settings: Settings) -> bool:
         """Note that there is a new program with this key; return whether its goal differs from its predecessor's."""
         before, self._settings = self._settings, settings
-        return bare(before) != bare(settings)
+        return without_call_fields(before) != without_call_fields(settings)
 
 
 class CallSite:
@@ -77,7 +77,7 @@ class CallSite:
         self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
         self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
-        self._bare = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
+        self._storeless = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
         weights = [parameters[name] for name in self.buffers]
         self._marks = list(map(mark_of, weights))  # before the states, so that a concurrent change is noticed
         self._watch(list(map(state_of, weights)))
@@ -158,7 +158,7 @@ class CallSite:
         if not all(map(is_, others, self.in_place.values())):
             return False
         # a weight that was offloaded meanwhile is the same object with another class
-        return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
+        return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._storeless))
 
     def _take_versions(self, offloaded: Iterable[torch.Tensor]) -> bool:
         """Record the new versions of weights that were written, whose copies on the device are out of date.
@@ -202,4 +202,4 @@ class CallSite:
     def let_go(self) -> None:
         """Drop all references to weights, because the program has ended."""
         self.buffers, self.in_place = {}, {}
-        self._states, self._hosts, self._bare, self._stores, self._fills = [], [], [], [], []
+        self._states, self._hosts, self._storeless, self._stores, self._fills = [], [], [], [], []

@@ -21,7 +21,7 @@ from .target import Cost, RunningStep, Target
 from .wrapped_calls import undeclared
 
 # The position of an input, and its tensor.
-_Placed = tuple[int, torch.Tensor]
+_InputTensor = tuple[int, torch.Tensor]
 
 
 def _reasons(target: Target, collectives: bool) -> Iterator[str]:
@@ -53,7 +53,7 @@ def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> Cu
     except Exception as error:  # noqa: BLE001  (an op that cannot be recorded may raise anything)
         why = str(error) if isinstance(error, ChunkflowError) else first_line(error)
     if log.wanted == "collectives":
-        why = _of_any_rank(target.program, why)
+        why = _reason_of_any_rank(target.program, why)
     if why and graph is not None:
         graph.drop(why)
         graph = None
@@ -62,7 +62,7 @@ def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> Cu
     return graph
 
 
-def _of_any_rank(program: Program, why: str) -> str:
+def _reason_of_any_rank(program: Program, why: str) -> str:
     """The reason why a rank does not record a call, with its number; empty if all ranks record it.
 
     ``why``: the reason of this rank, or empty.
@@ -88,7 +88,7 @@ def capture(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> C
     begun, program, device, arena = time.monotonic(), target.program, target.device, target.binding.arena
     inputs = [node for node in program.module.graph.nodes if node.op == "placeholder"]
     weights = set(program.weight_inputs.values())
-    values, copied, in_place, fixed = list(env), list[_Placed](), list[_Placed](), list[tuple[int, Any]]()
+    values, copied, in_place, fixed = list(env), list[_InputTensor](), list[_InputTensor](), list[tuple[int, Any]]()
     for position, node in enumerate(inputs):
         value = env[position]
         if not isinstance(value, torch.Tensor):

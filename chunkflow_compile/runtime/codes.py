@@ -213,7 +213,7 @@ class Codes:
         goal = self._goal.aimed_at(changed)
         sizes = tuple(inputs[position] for position in self._symbols.values())
         values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
-        code = _under(goal, self._firsts).at(replace(self._traced, sizes=values))
+        code = _code_for(goal, self._firsts).at(replace(self._traced, sizes=values))
         others = ((size, codes[goal]) for size, codes in self._codes.items() if goal in codes)
         same = (size for size, other in others if other.program.same_as(code.program))
         self._same[sizes] = size = next(same, sizes)
@@ -230,7 +230,7 @@ class Codes:
         compressed weights and of the sharded weights, as fields of the goal.  Raises ChunkflowError if no plan meets the
         goal."""
         goal = self._goal.aimed_at(changed)
-        return _under(
+        return _code_for(
             replace(goal, pack=form.get("pack", goal.pack), peers=form.get("peers", goal.peers)), self._codes[sizes]
         )
 
@@ -238,7 +238,7 @@ class Codes:
         return sizes in self._codes
 
 
-def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
+def _code_for(goal: Goal, codes: dict[Goal, Code]) -> Code:
     """The code for a goal.  If there is none yet, it is made from the code for another goal."""
     if goal not in codes:
         code = next(iter(codes.values())).remade(goal=goal, plan=None)
@@ -249,13 +249,13 @@ def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
 
 
 def decided(goal: Goal, cut: Cut) -> Goal:
-    """The goal with the names of the weights that are compressed and sharded in ``cut``, and its number of groups of heads,
-    which it may have left open."""
+    """The goal with the choices that ``cut`` has made, which the goal may have left open: the names of the compressed and of
+    the sharded weights, and the number of groups of heads."""
     groups = cut.problem.exchange_groups
     return replace(goal, pack=cut.packed, peers=cut.on_peers, exchange_groups=groups > 1 and groups)
 
 
-def bare(settings: Settings) -> Settings:
+def without_call_fields(settings: Settings) -> Settings:
     """The settings without the fields that differ between the sizes of one call, and between calls."""
     goal = replace(settings.goal, pack=False, peers=False, hoist=False, exchange_groups=False)
     return replace(settings, likes=(), part=False, outside=0, arena=0, table=0, tables=0, goal=goal)

@@ -43,7 +43,7 @@ MOST_GRAPHS = 4
 # The number of launches that make up for the recording of a graph, which takes a tenth of a second or more.
 _LEAST_LAUNCHES = 8
 # After this many graphs in a row with fewer launches, the call is issued op by op for good.
-_MOST_IN_VAIN = 3
+_MAX_DROPPED_EARLY = 3
 # "auto" records a call if the host is busy for at least this share of the step.  Below it, the device is the bottleneck, with
 # a margin for steps that vary.
 _WORTH_A_GRAPH = 0.6
@@ -76,7 +76,7 @@ class CaptureLog:
     nbytes: int = 0
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SECONDS))
     shares: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SECONDS))
-    _in_vain: int = 0
+    _dropped_early: int = 0
 
     @property
     def note(self) -> str:
@@ -125,9 +125,9 @@ class CaptureLog:
     def dropped(self, launches: int, why: str) -> None:
         """Count a dropped graph and its number of launches.  Stop recording if too many were dropped early."""
         self.passes, self.nbytes = PASSES - 1, 0
-        self._in_vain = self._in_vain + 1 if launches < _LEAST_LAUNCHES else 0
-        if self._in_vain >= _MOST_IN_VAIN:
-            self.refuse(f"{_MOST_IN_VAIN} graphs were dropped after fewer than {_LEAST_LAUNCHES} calls: {why}")
+        self._dropped_early = self._dropped_early + 1 if launches < _LEAST_LAUNCHES else 0
+        if self._dropped_early >= _MAX_DROPPED_EARLY:
+            self.refuse(f"{_MAX_DROPPED_EARLY} graphs were dropped after fewer than {_LEAST_LAUNCHES} calls: {why}")
 
 
 class CudaGraph:
@@ -162,12 +162,12 @@ class CudaGraph:
         self._log = log
         self._copied = tuple_getter([position for position, _ in copied])
         self._inputs = [tensor for _, tensor in copied]
-        self._targets = [_once(tensor) for tensor in self._inputs]
+        self._targets = [_without_repeats(tensor) for tensor in self._inputs]
         self._in_place = tuple_getter([position for position, _ in in_place])
         self._addresses = [tensor.data_ptr() for _, tensor in in_place]
         self._fixed, self._values = tuple_getter([p for p, _ in fixed]), tuple(value for _, value in fixed)
         self._outputs = list(outputs)
-        self._shared = _shared(output for output, position in outputs if position is None)
+        self._shared = _shared_storages(output for output, position in outputs if position is None)
         self._suspects = suspects
 
     def misfit(self, env: Sequence[Any]) -> str:
@@ -183,7 +183,7 @@ class CudaGraph:
 
     def launch(self, env: Sequence[Any]) -> tuple[Any, ...]:
         """Enqueue the call; return its outputs, which are copies that own their memory."""
-        given = list(map(_once, self._copied(env)))
+        given = list(map(_without_repeats, self._copied(env)))
         if given:
             torch._foreach_copy_(self._targets, given)
         self._device.launch(self.graph)
@@ -226,13 +226,13 @@ class CudaGraph:
             self._log.dropped(self.launches, why)
 
 
-def _once(tensor: torch.Tensor) -> torch.Tensor:
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     """A view that contains each element in memory once, without the repetitions of an expanded tensor."""
     strides = tensor.stride()
     return tensor if 0 not in strides else tensor[tuple(slice(None if stride else 1) for stride in strides)]
 
 
-def _shared(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
+def _shared_storages(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
     """Storage id -> the bytes of each storage that several outputs share.  Copies of these outputs share memory, too."""
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]

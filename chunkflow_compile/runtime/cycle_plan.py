@@ -18,7 +18,7 @@ from chunkflow_compile.weights.progress import planning
 from .arena import Arena
 from .bound_cycle import BoundCycle
 from .call_site import CallKey, CallSite
-from .codes import bare
+from .codes import without_call_fields
 from .cuda_graphs import MOST_GRAPHS
 
 # The number of calls in the longest cycle: 128 blocks of two models, called twice per step.
@@ -78,7 +78,7 @@ def has_room_for(cycle: BoundCycle, live_bytes: int, goal: Goal) -> bool:
 
 def _unbudgeted(settings: Settings) -> Settings:
     """The settings without the budget, and without the fields that differ between calls."""
-    settings = bare(settings)
+    settings = without_call_fields(settings)
     return replace(settings, goal=replace(settings.goal, memory=None))
 
 

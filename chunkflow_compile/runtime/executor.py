@@ -200,6 +200,8 @@ class Executor:
         arena, cold = self.binding.arena, stale is None
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
+        if cold:
+            self.device.recover()  # a copy that failed was for another model, or the prologue repeats it
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
@@ -213,7 +215,7 @@ class Executor:
 
     def _prologue(self, stale: Collection[str] | None, jumps: bool) -> list[Issue]:
         """The functions that issue the prologue of the call.  ``stale``, ``jumps``: see :meth:`_prime`."""
-        lanes = self.device.moves
+        lanes = self.device.lane_names
         if (kept := self._prologues.get((jumps, lanes))) is not None and not stale:
             return kept
         made = instructions(self.target, self.cycle.prologue(self.call, lanes, stale, jumps=jumps))
@@ -223,8 +225,8 @@ class Executor:
 
     def _finish(self, cost: Cost, number: int, begin: float, end: float, whole: bool) -> None:
         idle_s = self.state.idle_before(number, begin, end)
-        copied, windows = self.traffic.settle(end), cost.windows
-        read_s, read_bytes = self.binding.arena.reader.settle() if self.target.on_drive else (0.0, 0)
+        copied, windows = self.traffic.drain(end), cost.windows
+        read_s, read_bytes = self.binding.arena.reader.collect() if self.target.on_drive else (0.0, 0)
         if not whole or windows is None or self._file is None:
             return
         if self.captures is not None and end > begin:
@@ -262,8 +264,8 @@ class Executor:
             self.device.collect(True)
         self.traffic.forget()
 
-    def vacate(self) -> None:
+    def drop_references(self) -> None:
         """Drop every reference to the arena's memory.  No work may be in flight (:meth:`forget`).  The executor cannot run
         again."""
         self.instructions, self._values, self._prologues = [], [], {}
-        self.target.vacate()
+        self.target.drop_references()

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import getitem, methodcaller
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.forms import without_reads
-from chunkflow_compile.passes.graph.discover import collective_kind
-from chunkflow_compile.passes.graph.listing import SLICING
-from chunkflow_compile.passes.plan import runs
-from chunkflow_compile.passes.program.lifetimes import over
-from chunkflow_compile.passes.program.rewrite import SOURCE
 from chunkflow_compile.passes.step import (
     Copy,
     Evaluate,
@@ -37,26 +30,24 @@ from chunkflow_compile.passes.step import (
 from chunkflow_compile.passes.step import Stream as StreamName
 from chunkflow_compile.weights.pieces import Pieces
 
+from .collective_work import collective_issue, finish_issue, start_issue
+from .compute_work import Compute, PicksAndDrops, node_work, poison_work, region_work, run_all, together
 from .device_base import NamedCopy
 from .measurement import RegionWatch
 from .target import Issue, RunningStep, Target
-from .wrapped_calls import LoweredRegion, checked, explained, owning, repeated, tuple_getter, undeclared
-
-# Work on the values of a step.
-Work = Callable[[list[Any]], None]
-# Reads the positional and the keyword operands of a node from the values of a step.
-Reader = Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 
 
 def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] = ()) -> list[Issue]:
-    """The functions that issue the ops of a step, in their order.  ``nodes``: of the program with their ops, see
-    :func:`issued`; none if the step has transfers only.
+    """The functions that issue the ops of a step, in order.
 
-    A region and the ops of compute after it are one function, and so are the copies and the marks between two of these, and
-    adjacent reads, because each function costs the host time.  The copies of one lane between two events are one.
-    If the step computes several rows, see :meth:`Executor.run`, a function of compute runs all of its ops but Evict for each
-    earlier row, and then all of them for the last row.
-    Raises FindingError if the nodes have other ops than the step.
+    ``nodes``: the nodes of the program with their ops, see :func:`issued`; empty if the step consists of transfers only.
+
+    Each function costs the host time, so adjacent ops are merged into one function: a region with the compute ops after it;
+    the copies, records and waits between two such functions; and adjacent reads.  The copies in one lane between two events
+    are issued as one.
+    If the step computes several rows (see :meth:`Executor.run`), a compute function runs all its ops except Evict for each
+    earlier row, and then all its ops for the last row.
+    Raises FindingError if the ops of the nodes differ from the ops of the step.
     """
     if not target.on_drive:
         step = without_reads(step, target.cycle.events)
@@ -68,7 +59,8 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
 
 
 def _with_nodes(step: Step, nodes: Iterable[tuple[Node, Step]]) -> Iterator[tuple[Op, Node | None]]:
-    """Each op with its node: None for a transfer, and for all ops of a node but the first and the Run of a region."""
+    """Yield each op with its node.  The node is None for transfers, and for ops that are neither the first op of their node
+    nor the Run of a region."""
     work = ((node, [op for op in ops if not _is_transfer(op)]) for node, ops in nodes)
     rest = ((op, node if op is ops[0] or isinstance(op, Run) else None) for node, ops in work for op in ops)
     for op in step:
@@ -87,30 +79,19 @@ def _is_transfer(op: Op) -> bool:
     return isinstance(op, Transfer)
 
 
-@dataclass(frozen=True)
-class _Compute:
-    """Work on the values of a step, in the order of the compute stream.
-
-    ``window``: where its time counts, or None.  ``name``: of its region.  ``once``: whether it runs for the last row only.
-    """
-
-    work: Work
-    window: int | None = None
-    name: str = ""
-    once: bool = False
-
-
 class _Compiler:
-    """Makes the functions of a step.  ``issues``: those that are complete."""
+    """Makes the functions of a step.  ``issues``: the functions that are complete."""
 
     def __init__(self, target: Target) -> None:
         self.issues: list[Issue] = []
         self._target = target
         self._number = {node.name: i for node, i in target.number.items()}
         self._windows = len(target.program.problem.regions)
-        self._window = 0  # where stalls count: at the region that runs next, after the last one at that
+        # the window that stalls are added to: the window of the next region, or of the last region if none follows
+        self._window = 0
         self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region takes
-        self._computes: list[_Compute] = []
+        self._computes: list[Compute] = []
+        self._picks_and_drops: PicksAndDrops | None = None  # the latest, to which later ops may be added
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
 
@@ -126,30 +107,35 @@ class _Compiler:
                 window = self._window if op.weights else None
                 self._issue(_wait(target, target.events[op.event], window))
             case Run():
-                self._compute(_region(target, node, op.region, self._taken))
+                self._compute(region_work(target, node, op.region, self._taken))
                 self._taken = ()
                 self._window = min(op.region + 1, self._windows - 1)
             case Start():
-                self._issue(_start(target, _beside(target, node, self._window)))
+                self._issue(start_issue(target, collective_issue(target, node, self._window)))
             case Finish():
                 completes = node is not None
-                self._issue(_finish(target, _beside(target, node, self._window) if completes else None))
+                self._issue(finish_issue(target, collective_issue(target, node, self._window) if completes else None))
             case Evaluate(stream="collective"):
-                self._issue(_beside(target, node, self._window))
+                self._issue(collective_issue(target, node, self._window))
+            case Evaluate() if node.target is getitem:
+                number = target.number
+                self._latest_picks_and_drops().picks.append(
+                    (number[node], number[node.all_input_nodes[0]], node.args[1])
+                )
             case Evaluate():
-                self._compute(_Compute(_evaluated(target, node)))
+                self._compute(Compute(node_work(target, node)))
             case Evict():
                 if target.poison:
-                    self._compute(_Compute(partial(_poison, _evicted(target, op.weight)), once=True))
+                    self._compute(Compute(poison_work(target, op.weight), once=True))
             case Release():
                 numbers = tuple(self._number[value] for value in op.values)
-                if node is not None:  # the first op of its node is that of a region
+                if node is not None:  # the op comes before the Run of a region
                     self._taken = numbers
                 else:
-                    self._compute(_Compute(partial(_drop, numbers)))
+                    self._latest_picks_and_drops().drops.extend(numbers)
 
     def flush(self) -> None:
-        """Complete the newest function."""
+        """Complete the current function."""
         if self._computes:
             self.issues.append(_compute(self._target, self._computes))
         if self._transfers:
@@ -157,11 +143,21 @@ class _Compiler:
         if self._reads:
             self.issues.append(_reads(self._target, self._reads))
         self._computes, self._transfers, self._reads = [], [], []
+        self._picks_and_drops = None
 
-    def _compute(self, compute: _Compute) -> None:
+    def _compute(self, compute: Compute) -> None:
         if self._transfers or self._reads or compute.window is not None:
             self.flush()
         self._computes.append(compute)
+        self._picks_and_drops = None
+
+    def _latest_picks_and_drops(self) -> PicksAndDrops:
+        """The work to add picks or drops to.  After the drops of a Release, new work begins."""
+        if self._picks_and_drops is None or self._picks_and_drops.drops:
+            work = PicksAndDrops()
+            self._compute(Compute(work.work()))
+            self._picks_and_drops = work
+        return self._picks_and_drops
 
     def _transfer(self, op: Record | Wait | Copy) -> None:
         if self._computes or self._reads:
@@ -178,31 +174,27 @@ class _Compiler:
         self.issues.append(issue)
 
 
-def _compute(target: Target, computes: Sequence[_Compute]) -> Issue:
-    """A function that issues work of compute, of which the first may be a region's, as one."""
+def _compute(target: Target, computes: Sequence[Compute]) -> Issue:
+    """A function that issues several pieces of compute work as one.  Only the first of them may be a region."""
     run, window, name = target.device.compute.run, computes[0].window, computes[0].name
-    work = _together([each.work for each in computes])
+    work = together([each.work for each in computes])
     repeated = [each.work for each in computes if not each.once]
 
     def issue(step: RunningStep) -> None:
-        if repeated and step.earlier:
+        if step.earlier and repeated:
             for env in step.earlier:
-                run(partial(_do, repeated, env), None, name)
-        watch = None
-        if window is not None and (windows := step.cost.windows) is not None:
-            watch = RegionWatch(windows, window)
-        run(partial(work, step.env), watch, name)
+                run(partial(run_all, repeated, env), None, name)
+        if window is None or (windows := step.cost.windows) is None:
+            run(partial(work, step.env), None, name)
+        else:
+            run(partial(work, step.env), RegionWatch(windows, window), name)
 
     return issue
 
 
-def _together(works: Sequence[Work]) -> Work:
-    return works[0] if len(works) == 1 else partial(_do, works)
-
-
 @dataclass(frozen=True)
 class _Part:
-    """What a stream is given at once: the events that it waits for, copies, and the events that it records after them."""
+    """Ops that a stream gets together: first it waits for events, then it runs copies, then it records events."""
 
     stream: StreamName
     waits: list[Any] = field(default_factory=list)
@@ -211,9 +203,9 @@ class _Part:
 
 
 def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
-    """A function that issues ops of the lanes, and the marks of compute between them, in few parts.
+    """A function that issues the ops of lanes, and the records of compute between them, in as few parts as possible.
 
-    The order of each stream stays, and what is recorded before a wait of any stream.
+    The order of the ops in each stream does not change.  A record that comes before a wait in any stream stays before it.
     """
     parts, newest = list[_Part](), dict[StreamName, _Part]()
     for op in ops:
@@ -233,31 +225,33 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
     sources = [source for part in parts for _, source, _ in part.copies]
     nbytes = sum(source.numel() for source in sources)
     pulled = sum(source.from_others for source in sources if isinstance(source, Pieces))
-    device = target.device
+    device, traffic = target.device, target.traffic
+
     given: list[tuple[Any, list[Any], list[NamedCopy], list[Any]]]
     given = [(part.stream, part.waits, part.copies, part.records) for part in parts]
 
     def issue(step: RunningStep) -> None:
-        timed = step.cost.windows is not None
+        measured = step.cost.windows is not None
         for name, waits, copies, records in given:
             stream = device.stream(name)
             for event in waits:
                 stream.wait(event)
-            if copies and timed:
+            if copies and measured:
                 for to, source, label in copies:
                     work = partial(device.copy_bytes, to, source, name)
-                    stream.run(work, target.traffic.copy(source.numel(), name), label)
+                    stream.run(work, traffic.copy(source.numel(), name), label)
             elif copies:
                 device.copy_all(copies, name)
             for event in records:
                 stream.record(event)
-        step.cost.add_copies(nbytes, pulled)
+        if nbytes:
+            step.cost.add_copies(nbytes, pulled)
 
     return issue
 
 
 def _reads(target: Target, ops: Sequence[Read | Record | Wait]) -> Issue:
-    """A function that issues ops of the stream of reads."""
+    """A function that issues ops to the stream of reads."""
     device, calls = target.device, list[methodcaller]()
     for op in ops:
         match op:
@@ -277,7 +271,10 @@ def _reads(target: Target, ops: Sequence[Read | Record | Wait]) -> Issue:
 
 
 def _wait(target: Target, event: Any, window: int | None) -> Issue:
-    """A function that lets compute wait for an event.  ``window``: where the stall counts, or None."""
+    """A function that makes compute wait for an event.
+
+    ``window``: the index of the window that the stall is added to, or None if it is not counted.
+    """
     compute = target.device.compute
 
     def issue(step: RunningStep) -> None:
@@ -291,167 +288,3 @@ def _wait(target: Target, event: Any, window: int | None) -> Issue:
 
 def _add_stall(stalls_s: MutableSequence[float], window: int, seconds: float) -> None:
     stalls_s[window] += seconds
-
-
-def _region(target: Target, node: Node, index: int, taken: Sequence[int]) -> _Compute:
-    """The work of a region.  ``index``: in the problem of the program.  ``taken``: the values that it is the last to read."""
-    program, values, module = target.program, target.binding.values, str(node.target)
-    read = program.problem.regions[index].weights
-    number, take = target.number[node], tuple_getter([target.number[operand] for operand in node.args])
-    region = target.regions[module]
-    if (slicing := node.meta.get(SLICING)) is not None:
-        outputs = sorted(node.users, key=lambda user: cast(int, user.args[1]))
-        region = repeated(region, slicing, [output.meta["val"] for output in outputs])
-    # one that is recorded was checked
-    if not target.device.records and (ops := undeclared(getattr(program.module, module))):
-        region = checked(region, {w: values[w] for w in read if w in values}, ops)
-
-    def settled(later: LoweredRegion) -> None:
-        nonlocal region
-        region = later
-
-    region = owning(region, [values[w] for w in read if w in values], settled)
-
-    def work(env: list[Any]) -> None:
-        inputs = [*take(env)]
-        if taken:
-            _drop(taken, env)
-        env[number] = region(inputs)
-
-    named = program.plan.regions[program.start + index]
-    return _Compute(work, index, " ".join(w for w in (node.name, *named) if w))
-
-
-def _evaluated(target: Target, node: Node) -> Work:
-    """The work of a node that is no region: a constant, an element of what a region returns, another op, or the outputs."""
-    place, function = target.number, cast(Any, node.target)
-    number = place[node]
-    if node.op == "get_attr":
-        return partial(_put, number, getattr(target.program.module, str(node.target)))
-    if node.op == "output":
-        return partial(_output, number, _reader(place, cast(Any, node.args[0])))
-    if function is getitem:
-        return partial(_pick, number, place[node.all_input_nodes[0]], node.args[1])
-    return partial(_call, number, function, _reader(place, node.args, node.kwargs))
-
-
-def _reader(number: Mapping[Node, int], operands: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Reader:
-    """A function from a step's values, by the ``number`` of their nodes, to operands of a node."""
-    kwargs = kwargs or {}
-    if not kwargs and all(isinstance(a, Node) for a in operands):  # such as those of regions
-        take = tuple_getter([number[a] for a in operands])
-        return lambda env: (take(env), kwargs)
-    if not kwargs and not any(isinstance(a, (list, tuple, dict, slice)) for a in operands):
-        places = [(number[a], None) if isinstance(a, Node) else (-1, a) for a in operands]
-        return lambda env: ([constant if n < 0 else env[n] for n, constant in places], kwargs)
-
-    def read(env: list[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        return map_arg((operands, kwargs), lambda n: env[number[n]])
-
-    return read
-
-
-def _beside(target: Target, node: Node, window: int) -> Issue:
-    """A function that issues a collective, its completion, or one of its results to the collective stream."""
-    stream, traffic = target.device.collective, target.traffic
-    number, read = target.number[node], _reader(target.number, node.args, node.kwargs)
-    name, function = str(node.meta.get(SOURCE, node.name)), _explained(target, node)
-
-    def issue(step: RunningStep) -> None:
-        env, at = step.env, step.number
-
-        def work() -> None:
-            args, kwargs = read(env)
-            env[number] = function(at, *args, **kwargs)
-
-        windows = step.cost.windows
-        stream.run(work, None if windows is None else traffic.collective(windows, window), name)
-
-    return issue
-
-
-def _start(target: Target, collective: Issue) -> Issue:
-    """A function that starts a collective when compute has reached it."""
-    compute, stream, started = target.device.compute, target.device.collective, target.started
-
-    def issue(step: RunningStep) -> None:
-        if stream is not compute:
-            compute.record(started)
-            stream.wait(started)
-        collective(step)
-        step.cost.add_collective()
-
-    return issue
-
-
-def _finish(target: Target, completion: Issue | None) -> Issue:
-    """A function that lets compute wait for the end of a collective.  ``completion``: issues what completes it, None for one
-    that completes itself."""
-    compute, stream, ended = target.device.compute, target.device.collective, target.ended
-
-    def issue(step: RunningStep) -> None:
-        if completion is not None:
-            completion(step)
-        if stream is not compute:
-            stream.record(ended)
-            compute.wait(ended)
-
-    return issue
-
-
-def _explained(target: Target, node: Node) -> Callable[..., Any]:
-    """The op of a node of a collective, see :func:`explained`.  The last completion of it reports the bytes received."""
-    collective, function = node, node.target
-    while collective_kind(collective) is None:
-        collective = collective.all_input_nodes[0]
-    name = str(collective.meta.get(SOURCE, collective.name))
-    crossing = {c.name: c.nbytes for c in target.program.problem.collectives}
-    nbytes = crossing.get(name, 0) if over(collective, target.number) is node else 0
-    return explained(
-        cast(Callable[..., Any], function), name, partial(target.device.received, nbytes) if nbytes else None
-    )
-
-
-def _evicted(target: Target, weight: str) -> list[torch.Tensor]:
-    """The bytes of a weight that are copied in each step.
-
-    To poison them needs no event: the opening of the next window over these bytes comes after it on the compute stream.
-    """
-    plan = target.program.plan
-    placed = next(w for w in plan.streamed if w.name == weight)
-    spans = [plan.span(placed, r.first, r.end) for r in runs(placed.windows) if r.window is not None]
-    return [target.binding.slots[weight][begin:end] for begin, end in spans]
-
-
-def _do(works: Sequence[Work], env: list[Any]) -> None:
-    for work in works:
-        work(env)
-
-
-def _put(number: int, value: Any, env: list[Any]) -> None:
-    env[number] = value
-
-
-def _call(number: int, function: Callable[..., Any], read: Reader, env: list[Any]) -> None:
-    args, kwargs = read(env)
-    env[number] = function(*args, **kwargs)
-
-
-def _output(number: int, read: Reader, env: list[Any]) -> None:
-    """Set the outputs of a step, as a tuple."""
-    env[number] = tuple(read(env)[0])
-
-
-def _pick(number: int, whole: int, element: Any, env: list[Any]) -> None:
-    env[number] = env[whole][element]
-
-
-def _drop(numbers: Sequence[int], env: list[Any]) -> None:
-    for number in numbers:
-        env[number] = None
-
-
-def _poison(pieces: Sequence[torch.Tensor], env: list[Any]) -> None:
-    """Set all bits, which is NaN in every floating type except the ``fnuz`` variants of float8."""
-    for piece in pieces:
-        piece.fill_(255)

@@ -179,7 +179,7 @@ def _ratio(whole: float, parts: Sequence[float]) -> float:
     return whole / total if (total := sum(parts)) else 1.0
 
 
-class Passes:
+class CycleTimes:
     """Measured times of the passes over the calls of a cycle.
 
     ``whole``: the latest complete passes, oldest first; each consists of the measurements of its calls.

@@ -59,7 +59,7 @@ class DriveReader:
         self._drive = _Drive(clock, rate)
         self._ring: _RingMemory | None = None
         self._expected: float | None = None
-        self._settled = (0.0, 0)  # seconds and bytes up to the last call of :meth:`settle`
+        self._collected = (0.0, 0)  # seconds and bytes up to the last call of :meth:`collect`
         self._warned = False
 
     def expect(self, nbytes: int, rate: float | None) -> None:
@@ -91,7 +91,7 @@ class DriveReader:
         assert self._ring is not None, "it is read before"
         return _inside(source, self._ring.bytes[begin:])
 
-    def settle(self) -> tuple[float, int]:
+    def collect(self) -> tuple[float, int]:
         """Seconds and bytes of reading since the last call.  Warns once if the SSD is much slower than expected."""
         seconds, nbytes = self._drive.seconds, self._drive.nbytes
         slow = self._expected is not None and seconds >= _SURE_S and nbytes < _SLOW * self._expected * seconds
@@ -104,7 +104,7 @@ class DriveReader:
                 nbytes / seconds / 1e6,
                 (self._expected or 0.0) / 1e6,
             )
-        before, self._settled = self._settled, (seconds, nbytes)
+        before, self._collected = self._collected, (seconds, nbytes)
         return seconds - before[0], nbytes - before[1]
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from .read_ahead import InRing
 from .torch_cuda import TorchCuda
 
 
-class _Lane:
+class _RecordedStream:
     """A stream of a recording."""
 
     def __init__(self, cuda: TorchCuda, stream: torch.cuda.Stream) -> None:
@@ -39,7 +39,7 @@ class _Lane:
         raise NotImplementedError("nothing runs while it is recorded")
 
 
-class _Compute(_Lane):
+class _RecordedCompute(_RecordedStream):
     """The stream of compute and collectives, which is the caller's current one during a recording."""
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
@@ -58,15 +58,15 @@ class Recorder(Device):
     def __init__(self, cuda: TorchCuda, lanes: Mapping[Lane, torch.cuda.Stream]) -> None:
         self._cuda = cuda
         self._streams = lanes
-        self.copy = _Lane(cuda, lanes["copy"])
-        self.compute = self.collective = _Compute(cuda, cuda.current())
+        self.copy = _RecordedStream(cuda, lanes["copy"])
+        self.compute = self.collective = _RecordedCompute(cuda, cuda.current())
 
-    def _make_pull(self) -> _Lane:
-        return _Lane(self._cuda, self._streams["pull"])
+    def _make_pull(self) -> _RecordedStream:
+        return _RecordedStream(self._cuda, self._streams["pull"])
 
     def event(self) -> torch.cuda.Event:
         return self._cuda.event(False)
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, lane: Lane = "copy") -> None:
         assert not isinstance(source, DriveBytes | InRing), "weights on the drive are not recorded"
         self._cuda.copy(target, source)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import BudgetError, ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.program.cycle import Cycle, block_of
 from chunkflow_compile.passes.program.rewrite import Program
@@ -246,9 +246,11 @@ def replan(
     times that a cycle was planned with.  ``goal``: the new goal; None keeps the goal of each cycle.  ``settings``: other
     settings to change, by name.  ``by_itself``: whether the re-planning is automatic.  In that case a plan that places the
     weights as before is ignored, and a failure to start a new plan is logged instead of raised.
-    Raises ChunkflowError, and changes nothing, if no plan meets the goal.
+    Raises ChunkflowError, and changes nothing, if no plan meets the goal: the BudgetError of the program that needs
+    most.
     """
     swaps, remade = list[partial[None]](), dict[tuple[Code, Timings | None], Code]()
+    short: BudgetError | None = None  # of the program that needs most
     for cycle, timings in cycles.items():
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
@@ -256,7 +258,11 @@ def replan(
             key = current.code, timings  # blocks of one type share their code
             if goal is not None:
                 change["goal"] = current.code.settings.goal.aimed_at(goal)
-            code = remade[key] = remade.get(key) or current.code.remade(**change)
+            try:
+                code = remade[key] = remade.get(key) or current.code.remade(**change)
+            except BudgetError as error:
+                short = max(short or error, error, key=lambda e: e.needed)
+                continue
             plan, swap = code.program.plan, partial(current.run, code, by_itself)
         else:
             order = order_of(cycle.arena)
@@ -268,5 +274,7 @@ def replan(
             plan, swap = again.plan, partial(order.swap_plan, cycle, again)
         if not by_itself or plan.placement != cycle.plan.placement:
             swaps.append(swap)
+    if short is not None:
+        raise short
     for swap in swaps:
         swap()

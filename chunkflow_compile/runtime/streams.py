@@ -36,7 +36,7 @@ class Bell:
     """A condition variable: lets threads wait for a change.
 
     It uses only simple locks, because a Ctrl-C inside threading.Condition could leave it locked forever.
-    ``now``: returns the time in seconds at which an event is reached.
+    ``now``: returns the current time in seconds.
     """
 
     def __init__(self, clock: HostClock = MONOTONIC) -> None:
@@ -273,7 +273,7 @@ class ThreadStream:
         self._put = partial(engine.put, self)
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        work = _as_here(_watched(work, watch, self._now))
+        work = _in_callers_modes(_watched(work, watch, self._now))
 
         def run(since: float) -> None:
             self.since, self.ended = since, None
@@ -331,7 +331,7 @@ def _watched(work: Callable[[], None], watch: Watch | None, now: Callable[[], fl
     return run
 
 
-def _as_here(work: Callable[[], None]) -> Callable[[], None]:
+def _in_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
     """Wrap work so that it runs in the caller's autograd modes, which torch keeps per thread."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 

@@ -147,7 +147,7 @@ class Target:
         size = self.program.plan.chunk_bytes
         return slice(op.first * size, op.end * size)
 
-    def vacate(self) -> None:
+    def drop_references(self) -> None:
         """Drop every reference to the arena's memory.  No work may be in flight."""
         self.binding = Binding(self.binding.arena, {}, {}, {})
 

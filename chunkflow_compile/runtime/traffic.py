@@ -57,31 +57,31 @@ class Transfer:
 class Traffic:
     """The transfers of a program.
 
-    One thread reports copies, one reports pulls, and one reports collectives; another thread calls :meth:`settle`.
+    One thread reports copies, one reports pulls, and one reports collectives; another thread calls :meth:`drain`.
     """
 
     def __init__(self) -> None:
         self._counted = 0
-        self._lanes: dict[Lane, deque[Transfer]] = {moves: deque() for moves in LANES}
+        self._lanes: dict[Lane, deque[Transfer]] = {lane: deque() for lane in LANES}
         self._collectives: deque[Transfer] = deque()
         # collectives and pulls that may have overlapped copies still in flight
-        self._settled: deque[Transfer] = deque()
+        self._drained: deque[Transfer] = deque()
         self._pulled: deque[Transfer] = deque()
 
-    def copy(self, nbytes: int, moves: Lane = "copy") -> Transfer:
+    def copy(self, nbytes: int, lane: Lane = "copy") -> Transfer:
         """A record for a copy that is about to run in a lane."""
-        return Transfer(self._lanes[moves], nbytes)
+        return Transfer(self._lanes[lane], nbytes)
 
     def collective(self, windows: WindowSeconds, window: int) -> Transfer:
         """A record for a collective, or its completion, that is about to run."""
         return Transfer(self._collectives, windows=windows, window=window)
 
-    def settle(self, now: float) -> Copied:
+    def drain(self, now: float) -> Copied:
         """Add the seconds of the collectives to their windows; return the sums over the copies that had ended by ``now``.
 
         It is called when no collective is in flight.
         """
-        if not (self._collectives or self._settled or any(self._lanes.values())):
+        if not (self._collectives or self._drained or any(self._lanes.values())):
             return _NOTHING
         fresh = [self._collectives.popleft() for _ in range(len(self._collectives))]
         beside = [[overlaps for _, overlaps in _overlaps(fresh, list(lane))] for lane in self._lanes.values()]
@@ -90,14 +90,14 @@ class Traffic:
             seconds = collective.end - collective.begin
             collective.windows.collective_s[collective.window] += seconds
             collective.windows.beside_s[collective.window] += seconds * any(overlaps)
-        self._settled.extend(fresh)
-        ended: dict[Lane, list[Transfer]] = {moves: list(_ended(lane, now)) for moves, lane in self._lanes.items()}
+        self._drained.extend(fresh)
+        ended: dict[Lane, list[Transfer]] = {name: list(_ended(lane, now)) for name, lane in self._lanes.items()}
         self._pulled.extend(ended["pull"])
         pulls = [*self._pulled, *list(self._lanes["pull"])]
-        free = [copy for copy, overlaps in _overlaps(ended["copy"], list(self._settled)) if not overlaps]
+        free = [copy for copy, overlaps in _overlaps(ended["copy"], list(self._drained)) if not overlaps]
         free = [copy for copy, overlaps in _overlaps(free, pulls) if not overlaps]
         since = min((copy.begin for lane in self._lanes.values() for copy in list(lane)), default=now)
-        for past in (self._settled, self._pulled):
+        for past in (self._drained, self._pulled):
             while past and past[0].end <= since:
                 past.popleft()
         copied = Copied(*_sums([copy for copies in ended.values() for copy in copies]), *_sums(free))
@@ -116,7 +116,7 @@ class Traffic:
         for lane in self._lanes.values():
             lane.clear()
         self._collectives.clear()
-        self._settled.clear()
+        self._drained.clear()
         self._pulled.clear()
 
 

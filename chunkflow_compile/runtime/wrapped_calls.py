@@ -153,4 +153,7 @@ def tuple_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[An
     """A function that returns the elements of a sequence at ``positions``.  For several positions, it is one call into C."""
     if len(positions) > 1:
         return itemgetter(*positions)
-    return lambda values: tuple(values[position] for position in positions)
+    if not positions:
+        return lambda _: ()
+    (position,) = positions
+    return lambda values: (values[position],)

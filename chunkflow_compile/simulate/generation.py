@@ -95,7 +95,7 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
         others = _small_of_others(c, components)
         room = usable(budget) - others
         if c.cut is None and c.weights + c.alive(None) > room:
-            raise _too_little(c, others, hardware, budget)
+            raise _too_little(c, components, hardware, budget)
         settings = Settings(hardware=hardware, goal=c.goal(room))
         # "auto" is decided on forms with whole blocks
         packs = (c.pack, False, True) if c.pack == "auto" else (c.pack,)
@@ -112,7 +112,7 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
             if found:
                 break
         else:
-            raise _too_little(c, others, hardware, budget) from refused[0]
+            raise _too_little(c, components, hardware, budget) from refused[0]
         phase = min(found, key=lambda p: p.loading_s + p.calls * p.seconds)
         # the first call of a phase is a cold start
         loading_s = phase.loading_s + min(phase.weights, c.weights) / rate
@@ -181,12 +181,17 @@ def _cuts(c: Component, hardware: Hardware) -> list[Cut]:
     return [c.cut, whole] if c.split == 1 else [split_into(whole, c.split)]
 
 
-def _too_little(component: Component, others: int, hardware: Hardware, budget: int) -> ChunkflowError:
+def _too_little(
+    component: Component, components: Sequence[Component], hardware: Hardware, budget: int
+) -> ChunkflowError:
+    """The error of a component for which a budget is too small; it states the least for all of them."""
+    others = _small_of_others(component, components)
     least, alive = _least(component, hardware)
-    needed = budget_for(others + least)
+    needed, every = budget_for(others + least), least_budget(components, hardware)
+    more = f", and another component needs {size(every)}" if every > needed else ""
     return ChunkflowError(
         f"memory={size(budget)} is too little for {component.name}: its activations take up to {size(alive)}, and with the "
-        f"least of its weights it needs {size(needed)}. Give memory={enough(needed)!r} or more."
+        f"least of its weights it needs {size(needed)}{more}. Give memory={enough(max(needed, every))!r} or more."
     )
 
 

@@ -50,9 +50,10 @@ class HostStore:
     next calls start them again.  ``pins``: whether to pin host memory; False after pinning has failed once.
     ``counts``: counters of the model's programs.  ``exported``: tensors of state_dicts, or their storages, that share the
     memory of weights.
-    ``bound``: the limit on host memory for the weights, in bytes, or None.  ``turn``: the index of this rank among the
-    ranks that share the weights, and their number, or None.  ``agreed``: the bytes that each of these ranks may pin, or
-    None.  ``peers``: the ranks that keep pieces of weights for each other, or None.
+    ``bound``: the limit on host memory for the weights, in bytes, or None.
+    ``rank_and_count``: the index of this rank among the ranks that share the weights, and their number, or None.
+    ``agreed_pin_bytes``: the bytes that each of these ranks may pin, or None.
+    ``peers``: the ranks that keep pieces of weights for each other, or None.
     """
 
     _root: weakref.ref[nn.Module]
@@ -61,8 +62,8 @@ class HostStore:
     end_programs: Callable[[], None] = _nothing
     pins: bool = True
     bound: int | None = None
-    turn: tuple[int, int] | None = None
-    agreed: int | None = None
+    rank_and_count: tuple[int, int] | None = None
+    agreed_pin_bytes: int | None = None
     peers: Peers | None = None
     counts: Counts = field(default_factory=Counts)
     exported: dict[Export, None] = field(default_factory=dict)
@@ -142,8 +143,8 @@ class HostStore:
         self._pending.clear()
         if node is not None:
             loader.report()
-            self.turn = node.ranks.index(node.rank), len(node.ranks)
-            self.agreed = min(node.gather(self._pinnable(host_memory())))
+            self.rank_and_count = node.ranks.index(node.rank), len(node.ranks)
+            self.agreed_pin_bytes = min(node.gather(self._pinnable(host_memory())))
 
     def _become(self, names: tuple[str, ...], tensor: torch.Tensor, buffer: HostBuffer) -> None:
         grad, origin = tensor.grad, tensor.device
@@ -347,9 +348,10 @@ class HostStore:
         the machine allows."""
         if budget is not None:
             return PinAllowance(budget - self.pinned_bytes, f"the budget is {size(budget)}, see the option pin_memory")
-        if self.agreed is not None:
+        if self.agreed_pin_bytes is not None:
             return PinAllowance(
-                self.agreed - self.pinned_bytes, f"the ranks that share weights pin at most {size(self.agreed)}"
+                self.agreed_pin_bytes - self.pinned_bytes,
+                f"the ranks that share weights pin at most {size(self.agreed_pin_bytes)}",
             )
         memory = host_memory()
         most = self._pinnable(memory)
@@ -363,7 +365,7 @@ class HostStore:
 
         Weights in host memory do not count as free memory, but pinning them takes no additional memory.
         """
-        ranks = max(local_ranks(), self.turn[1] if self.turn else 1)
+        ranks = max(local_ranks(), self.rank_and_count[1] if self.rank_and_count else 1)
         return max(0, self.held_bytes + (memory.free - memory.reserve) // ranks)
 
     def disable_pinning(self, buffer: HostBuffer, cause: str) -> None:
@@ -386,8 +388,8 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
     Ranks that share memory pin the same weights, the first ones that the limit allows, but each rank starts at a
     different one: if two ranks pin the same pages at the same time, the call of one may fail in the kernel.
     """
-    turns = [buffer.store.turn for buffer in buffers if buffer.store.turn is not None]
-    place, ranks = min(turns) if turns else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
+    shared = [buffer.store.rank_and_count for buffer in buffers if buffer.store.rank_and_count is not None]
+    place, ranks = min(shared) if shared else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
     todo = [buffer for buffer in buffers if not buffer.pinned]
     stores = {buffer.store for buffer in todo} if device.name == "cuda" else ()
     allowances = {store: store.pin_allowance(budget) for store in stores}

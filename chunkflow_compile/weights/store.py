@@ -29,7 +29,7 @@ class Store(Protocol):
 
     device: torch.device
     pins: bool
-    turn: tuple[int, int] | None
+    rank_and_count: tuple[int, int] | None
     counts: Counts
     peers: Any
     exported: dict[Export, None]

@@ -25,7 +25,7 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
-from chunkflow_compile.runtime import instructions
+from chunkflow_compile.runtime import compute_work
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.runtime.graph import CompiledGraph
 from chunkflow_compile.runtime.single_call import SingleCall
@@ -69,12 +69,12 @@ class Clock:
 
 @contextmanager
 def watched(clock: Clock) -> Iterator[None]:
-    owning = instructions.owning
+    owning = compute_work.owning
     with (
         mock.patch.object(CompiledGraph, "__call__", clock.around(1, CompiledGraph.__call__)),
         mock.patch.object(SingleCall, "run", clock.around(2, SingleCall.run)),
         mock.patch.object(Executor, "run", clock.around(3, Executor.run)),
-        mock.patch.object(instructions, "owning", lambda region, *others: owning(clock.around(4, region), *others)),
+        mock.patch.object(compute_work, "owning", lambda region, *others: owning(clock.around(4, region), *others)),
     ):
         yield
 

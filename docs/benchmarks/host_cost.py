@@ -26,7 +26,7 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
-from chunkflow_compile.runtime import instructions
+from chunkflow_compile.runtime import collective_work
 from chunkflow_compile.runtime.arena import Arena, Binding
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.device import DeviceKind
@@ -124,7 +124,7 @@ def _issue(program: Program) -> list[float]:
         name: partial(_nothing, len(region.outputs)) for name, region in program.regions.items()
     }
     # collectives return nothing, because there is no process group
-    with mock.patch.object(instructions, "explained", lambda *_: lambda *_: None):
+    with mock.patch.object(collective_work, "explained", lambda *_: lambda *_: None):
         executor = Executor(program, regions, Binding(arena, {}, slots, slots))
     inputs = [None] * len(program.module.graph.find_nodes(op="placeholder"))
     times = []

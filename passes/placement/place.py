@@ -87,11 +87,13 @@ def place(
     return plan
 
 
-def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0, arena: int = 0) -> int:
-    """The least weight bytes on the device for which there is a plan.  ``outside``, ``arena``: see place."""
+def least_memory(
+    problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0, arena: int = 0, part: bool = False
+) -> int:
+    """The least weight bytes on the device for which there is a plan.  ``outside``, ``arena``, ``part``: see place."""
     outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
-    return Builder(planner, arena=arena).least()[1]
+    return Builder(planner, arena=arena).least(part)[1]
 
 
 def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
@@ -150,12 +152,12 @@ def _within_call(planner: Planner, builder: Builder) -> Plan:
         later = [max(0, c.first - ahead, w) for c, w in zip(planner.chunks, wanted, strict=True)]
         if builder.slots(candidate := planner.play(later)) <= memory:
             return builder.candidate(candidate)
-    return builder.candidate(_barely(planner, builder, memory))
+    return builder.candidate(_barely(planner, builder, memory, part=True))
 
 
-def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
-    """The smallest placement.  Raises ChunkflowError if it exceeds ``memory``."""
-    barely, floor = builder.least()
+def _barely(planner: Planner, builder: Builder, memory: int, part: bool = False) -> Candidate:
+    """The smallest placement.  Raises BudgetError if it exceeds ``memory``.  ``part``: see place."""
+    barely, floor = builder.least(part)
     if memory < floor:
         finer = "cut finer regions with a smaller group_bytes"
         if floor == planner.kept_bytes:
@@ -215,10 +217,11 @@ class Builder:
         streamed = self._streamed(windows)
         return self._arena(windows, streamed, candidate.slots, quick)[1] + self._outside(streamed)
 
-    def least(self) -> tuple[Candidate, int]:
-        """The placement in which each copy starts in its first reader's window, and the least bytes of any plan."""
+    def least(self, part: bool = False) -> tuple[Candidate, int]:
+        """The placement in which each copy starts in its first reader's window, and the least bytes of any plan; of those in
+        which every weight streams, for a ``part`` (see place)."""
         barely = self.planner.play([c.first for c in self.planner.chunks])
-        return barely, min(map(self.slots, (barely, self.planner.everything)))
+        return barely, min(map(self.slots, (barely,) if part else (barely, self.planner.everything)))
 
     def plan(
         self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], slots: Mapping[str, int] | None = None

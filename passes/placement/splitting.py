@@ -4,7 +4,7 @@ Contract
     On entry: a Cut with one region for each run of regions in a block, and how its problems are planned.
     On exit: the Cut with some of its blocks split into slices of their tokens: as few as it takes until weights and
     activations fit the budget, or more of them if the predicted step is then less than 1 / ``AS_GOOD`` of that, because
-    fewer bytes of activations leave more for weights.
+    fewer bytes of activations leave more for weights.  If none fits, the Cut that needs least.
 
 Types of blocks need not be split alike: one whose activations are below those of others anyway has fewer slices.
 """
@@ -29,25 +29,26 @@ REPEATS = (1, 2, 4, 8, 16)
 BlockType = tuple[str, ...]
 
 
-def best_split(cuts: Iterable[Cut], plan: Callable[[Cut], Plan]) -> Cut:
+def best_split(cuts: Iterable[Cut], plan: Callable[[Cut], Plan], least: Callable[[Cut], int]) -> Cut:
     """Of the cuts of a graph, with fewer and fewer bytes of activations, the one with the best plan within a budget.
 
-    ``plan``: raises ChunkflowError if the budget is too little.  If it is for all of them, the last one.
+    ``plan``: raises ChunkflowError if the budget is too little.  If it is for all of them, the one that needs ``least``: the
+    error then states the minimum.
     """
     best: Cut | None = None
-    least_s, tried = math.inf, None
+    least_s, refused = math.inf, list[Cut]()
     for tried in cuts:
         try:
             found = plan(tried).predicted
         except ChunkflowError:
+            refused.append(tried)
             continue
         assert found is not None
         if found.step_s < least_s / AS_GOOD:
             best, least_s = tried, found.step_s
         if found.step_s <= AS_GOOD * found.resident_step_s:
             break
-    assert tried is not None
-    return best or tried
+    return best or min(refused, key=least)
 
 
 def split_into(cut: Cut, repeat: int) -> Cut:

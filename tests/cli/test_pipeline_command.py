@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Block, InTurn, cut_of
+from helpers import Block, InTurn, cut_of, memory_named
 from torch import nn
 from two_blocks import timed
 
@@ -173,6 +173,25 @@ def test_a_generation_in_slices() -> None:
         each = replace(component, split=split)
         with pytest.raises(ChunkflowError, match=r"its activations take up to .*Give memory="):
             generations([each], machine, least_budget([each], machine) - 64)
+
+
+def test_the_minimum_is_for_all_components() -> None:
+    """It is stated if the first one has too little, too, and is just enough."""
+    machine = load_profile("rtx-4090-pcie")
+    cuts = {
+        name: cut_of(InTurn(Wide() for _ in range(2)), torch.randn(1, n, 64)) for name, n in (("a", 64), ("b", 512))
+    }
+    components = [
+        Component(name=name, weights=cut.problem.total_bytes, small=100, activations=None, calls=1, cut=cut)
+        for name, cut in cuts.items()
+    ]
+    with pytest.raises(ChunkflowError, match=r"too little for a: .*, and another component needs ") as told:
+        generations(components, machine, 50_000)
+    least = memory_named(told.value)
+    generations(components, machine, least)
+    with pytest.raises(ChunkflowError, match="too little for b: ") as told:
+        generations(components, machine, int(0.99 * least))
+    assert memory_named(told.value) == least
 
 
 def test_a_generation_of_hoisted_weights() -> None:

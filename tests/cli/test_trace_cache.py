@@ -16,7 +16,7 @@ from chunkflow_compile.catalog import presets, trace_cache
 from chunkflow_compile.catalog.presets import PRESETS, OutputSizes, Preset
 from chunkflow_compile.catalog.sizes import Size
 from chunkflow_compile.catalog.small import SMALL_MODELS
-from chunkflow_compile.catalog.trace_cache import Entry
+from chunkflow_compile.catalog.trace_cache import CacheEntry
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.passes.graph.traced import Traced
 
@@ -172,8 +172,8 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(
 
 
 def test_the_files_used_longest_ago_are_removed(traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(number: int) -> Entry[str]:
-        return Entry(kind="text", key={"number": number}, write=str, read=str)
+    def entry(number: int) -> CacheEntry[str]:
+        return CacheEntry(kind="text", key={"number": number}, write=str, read=str)
 
     def file_of(number: int) -> Path:
         before = set(traces.files())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from random_cycles import CycleBench, Drawn
 from random_programs import Choices, Layer, Spec
+from torch.fx import Node
 
 from chunkflow_compile.passes import pieces as geometry
 from chunkflow_compile.passes.errors import FindingError
@@ -23,7 +24,7 @@ from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.passes.program.rewrite import issued, source_of
 from chunkflow_compile.passes.program.verify import verify
 from chunkflow_compile.passes.step import Copy, Evaluate, Evict, Finish, Op, Read, Record, Release, Run, Start, Wait
-from chunkflow_compile.runtime import instructions
+from chunkflow_compile.runtime import compute_work, instructions
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device_base import Device, StepEnd, Waited, Watch
 from chunkflow_compile.runtime.read_ahead import InRing
@@ -155,20 +156,32 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LoggingDevice:
         begins = {slot.data_ptr() + i: name for name, slot in slots.items() for i in range(slot.numel())}
         return Evict(begins[pieces[0].data_ptr()])
 
-    for name in ("_put", "_pick", "_call", "_output"):
-        work = partial(listed, getattr(instructions, name), lambda number: Evaluate("compute", names()[number]))
-        monkeypatch.setattr(instructions, name, work)
+    for name in ("_put", "_call", "_output"):
+        work = partial(listed, getattr(compute_work, name), lambda number: Evaluate("compute", names()[number]))
+        monkeypatch.setattr(compute_work, name, work)
 
-    def drop(numbers: Sequence[int], env: list[Any]) -> None:
-        taking = isinstance(
-            made.ops[-1], Run
-        )  # listed when its work begins, which takes the values before the region runs
-        made.ops.insert(len(made.ops) - taking, Release(tuple(names()[i] for i in numbers)))
-        dropped(numbers, env)
+    def settle(picks: Sequence[tuple[int, int, Any]], drops: Sequence[int], env: list[Any]) -> None:
+        made.ops.extend(Evaluate("compute", names()[number]) for number, _, _ in picks)
+        if drops:
+            made.ops.append(Release(tuple(names()[i] for i in drops)))
+        settles(picks, drops, env)
 
-    dropped = instructions._drop
-    monkeypatch.setattr(instructions, "_drop", drop)
-    monkeypatch.setattr(instructions, "_poison", partial(listed, instructions._poison, evicted))
+    def region(target: Target, node: Node, index: int, taken: Sequence[int]) -> compute_work.Compute:
+        compute = of_region(target, node, index, taken)
+
+        def work(env: list[Any]) -> None:
+            assert isinstance(made.ops[-1], Run)  # listed when its work begins, which takes the values first
+            if taken:
+                made.ops.insert(len(made.ops) - 1, Release(tuple(names()[i] for i in taken)))
+            compute.work(env)
+            assert all(env[i] is None for i in taken)
+
+        return replace(compute, work=work)
+
+    settles, of_region = compute_work._pick_and_drop, compute_work.region_work
+    monkeypatch.setattr(compute_work, "_pick_and_drop", settle)
+    monkeypatch.setattr(instructions, "region_work", region)
+    monkeypatch.setattr(compute_work, "_poison", partial(listed, compute_work._poison, evicted))
     return made
 
 

@@ -151,7 +151,7 @@ def test_a_slow_drive_is_named_once(file: WeightFile, times: int, caplog: pytest
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         for source in [*cycle, *cycle]:
             bytes_of(reader, source)
-            took, done = reader.settle()
+            took, done = reader.collect()
             seconds, nbytes = seconds + took, nbytes + done
     assert nbytes == 16 * 512 and nbytes / seconds == pytest.approx(4000)
     said = [r.getMessage() for r in caplog.records]
@@ -165,7 +165,7 @@ def test_an_emulated_drive_takes_its_time_after_a_pause(file: WeightFile) -> Non
     for source in [*cycle, *cycle]:
         bytes_of(reader, source)
         clock.sleep(2 * 512 / rate)  # the copies are slower than the drive
-    seconds, nbytes = reader.settle()
+    seconds, nbytes = reader.collect()
     assert nbytes == 16 * 512 and nbytes / seconds == pytest.approx(rate)
 
 

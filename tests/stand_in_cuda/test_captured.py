@@ -19,7 +19,7 @@ from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import capture, instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_graphs import PASSES, CaptureLog
-from chunkflow_compile.runtime.recorder import _Lane
+from chunkflow_compile.runtime.recorder import _RecordedStream
 
 from . import control
 from .test_findings import placed
@@ -76,14 +76,14 @@ def _equal(models: Any, mutate: Callable[[], None]) -> list[bool]:
 
 
 def without_openings(patch: pytest.MonkeyPatch) -> None:
-    wait, begun = _Lane.wait, set[_Lane]()
+    wait, begun = _RecordedStream.wait, set[_RecordedStream]()
 
     def first(self: Any, event: Any, waited: Any = None) -> None:
-        if type(self) is not _Lane or self not in begun:  # the stream of a capture begins with one
+        if type(self) is not _RecordedStream or self not in begun:  # the stream of a capture begins with one
             begun.add(self)
             wait(self, event)
 
-    patch.setattr(_Lane, "wait", first)
+    patch.setattr(_RecordedStream, "wait", first)
 
 
 def without_arrivals(patch: pytest.MonkeyPatch) -> None:

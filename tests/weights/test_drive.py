@@ -36,7 +36,7 @@ from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.step import reads
+from chunkflow_compile.passes.step import Copy, reads
 from chunkflow_compile.runtime.read_ahead import InRing
 from chunkflow_compile.units import size
 from chunkflow_compile.weights import drive, limits
@@ -302,6 +302,43 @@ def test_a_read_ahead_that_fails_fails_no_other_model(
     assert torch.equal(first(**inputs)[0], twin(**inputs)[0]) and failed.wait(WITHIN)
     for run in (second, first):
         steps(run, twin)
+
+
+def test_a_copy_that_fails_fails_no_other_model(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy for the next call, in which its own model raises if it comes next."""
+    arena, models = Arena("cpu"), [load_stack(str(saved)) for _ in range(2)]
+    twin, options = in_memory(load_stack(str(saved))), {**OPTIONS, "arena": arena}
+    first, second = [
+        torch.compile(
+            offload(model, min_bytes=LEAST, host_memory=0), backend="chunkflow", fullgraph=True, options=options
+        )
+        for model in models
+    ]
+    for run in (first, second, first):
+        steps(run, twin)
+    last = [op for op in programs(models[0])[0].program.ops if isinstance(op, Copy)][-1]
+    source = buffers(models[0])[last.weight].backing.bytes
+    assert last.next_step and source is not None
+    begin, plain, failed = source.offset + 4096 * last.first, InRing.values, Event()
+
+    def values(self: InRing) -> torch.Tensor:
+        if self.source.file is source.file and self.source.offset == begin and not failed.is_set():
+            failed.set()
+            raise ChunkflowError("the file cannot be read")
+        return plain(self)
+
+    for then in (second, first):
+        arena.streams.copy.synchronize()  # what the step before has copied ahead
+        failed.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(InRing, "values", values)
+            inputs = stack_inputs(0)
+            assert torch.equal(first(**inputs)[0], twin(**inputs)[0]) and failed.wait(WITHIN)
+        if then is first:
+            with pytest.raises(ChunkflowError, match="the file cannot be read"):
+                first(**inputs)
+        for run in (second, first):
+            steps(run, twin)
 
 
 def test_a_drive_that_is_ten_times_slower_than_planned(

@@ -175,7 +175,7 @@ def test_ranks_that_share_pin_the_same_weights(monkeypatch: pytest.MonkeyPatch) 
         model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
         buffers, device = buffers_of(model), Reader()
         store = buffers[0].store
-        store.turn, store.agreed = (rank, 3), sum(buffer.nbytes for buffer in buffers[:7]) + 1
+        store.rank_and_count, store.agreed_pin_bytes = (rank, 3), sum(buffer.nbytes for buffer in buffers[:7]) + 1
         with pytest.warns(UserWarning, match="the ranks that share weights pin at most"):
             assert not pin_all(buffers, device, None)
         assert [buffer.pinned for buffer in buffers] == [True] * 7 + [False] * (len(buffers) - 7)
@@ -189,7 +189,7 @@ def one_has_less_room(rank: int) -> None:
     model = offload(small_model("wan", Size(layers=2)), min_bytes=1024, share=True)
     (store,) = {id(buffer.store): buffer.store for buffer in buffers_of(model)}.values()
     memory = HostMemory(64 * GIB, 6 * GIB)
-    assert store.agreed == store.held_bytes + (6 * GIB - memory.reserve) // 2
+    assert store.agreed_pin_bytes == store.held_bytes + (6 * GIB - memory.reserve) // 2
 
 
 def test_what_ranks_pin_is_decided_together(on_ranks: Callable[..., None]) -> None:
@@ -241,7 +241,7 @@ def test_ranks_that_share_pin_in_turns(buffers: list[HostBuffer], monkeypatch: p
     """Without an environment that counts them; and pages that another rank pins at the moment are pinned a little later."""
     monkeypatch.setattr("chunkflow_compile.weights.pinning._RETRY_S", 0.0)
     device, store, refused = Reader(), buffers[0].store, list[int]()
-    plain, store.turn = device.pin, (1, 2)
+    plain, store.rank_and_count = device.pin, (1, 2)
     memory = HostMemory(64 * GIB, 10 * GIB)
     monkeypatch.setattr(host_store, "host_memory", lambda: memory)
     assert store.pin_allowance(None).left == store.held_bytes + (10 * GIB - memory.reserve) // 2

@@ -194,18 +194,18 @@ def test_traffic_finds_the_copies_that_were_alone() -> None:
     under_way = traffic.copy(7)
     under_way.begins(5.5)
     assert traffic.copied_bytes == 15
-    assert traffic.settle(6.0) == Copied(1.5, 15, 1.0, 10)
+    assert traffic.drain(6.0) == Copied(1.5, 15, 1.0, 10)
     assert (list(windows.collective_s), list(windows.beside_s)) == ([2.0, 1.0], [2.0, 1.0])
     under_way.ends(7.0)
     run(traffic.copy(1), 8.0, 9.0)
-    assert traffic.settle(9.0) == Copied(2.5, 8, 1.0, 1), "it overlapped the collective of the step before"
+    assert traffic.drain(9.0) == Copied(2.5, 8, 1.0, 1), "it overlapped the collective of the step before"
     assert traffic.copied_bytes == 23
     run(traffic.copy(2, "pull"), 10.0, 11.0)
     under_way = traffic.copy(3)
     under_way.begins(10.5)
-    assert traffic.settle(11.0) == Copied(1.0, 2)
+    assert traffic.drain(11.0) == Copied(1.0, 2)
     under_way.ends(12.0)
-    assert traffic.settle(12.0) == Copied(1.5, 3), "it overlapped the pull of the step before"
+    assert traffic.drain(12.0) == Copied(1.5, 3), "it overlapped the pull of the step before"
 
 
 @settings(max_examples=200)
@@ -230,7 +230,7 @@ def test_traffic_agrees_with_a_plain_comparison(lanes: tuple[list[tuple[int, int
     def beside(one: tuple[float, float], others: list[tuple[float, float]]) -> bool:
         return any(one[0] < b and a < one[1] for a, b in others)
 
-    found = traffic.settle(100.0)
+    found = traffic.drain(100.0)
     assert found.alone_bytes == sum(not beside(c, spans[1] + spans[2]) for c in spans[0])
     assert found.nbytes == len(spans[0]) + len(spans[2])
     assert windows.beside_s[0] == sum(b - a for a, b in spans[1] if beside((a, b), spans[0] + spans[2]))

@@ -1,0 +1,86 @@
+"""The functions that issue collectives to their stream, and the events between it and compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+from torch.fx import Node
+
+from chunkflow_compile.passes.graph.discover import collective_kind
+from chunkflow_compile.passes.program.lifetimes import over
+from chunkflow_compile.passes.program.rewrite import SOURCE
+
+from .compute_work import reader
+from .target import Issue, RunningStep, Target
+from .wrapped_calls import explained
+
+
+def collective_issue(target: Target, node: Node, window: int) -> Issue:
+    """A function that issues a collective, its completion, or one of its results to the collective stream.
+
+    ``window``: the index of the window that its seconds are added to.
+    """
+    stream, traffic = target.device.collective, target.traffic
+    number, read = target.number[node], reader(target.number, node.args, node.kwargs)
+    name, function = str(node.meta.get(SOURCE, node.name)), _explained(target, node)
+
+    def issue(step: RunningStep) -> None:
+        env, at = step.env, step.number
+
+        def work() -> None:
+            args, kwargs = read(env)
+            env[number] = function(at, *args, **kwargs)
+
+        windows = step.cost.windows
+        stream.run(work, None if windows is None else traffic.collective(windows, window), name)
+
+    return issue
+
+
+def start_issue(target: Target, collective: Issue) -> Issue:
+    """A function that starts a collective when compute has reached it."""
+    compute, stream, started = target.device.compute, target.device.collective, target.started
+
+    def issue(step: RunningStep) -> None:
+        if stream is not compute:
+            compute.record(started)
+            stream.wait(started)
+        collective(step)
+        step.cost.add_collective()
+
+    return issue
+
+
+def finish_issue(target: Target, completion: Issue | None) -> Issue:
+    """A function that makes compute wait for the end of a collective.
+
+    ``completion``: issues the completion of the collective, or None if it needs none.
+    """
+    compute, stream, ended = target.device.compute, target.device.collective, target.ended
+
+    def issue(step: RunningStep) -> None:
+        if completion is not None:
+            completion(step)
+        if stream is not compute:
+            stream.record(ended)
+            compute.wait(ended)
+
+    return issue
+
+
+def _explained(target: Target, node: Node) -> Callable[..., Any]:
+    """The op of a node that belongs to a collective, wrapped by :func:`explained`.
+
+    The last completion of a collective also reports the bytes received.
+    """
+    collective, function = node, node.target
+    while collective_kind(collective) is None:
+        collective = collective.all_input_nodes[0]
+    name = str(collective.meta.get(SOURCE, collective.name))
+    crossing = {c.name: c.nbytes for c in target.program.problem.collectives}
+    nbytes = crossing.get(name, 0) if over(collective, target.number) is node else 0
+    return explained(
+        cast(Callable[..., Any], function), name, partial(target.device.received, nbytes) if nbytes else None
+    )
