@@ -40,6 +40,7 @@ WORDED = (
     "chunkflow_compile/servers",
     "chunkflow_compile/simulate",
     "chunkflow_compile/weights",
+    "passes",
 )
 # Of the README: what a newcomer reads in a few minutes.
 MOST_LINES = 220
