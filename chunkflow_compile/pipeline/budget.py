@@ -150,8 +150,7 @@ class Budget:
             self.log()
 
     def run(self, phase: Phase, call: functools.partial[Any]) -> Any:
-        """Run a call of a phase, while calls from other threads wait.  Raises ChunkflowError if it does not fit in the
-        budget."""
+        """Run a call of a phase; other threads wait.  Raises ChunkflowError if the call does not fit in the budget."""
         with self.lock(), self._without_gradients(phase, call):
             phase.begin_call()
             self._make_room_for(phase)
@@ -176,8 +175,7 @@ class Budget:
         return type(None), ()
 
     def _run(self, phase: Phase, call: functools.partial[Any], again: bool = False) -> Any:
-        """Run and measure a call.  ``again``: whether it is a retry, after the call ran out of memory and weights were
-        evicted."""
+        """Run and measure a call.  ``again``: whether it is a retry, after the call ran out of memory."""
         self._allocator.begin()
         rng, steps = RngSnapshot(self.device, call), phase.steps()
         held, others, begun = phase.arena.held, self._held_by_others(phase), time.perf_counter()
@@ -246,8 +244,7 @@ class Budget:
     def make_room(self, arena: Arena, nbytes: int) -> None:
         """Free other arenas, because this one is about to allocate ``nbytes``.
 
-        A cycle copies a weight once for each call that reads it, so its plan may need more memory than the weights of the
-        phase.
+        A cycle copies a weight for each call that reads it, so its plan may need more memory than the weights take.
         """
         phase, thread = self._running or (None, None)
         if phase is not None and phase.arena is arena and thread == threading.get_ident():  # this thread holds the lock
@@ -327,7 +324,7 @@ class Budget:
 
         ``held``, ``others``: bytes that the arena of this phase and the other arenas held when the call began.  ``peak``:
         peak bytes on the device during the call, or None if they cannot be measured.
-        Raises ChunkflowError if the rest is too little for the weights.
+        Raises ChunkflowError if the rest of the budget is too small for the weights.
         """
         after, learned = phase.arena.held, phase.learned
         if peak is None:
@@ -349,7 +346,7 @@ class Budget:
     def _plan(self, phase: Phase) -> bool:
         """Plan a phase, and the phases that share its arena, if the rest of the budget has shrunk or has grown by much.
 
-        Returns whether a plan was made.  Raises ChunkflowError if the rest is too little.
+        Returns whether a plan was made.  Raises ChunkflowError if the rest of the budget is too small.
         """
         planned = [p for p in self._sharing(phase) if p is phase or p.budget is not None]
         rest, replanned = self.usable - max(p.activations for p in planned), False
