@@ -5,12 +5,13 @@ They appear in listings, and the executor runs them.  They are never dispatched,
 
 ``prefetch(weight, first, end, window, next_step, lane, after, then, ring, read)``
     Copy chunks ``[first, end)`` of a weight into its slot.  ``after``: the event that the lane waits for before the copy,
-    which is the opening of its window; the first prefetch that names it records it on the compute stream.  None if the lane
-    has already waited for it.  ``then``: the event that the lane records after the copy, None if nothing awaits it.
-    ``ring``, ``read``: for a weight in a file, the byte of the ring at which its read begins, and the event of the read.
+    which is the opening of its window, or None if the lane has already waited for it.  The first prefetch that names an
+    opening records it on the compute stream.  ``then``: the event that the lane records after the copy, or None if nothing
+    waits for it.  ``ring``, ``read``: for a weight in a file, the byte of the ring at which its read begins, and the event
+    of the read.
 ``read(weight, first, end, ring, after, then)``
     Read chunks ``[first, end)`` of a weight from its file into the ring.  ``after``: the event of the copy that frees these
-    bytes, None if the read before it waits for the same copy.  ``then``: the event that is recorded after the read.
+    bytes, or None if the previous read waits for the same copy.  ``then``: the event that is recorded after the read.
 ``wait(event, weights)``
     The compute stream waits for the event.  Then every chunk of the weights has arrived.
 ``evict(weight)``

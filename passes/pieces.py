@@ -18,7 +18,7 @@ STRIPE = 16 << 20
 _ALIGNMENT = 256
 
 
-class Part(NamedTuple):
+class PiecePart(NamedTuple):
     """Consecutive bytes of a weight in one piece.  ``owner``: index of the rank with this piece.  ``begin``: offset in the
     weight.  ``offset``: offset in the piece."""
 
@@ -35,7 +35,7 @@ def piece_bytes(nbytes: int, ranks: int) -> int:
     return stripes * part + _aligned(-(-rest // ranks))
 
 
-def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iterator[Part]:
+def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iterator[PiecePart]:
     """The parts of bytes ``[begin, end)`` of a weight.  In each stripe, the order starts with rank ``first`` and wraps
     around."""
     part = _part(ranks)
@@ -47,7 +47,7 @@ def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iter
             lowest = start + owner * length
             low, high = max(begin, lowest), min(end, lowest + length, nbytes)
             if low < high:
-                yield Part(owner, low, start // ranks + low - lowest, high - low)
+                yield PiecePart(owner, low, start // ranks + low - lowest, high - low)
 
 
 def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:

@@ -17,7 +17,7 @@ BLOCK = 4096
 MOST_READ_AHEAD = 128 << 20
 
 
-def room(nbytes: int) -> int:
+def slot_bytes(nbytes: int) -> int:
     """The bytes that a read occupies in the ring.  They cover all blocks that the read may touch, because a weight can
     begin anywhere in a file."""
     return (-(-nbytes // BLOCK) + 1) * BLOCK
@@ -27,9 +27,9 @@ def lap_bytes(reads: Sequence[int]) -> int:
     """The size of a lap in bytes: it has space for one read that is being copied and for the reads ahead of it, which are a
     quarter of the step's reads, but at least one.  ``reads``: sizes of the reads of a step in bytes.  A lap may be larger,
     so that all laps have about the same size."""
-    rooms = [room(nbytes) for nbytes in reads]
-    largest = max(rooms, default=0)
-    return largest + max(largest, min(MOST_READ_AHEAD, sum(rooms) // 4))
+    sizes = [slot_bytes(nbytes) for nbytes in reads]
+    largest = max(sizes, default=0)
+    return largest + max(largest, min(MOST_READ_AHEAD, sum(sizes) // 4))
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class RingSlot:
 def ring_slots(reads: Sequence[int]) -> list[RingSlot]:
     """The slots of the reads of a step, aligned to blocks.  ``reads``: sizes of the reads in bytes, in the order of their
     copies."""
-    rooms, count = [room(nbytes) for nbytes in reads], len(reads)
-    total = sum(rooms)
+    sizes, count = [slot_bytes(nbytes) for nbytes in reads], len(reads)
+    total = sum(sizes)
     laps = max(1, total // max(1, lap_bytes(reads)))
     spans, lap, begin, passed = list[tuple[int, int]](), 0, 0, 0
-    for taken in rooms:
+    for taken in sizes:
         if (now := passed * laps // total) != lap:
             lap, begin = now, 0
         spans.append((begin, begin + taken))

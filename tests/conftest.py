@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Before torch is imported.  Otherwise every stream's thread starts a team of OpenMP threads, which spin for the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -41,6 +42,9 @@ hypothesis.settings.load_profile("chunkflow")
 WITHIN = 300.0
 # Seconds after which ranks that have not ended a test hang.
 HANGS = 4 * WITHIN
+
+# What tests find: the processes of a session fork from one that must not have what a test has set.
+ENVIRONMENT = dict(os.environ)
 
 # Where models and profiles for tests lie.
 HERE = Path(__file__).parent
@@ -139,8 +143,8 @@ def forking() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])))
+    path = os.pathsep.join(filter(None, [str(HERE), ENVIRONMENT.get("PYTHONPATH")]))
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": path}, clear=True):
         multiprocessing.forkserver.ensure_running()
     return context
 

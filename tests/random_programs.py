@@ -26,7 +26,7 @@ from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pieces import parts, piece_bytes
 from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.passes.placement.place import Builder
+from chunkflow_compile.passes.placement.place import PlanBuilder
 from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.placement.windows import as_windows
@@ -313,4 +313,4 @@ def random_plan(problem: Problem, chosen: Choices, inside: bool = False) -> Plan
         placed.append(None if rng.random() < chosen.stay else rng.randint(earliest, chunk.first))
     windows = as_windows(planner.chunks, placed, count)
     hard = planner.barriers(planner.scheduler.step(windows)) if chosen.hard else ()
-    return Builder(planner, inside).plan(windows, hard)
+    return PlanBuilder(planner, inside).plan(windows, hard)

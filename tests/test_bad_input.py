@@ -253,6 +253,7 @@ def test_a_plan_is_run_on_the_model_that_it_was_made_for_alone(tmp_path: Path, n
             run(other, x, **{**given, **changed})
 
 
+@pytest.mark.long
 def test_inductor_options_of_the_user_reach_the_regions(no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
     seen: list[int] = []

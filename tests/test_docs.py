@@ -33,12 +33,15 @@ WORDED = (
     "chunkflow_compile/frontend",
     "chunkflow_compile/hardware",
     "chunkflow_compile/lowering",
+    "chunkflow_compile/pipeline",
     "chunkflow_compile/placed",
     "chunkflow_compile/private_torch",
     "chunkflow_compile/report",
+    "chunkflow_compile/runtime",
     "chunkflow_compile/servers",
     "chunkflow_compile/simulate",
     "chunkflow_compile/weights",
+    "passes",
 )
 # Of the README: what a newcomer reads in a few minutes.
 MOST_LINES = 220

@@ -143,21 +143,26 @@ def test_a_source_tree_brings_the_backend(bare: Path, tmp_path: Path, first: str
     assert found == ROOT / "chunkflow_compile" / "__init__.py"
 
 
-PUBLIC_NAMES = """
+NAMES_AT_FIRST = """
 import sys, chunkflow_compile
 assert dir(chunkflow_compile) == chunkflow_compile.__all__
 assert "torch" not in sys.modules, "a name is imported at its first use"
+"""
+
+PUBLIC_NAMES = f"""
+{NAMES_AT_FIRST}
 from chunkflow_compile import *
 assert all(globals()[name] is getattr(chunkflow_compile, name) for name in chunkflow_compile.__all__)
-assert {"compile", "restore", "enable_ulysses", "exchange_branches"} < globals().keys()
+assert {{"compile", "restore", "enable_ulysses", "exchange_branches"}} < globals().keys()
 assert "diffusers" not in sys.modules
-print(chunkflow_compile.__file__)
 """
 
 
-def test_the_package_lists_its_public_names_and_imports_each_at_its_first_use(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [NAMES_AT_FIRST, pytest.param(PUBLIC_NAMES, marks=pytest.mark.long)], ids=len)
+def test_the_package_lists_its_public_names_and_imports_each_at_its_first_use(code: str, tmp_path: Path) -> None:
     """enable_ulysses is one of them, and needs diffusers only when it is called."""
-    found = run(Path(sys.executable), PUBLIC_NAMES, tmp_path, PYTHONPATH=str(ROOT))
+    assert all(hasattr(chunkflow_compile, name) for name in chunkflow_compile.__all__)
+    found = run(Path(sys.executable), f"{code}\nprint(chunkflow_compile.__file__)", tmp_path, PYTHONPATH=str(ROOT))
     assert found == ROOT / "chunkflow_compile" / "__init__.py"
 
 

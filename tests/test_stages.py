@@ -273,10 +273,10 @@ def test_a_wait_is_measured_in_the_window_that_waits(no_grad: None) -> None:
     target = next(w for w in program.plan.streamed if w.name == "blocks.1.down.weight")
     copy = executor.device.copy_bytes
 
-    def slow(to: torch.Tensor, source: torch.Tensor, moves: str) -> None:
+    def slow(to: torch.Tensor, source: torch.Tensor, lane: str) -> None:
         if to.untyped_storage().data_ptr() and source.data_ptr() == executor.binding.hosts[target.name].data_ptr():
             clock.sleep(0.2)
-        copy(to, source, moves)
+        copy(to, source, lane)
 
     device.copy_bytes = slow
     device.engine.pause()  # until the host has enqueued the step

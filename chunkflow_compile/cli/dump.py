@@ -21,7 +21,7 @@ from chunkflow_compile.report.stages import StageWriter, annotator
 from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
-from .target import Target, load_target, options_of
+from .target import PlannedModel, load_target, options_of
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _shown(arguments: argparse.Namespace, target: Target) -> tuple[Traced, Settings, Cut | None]:
+def _shown(arguments: argparse.Namespace, target: PlannedModel) -> tuple[Traced, Settings, Cut | None]:
     """The graph to show (the preamble, or the graph that a step runs), its settings, and its cut if it was made already."""
     hoisting = target.hoisting
     if arguments.preamble:
@@ -72,7 +72,9 @@ def _shown(arguments: argparse.Namespace, target: Target) -> tuple[Traced, Setti
     return hoisting.halves.main, hoisting.main, pieces
 
 
-def _show(arguments: argparse.Namespace, target: Target, finished: list[Stage], writer: StageWriter | None) -> None:
+def _show(
+    arguments: argparse.Namespace, target: PlannedModel, finished: list[Stage], writer: StageWriter | None
+) -> None:
     """Print or write the stages, even if the run failed: they show the state before the failure."""
     heading = target.heading_of(arguments.preamble)
     if writer is None:

@@ -27,7 +27,7 @@ from chunkflow_compile.units import size
 from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
-from .target import Target, load_and_plan, load_target, note_rates
+from .target import PlannedModel, load_and_plan, load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,7 +96,7 @@ def _curve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plans_of_step(target: Target) -> Iterator[Point]:
+def _plans_of_step(target: PlannedModel) -> Iterator[Point]:
     """Plans for the program that a step runs.  If products are hoisted, memory includes the rows, and the time includes the
     share for computing them."""
     settings, hoisted = target.settings_of_step, target.hoisted
@@ -108,7 +108,7 @@ def _plans_of_step(target: Target) -> Iterator[Point]:
             yield replace(point, memory=hoisted.budget_for(point.memory), step_s=step_s)
 
 
-def _points(target: Target, plans: Iterator[Point]) -> list[Point]:
+def _points(target: PlannedModel, plans: Iterator[Point]) -> list[Point]:
     """The points of the curve of memory against step time."""
     chunk_bytes = target.settings.chunk_bytes
     chunks = sum(chunk_count(w.nbytes, chunk_bytes) for w in target.raw.weights if w.keep is None)

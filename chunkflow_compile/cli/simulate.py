@@ -27,7 +27,7 @@ from chunkflow_compile.weights.progress import Progress
 from .degrees import sweep
 from .output import say, write_json
 from .parsers import SIMULATED
-from .target import Target, load_target, note_rates
+from .target import PlannedModel, load_target, note_rates
 
 # Policies that do not support packed weights, or weights sharded over peers (--peers).
 _RAW = ("resident", *ONLY_PREDICTED)
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _able(target: Target) -> list[Policy | OnlyPredicted]:
+def _able(target: PlannedModel) -> list[Policy | OnlyPredicted]:
     """The policies in :data:`SIMULATED` that are available for this model, number of ranks and goal, and differ in their
     predictions."""
     budget = target.settings.goal.memory is not None
@@ -84,7 +84,7 @@ def _able(target: Target) -> list[Policy | OnlyPredicted]:
     return [p for p in SIMULATED if p not in (without | set(SHARDED if why_not(target.raw, target.degree) else ()))]
 
 
-def _arm(target: Target, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Prediction | Timeline]:
+def _arm(target: PlannedModel, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Prediction | Timeline]:
     """The predicted record of a step with a policy, and the prediction for a call."""
     if policy == "distributed-layerwise" or policy == "fsdp" or policy == "group-offload":
         step = (
@@ -109,12 +109,12 @@ def _arm(target: Target, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Pre
     return arm, plan.predicted
 
 
-def _is_raw(target: Target, policy: Policy | OnlyPredicted) -> bool:
+def _is_raw(target: PlannedModel, policy: Policy | OnlyPredicted) -> bool:
     """Whether a policy runs the whole model, without hoisting, with uncompressed and unsharded weights."""
     return policy in _RAW or (target.hoisted is not None and policy != "chunkflow")
 
 
-def _plan(target: Target, policy: Policy) -> Plan:
+def _plan(target: PlannedModel, policy: Policy) -> Plan:
     """The plan of a policy, for the goal of the command if the policy has a goal."""
     goal = target.settings.goal
     if policy != "chunkflow":
@@ -151,7 +151,7 @@ def _answer(record: ComparisonRecord, fits: Mapping[str, bool], memory: int | No
     return text
 
 
-def _taken(target: Target, policy: Policy | OnlyPredicted, arm: ArmRecord) -> int:
+def _taken(target: PlannedModel, policy: Policy | OnlyPredicted, arm: ArmRecord) -> int:
     """The bytes with a policy that count against the budget, as in place.py.  They include activations if the budget of the
     goal covers them."""
     problem = target.raw if _is_raw(target, policy) else target.problem

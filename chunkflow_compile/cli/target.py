@@ -53,7 +53,7 @@ class Problems(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class PlannedModel:
     """A model and the machine for which it is planned.  ``forwards``: calls of the model per denoising step and rank.
 
     ``trace``: function that traces the model, or reads an earlier trace from the cache.  ``key``: everything that a trace
@@ -247,7 +247,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     )
 
 
-def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool = False) -> Target:
+def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool = False) -> PlannedModel:
     """Check the arguments, then trace, as one phase of ``progress``.  It takes up to a minute for a large model, or a
     second if the trace is cached.  ``graph``: whether the command needs the graph in addition to the problem.
 
@@ -276,7 +276,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool =
     own = ":" in arguments.model or ".py" in arguments.model
     title, forwards, trace, key = (_own if own else _preset)(arguments, options.min_bytes)
     fused = arguments.lowering == "inductor"
-    target = Target(
+    target = PlannedModel(
         title=title,
         trace=lambda: replace(trace(), fused=fused),
         key=None if key is None else {**key, "fused": fused},
@@ -377,7 +377,7 @@ def refuse_options(arguments: argparse.Namespace) -> None:
             )
 
 
-def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Target, Plan]:
+def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[PlannedModel, Plan]:
     """Trace, cut and plan: two phases of ``progress``."""
     target = load_target(arguments, progress)
     with progress.phase("planning"):
@@ -385,7 +385,7 @@ def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Ta
         return target, target.plan()
 
 
-def note_rates(target: Target) -> None:
+def note_rates(target: PlannedModel) -> None:
     """Print a note on stderr if the machine has no rate for a dtype of the model."""
     name, rates = target.hardware.name, target.hardware.gemm_flops
     missing = sorted({r.cost.dtype for r in target.problem.regions if r.cost.flops} - set(rates))

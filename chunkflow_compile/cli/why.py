@@ -10,7 +10,7 @@ from chunkflow_compile.report.story import Story, changes, find_weight, story_of
 from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
-from .target import Target, load_target, note_rates
+from .target import PlannedModel, load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _in_step(target: Target, name: str, progress: Progress) -> Story:
+def _in_step(target: PlannedModel, name: str, progress: Progress) -> Story:
     """The story of a weight that a step reads."""
     weight = find_weight(target.problem, name)
     with progress.phase("planning"):
@@ -35,7 +35,7 @@ def _in_step(target: Target, name: str, progress: Progress) -> Story:
         return story_of(weight, plan, changes(weight, target.problem.ranks, target.settings_of_step, plan_for))
 
 
-def _in_preamble(target: Target, name: str, progress: Progress) -> Story:
+def _in_preamble(target: PlannedModel, name: str, progress: Progress) -> Story:
     """The story of a hoisted weight."""
     with progress.phase("planning"):
         hoisting = target.hoisting

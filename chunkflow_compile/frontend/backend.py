@@ -332,7 +332,7 @@ class _GraphCompiler:
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
         make = partial(self._graph, halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-        # of a survey, it is for no call that runs
+        # in a survey, the preamble is not shared, because it will never run
         placement = placement_of(self.index.root) if self.index.root is not None and self.survey is None else None
         preamble = preamble_of(placement, hoisting, self.chosen, traced.repeats is not None, make)
         main = self._graph(halves.main, replace(hoisting.main, goal=unhoisted.goal), moved)

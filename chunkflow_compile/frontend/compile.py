@@ -336,17 +336,20 @@ class CallWithProgress:
                 return call(*args, **kwargs)
             except Exception as error:
                 first = shortage(error)
+                # After other errors of memory, the programs stay: the call may be retried with smaller plans for them.
                 if first is not None or not isinstance(error, torch.OutOfMemoryError | ChunkflowError):
-                    placement.end_programs(before)  # without memory the call may run again, under smaller plans of them
-                alone = placement.store.peers is None  # else the ranks wait for each other
+                    placement.end_programs(before)
+                alone = placement.store.peers is None  # with peers, the ranks would wait for each other
                 if first is not None and not self._whole and alone:
                     _raise_largest(surveyed(model, call, args, kwargs, first, first is error), first, error)
                 raise
 
 
 def _raise_largest(largest: BudgetError, first: BudgetError, error: Exception) -> None:
-    """Raise the ``largest`` error in the form of ``error``, which the call has raised for the ``first`` part, unless the two
-    are the same."""
+    """Raise the ``largest`` error of all parts, unless it is the error of the ``first`` part.
+
+    ``error``: the error that the call has raised for the first part; the largest error is raised in the same form.
+    """
     if largest is first:
         return
     if first is error:

@@ -1,7 +1,8 @@
-"""Surveys: the least budget for all parts of a model that are compiled one by one.
+"""Surveys: find the minimum budget for all parts of a model that are compiled one by one.
 
-The first part for which a budget is too small raises an error, before later parts are traced, which may need more.  A survey
-calls the model once more, on fake tensors: each part is traced and planned, and nothing runs or moves.
+If a budget is too small, the first part that does not fit raises an error.  Later parts may need even more, but they have not
+been traced by then.  A survey calls the model once more on fake tensors, so that each part is traced and planned, but nothing
+runs or moves.
 """
 
 from __future__ import annotations
@@ -18,38 +19,42 @@ from torch.utils._pytree import tree_map_only
 
 from chunkflow_compile.frontend.block_kinds import caching_hook
 from chunkflow_compile.passes.errors import BudgetError, first_line
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.runtime.graph import on_fakes
 
 _log = logging.getLogger(__name__)
 
 
 class Survey(FakeTensorMode):
-    """The mode of a call that plans each part and runs none.
+    """The FakeTensorMode of a call that plans each part of a model, but runs none.
 
-    ``largest``: the error of the part that needs most so far.  ``whole``: whether graphs with symbolic sizes are not compiled
-    for each size, because the call that failed had compiled them before.
+    ``largest``: the error of the part that needs the most memory so far.  ``whole``: whether graphs with dynamic shapes are
+    kept, instead of compiling them for each size, because the call that failed had already compiled them.
     """
 
     def __init__(self, first: BudgetError, whole: bool) -> None:
-        """``first``: the error of the call that failed."""
+        """``first``: the error that the failed call has raised."""
         super().__init__(allow_non_fake_inputs=True)
         self.largest = first
         self.whole = whole
 
     def note(self, error: BudgetError) -> None:
-        """A part has too little memory."""
+        """Note the error of a part that does not fit the budget."""
         if error.needed > self.largest.needed:
             self.largest = error
 
 
 class Unplanned:
-    """A part that had too little memory in a survey, as Dynamo calls it, also in later surveys from its cache."""
+    """The callable that Dynamo gets for a part of a model that did not fit the budget in a survey.
+
+    Dynamo keeps it in its cache, so later surveys may call it, too.
+    """
 
     def __init__(self, graph: GraphModule, error: BudgetError) -> None:
         self._graph, self._error = graph, error
 
     def __call__(self, *inputs: Any) -> Any:
-        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        mode = core.fake_mode()
         if mode is None:
             raise self._error
         if isinstance(mode, Survey):
@@ -58,7 +63,7 @@ class Unplanned:
 
 
 def survey_of(inputs: Sequence[Any]) -> Survey | None:
-    """The survey in whose call a graph with these inputs is compiled, None if it is compiled for a call that runs."""
+    """The survey for which a graph with these inputs is compiled; None if it is compiled for an ordinary call."""
     modes = (value.fake_mode for value in inputs if isinstance(value, FakeTensor))
     return next((mode for mode in modes if isinstance(mode, Survey)), None)
 
@@ -66,23 +71,24 @@ def survey_of(inputs: Sequence[Any]) -> Survey | None:
 def surveyed(
     model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, error: BudgetError, whole: bool
 ) -> BudgetError:
-    """The error of the part of a model that needs most.
+    """Survey a model; return the error of the part that needs the most memory.
 
-    ``call``: calls the model, and has raised ``error``, which is returned if the model cannot run on fake tensors, as
-    when its forward reads values.  ``whole``: see :class:`Survey`.
+    ``call``: calls the model.  ``args``, ``kwargs``: its inputs.  ``error``: the error that it has raised.  This error is
+    returned if the model cannot run on fake tensors, for example because its forward reads values.  ``whole``: see
+    :class:`Survey`.
     """
     if any(caching_hook(module) is not None for module in model.modules()):
-        return error  # it would keep fake tensors for the next call
+        return error  # the hook would keep fake tensors for the next call
     before = [(module, dict(vars(module))) for module in model.modules()]
     survey = Survey(error, whole)
     fakes = tree_map_only(torch.Tensor, survey.from_tensor, (args, kwargs))
     try:
         with survey:
             call(*fakes[0], **fakes[1])
-    except Exception as other:  # noqa: BLE001  # whatever it is, the first error remains
+    except Exception as other:  # noqa: BLE001  # the first error is raised in any case
         _log.info("not all parts of %s were planned: %s", type(model).__name__, first_line(other))
     finally:
-        for module, attributes in before:  # what forward has kept is a fake tensor
+        for module, attributes in before:  # drop fake tensors that forward has stored
             vars(module).clear()
             vars(module).update(attributes)
     return survey.largest

@@ -180,7 +180,7 @@ class Placement:
         self.programs = [p for p in self.programs if not p.closed and p is not program] + [program]
 
     def end_programs(self, before: Collection[SingleCall]) -> None:
-        """End the programs that have come since there were those ``before``."""
+        """End all programs that were added since.  ``before``: the programs that stay."""
         for program in self.programs:
             if program not in before:
                 program.close()

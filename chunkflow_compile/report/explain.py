@@ -13,7 +13,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import size
 
-from .calls import CallFigures, calls_table
+from .cycle_calls import CallFigures, calls_table
 from .first_step import first_step_line
 from .lanes import HELD, Lanes, lanes_of
 from .record import as_json, fine, fitted, is_far, profile_does_not_fit, prose, region_title, seconds, without_profile

@@ -17,7 +17,7 @@ COLUMN = 96
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ListingPart:
     """Consecutive lines of one part of a listing.  ``shape``: key that is equal for parts of the same structure and
     wiring."""
 
@@ -43,10 +43,10 @@ def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: b
     return "\n".join(text) + "\n"
 
 
-def _wired_parts(lines: Sequence[Line]) -> list[_Part]:
+def _wired_parts(lines: Sequence[Line]) -> list[_ListingPart]:
     """The parts and their wiring.  An operand that is defined in the same part, in the previous part or in the inputs of
     its block is identified by its position there; any other operand by its name."""
-    parts: list[_Part] = []
+    parts: list[_ListingPart] = []
     place: dict[str, tuple[str, int]] = {}
     before = ""
     for name, group in groupby(lines, key=lambda line: line.part):
@@ -59,15 +59,17 @@ def _wired_parts(lines: Sequence[Line]) -> list[_Part]:
             part, number = place.get(operand, ("", -1))
             return f"{near[part]} {number}" if part and part in near else operand
 
-        parts.append(_Part(name, members, tuple((line.like, *map(wire, line.uses)) for line in members if line.like)))
+        parts.append(
+            _ListingPart(name, members, tuple((line.like, *map(wire, line.uses)) for line in members if line.like))
+        )
         before = name
     return parts
 
 
-def _equal_parts(parts: Iterable[_Part]) -> list[list[_Part]]:
+def _equal_parts(parts: Iterable[_ListingPart]) -> list[list[_ListingPart]]:
     """The parts, grouped: consecutive parts of equal structure in one list, and each part outside blocks in a list by
     itself."""
-    groups: list[list[_Part]] = []
+    groups: list[list[_ListingPart]] = []
     for part in parts:
         before = groups[-1][-1] if groups else part
         if groups and part.name and before.name and part.shape == before.shape:
@@ -77,7 +79,7 @@ def _equal_parts(parts: Iterable[_Part]) -> list[list[_Part]]:
     return groups
 
 
-def _heading(part: _Part) -> list[str]:
+def _heading(part: _ListingPart) -> list[str]:
     regions = [line.region for line in part.lines if line.region is not None]
     if not regions:
         return []
@@ -92,7 +94,7 @@ def _line_text(line: Line, annotator: FlopNotes | None, short: bool) -> str:
     return text if note is None else f"{text:<{COLUMN}}# {note}"
 
 
-def _folded(first: _Part, others: Sequence[_Part], annotator: FlopNotes | None) -> str:
+def _folded(first: _ListingPart, others: Sequence[_ListingPart], annotator: FlopNotes | None) -> str:
     names = others[0].name if len(others) == 1 else f"{others[0].name} .. {others[-1].name}"
     lines = sum(len(part.lines) for part in others)
     head = f"# {names}: as {first.name}, {lines} lines folded"

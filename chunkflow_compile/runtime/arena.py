@@ -331,7 +331,7 @@ class Arena:
     def close_stale(self) -> None:
         """End the programs that have lost a weight, such as an adapter's, because they would keep all other weights alive."""
         self.lost_weight = False
-        stale: dict[tuple[int, ...], bool] = {}  # by the weights read: sizes and blocks share them
+        stale: dict[tuple[int, ...], bool] = {}  # checked once per set of weights, not per size
         for program in self.programs:
             if program.reads not in stale:
                 stale[program.reads] = program.stale

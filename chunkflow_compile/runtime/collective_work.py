@@ -18,7 +18,10 @@ from .wrapped_calls import explained
 
 
 def collective_issue(target: Target, node: Node, window: int) -> Issue:
-    """A function that issues a collective, its completion, or one of its results to the collective stream."""
+    """A function that issues a collective, its completion, or one of its results to the collective stream.
+
+    ``window``: the index of the window that its seconds are added to.
+    """
     stream, traffic = target.device.collective, target.traffic
     number, read = target.number[node], reader(target.number, node.args, node.kwargs)
     name, function = str(node.meta.get(SOURCE, node.name)), _explained(target, node)
@@ -51,8 +54,10 @@ def start_issue(target: Target, collective: Issue) -> Issue:
 
 
 def finish_issue(target: Target, completion: Issue | None) -> Issue:
-    """A function that lets compute wait for the end of a collective.  ``completion``: issues what completes it, None for one
-    that completes itself."""
+    """A function that makes compute wait for the end of a collective.
+
+    ``completion``: issues the completion of the collective, or None if it needs none.
+    """
     compute, stream, ended = target.device.compute, target.device.collective, target.ended
 
     def issue(step: RunningStep) -> None:
@@ -66,7 +71,10 @@ def finish_issue(target: Target, completion: Issue | None) -> Issue:
 
 
 def _explained(target: Target, node: Node) -> Callable[..., Any]:
-    """The op of a node of a collective, see :func:`explained`.  The last completion of it reports the bytes received."""
+    """The op of a node that belongs to a collective, wrapped by :func:`explained`.
+
+    The last completion of a collective also reports the bytes received.
+    """
     collective, function = node, node.target
     while collective_kind(collective) is None:
         collective = collective.all_input_nodes[0]

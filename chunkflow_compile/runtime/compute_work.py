@@ -38,8 +38,8 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """Values that are set to elements of a region's outputs, and then values that are dropped, by one function.
+class PicksAndDrops:
+    """Work that first picks elements of region outputs as values, and then drops values.  It is one function.
 
     ``picks``: for each element its own number, the number of the outputs, and its index in them.
     ``drops``: the numbers of the values to drop.
@@ -49,8 +49,8 @@ class Settled:
     drops: list[int] = field(default_factory=list)
 
     def work(self) -> Work:
-        """The work, which includes what is added later."""
-        return partial(_settle, self.picks, self.drops)
+        """The work, including picks and drops that are added later."""
+        return partial(_pick_and_drop, self.picks, self.drops)
 
 
 def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) -> Compute:
@@ -66,7 +66,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
     if (slicing := node.meta.get(SLICING)) is not None:
         outputs = sorted(node.users, key=lambda user: cast(int, user.args[1]))
         region = repeated(region, slicing, [output.meta["val"] for output in outputs])
-    # a call that is recorded has run before, and was checked then
+    # a call that is being recorded was checked when it ran before
     if not target.device.records and (ops := undeclared(getattr(program.module, module))):
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
 
@@ -135,7 +135,7 @@ def run_all(works: Sequence[Work], env: list[Any]) -> None:
         work(env)
 
 
-def _settle(picks: Sequence[tuple[int, int, Any]], drops: Sequence[int], env: list[Any]) -> None:
+def _pick_and_drop(picks: Sequence[tuple[int, int, Any]], drops: Sequence[int], env: list[Any]) -> None:
     for number, whole, element in picks:
         env[number] = env[whole][element]
     for number in drops:

@@ -105,19 +105,19 @@ class CudaDevice(Device):
         assert isinstance(self.copy, StagedCopies), "weights on the drive are staged"
         return HostReads(self.copy, self._reader)
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
-        lane = self.pull if moves == "pull" and self.pull is not None else self.copy
-        lane.copy_bytes(target, source)
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, lane: Lane = "copy") -> None:
+        stream = self.pull if lane == "pull" and self.pull is not None else self.copy
+        stream.copy_bytes(target, source)
 
-    def copy_all(self, copies: Sequence[NamedCopy], moves: Lane = "copy") -> None:
+    def copy_all(self, copies: Sequence[NamedCopy], lane: Lane = "copy") -> None:
         if self.cuda.profiled():  # each copy is shown with its name
-            super().copy_all(copies, moves)
+            super().copy_all(copies, lane)
         else:  # as one piece of work, because switching the current stream takes the host longer than a copy
-            self.lane(moves).run(partial(self._copy_each, copies, moves))
+            self.lane(lane).run(partial(self._copy_each, copies, lane))
 
-    def _copy_each(self, copies: Sequence[NamedCopy], moves: Lane) -> None:
+    def _copy_each(self, copies: Sequence[NamedCopy], lane: Lane) -> None:
         for target, source, _ in copies:
-            self.copy_bytes(target, source, moves)
+            self.copy_bytes(target, source, lane)
 
     def sync_copies(self) -> None:
         for lane in self.lanes:

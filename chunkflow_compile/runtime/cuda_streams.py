@@ -1,12 +1,12 @@
-"""The streams of a GPU: the caller's, and one for copies, which a thread issues if some come from pageable memory.
+"""The streams of a GPU: the caller's stream, and a stream for copies.
 
-CUDA may hold the thread that issues a copy from memory that could not be pinned, or from the drive, until the copy stream
-comes to it.  If that were the thread that issues compute, nothing would overlap.  So a thread of its own issues everything
-on the copy stream, and sends pageable bytes through a small pinned ring.  Where not even the ring can be pinned, it issues
-a copy only once its opening is reached.
+If some copies come from pageable memory, a separate thread issues all work on the copy stream.  The reason is that CUDA may
+block the thread that issues a copy from unpinned memory or from the SSD until the copy stream reaches this copy.  If it
+blocked the thread that issues compute, nothing would overlap.  The separate thread sends pageable bytes through a small
+pinned ring buffer.  If not even the ring can be pinned, it issues a copy only once the window of the copy has opened.
 
-The thread that issues compute waits only until the copies of a weight are issued, never until they are over.  It ends a
-step when all its copies are issued: the host then runs less far ahead of the GPU than with pinned weights.
+The thread that issues compute waits until the copies of a weight are issued, but never until they are done.  It ends a step
+when all copies of the step are issued, so the host does not run as far ahead of the GPU as with pinned weights.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ from .torch_cuda import TorchCuda
 
 
 class CudaStream:
-    """A stream of the GPU.  ``clock``: marks the times of its work in a call that is measured.
+    """A stream of the GPU.  ``clock``: records the times of its work in measured calls.
 
-    ``stream``: torch's stream; None for the caller's until the first step.
+    ``stream``: the torch.cuda.Stream; None before the first step if it is the caller's stream.
     """
 
     def __init__(self, cuda: TorchCuda, clock: Clock, stream: torch.cuda.Stream | None = None) -> None:
         self.cuda = cuda
         self.clock = clock
         self.stream: Any = stream
-        self._staged: StagedCopies | None = None  # whose events it waits for
+        self._staged: StagedCopies | None = None  # the copy stream whose events it waits for
         self._side = stream is not None
         self._process = os.getpid()
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked from the one that made the stream: it has no GPU, and waits for none."""
+        """Whether this process was forked from the process that made the stream.  It then cannot use the GPU or wait for
+        it."""
         return os.getpid() != self._process
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        """Issue to the stream that is the caller's now."""
+        """Issue work to ``stream``, the caller's current stream, from now on."""
         self.stream = stream
 
     def stage(self, copies: CudaStream) -> StagedCopies:
-        """Let a thread issue ``copies``, whose events this stream waits for; return the stream of the thread."""
+        """Make a thread issue the work of ``copies``, whose events this stream waits for; return the thread's stream."""
         self._staged = StagedCopies(copies, self)
         return self._staged
 
@@ -97,34 +98,35 @@ class CudaStream:
             raise ChunkflowError(f"The GPU failed: {error}") from error
 
     def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing) -> None:
-        """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of this stream."""
+        """Copy ``source`` to ``target`` (uint8, equal sizes).  It is called as work of this stream."""
         assert not isinstance(source, InRing), "weights on the drive are staged"
         self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
 
     def await_record(self, event: torch.cuda.Event) -> None:
-        """Wait until the newest record of ``event`` is issued; only then may another stream wait for the event."""
+        """Wait until the latest record of ``event`` is issued.  Only then may another stream wait for the event."""
 
     def end_step(self) -> None:
-        """Wait until the work of a step is issued.  Called by the thread that issues the step."""
+        """Wait until the work of a step is issued.  It is called by the thread that issues the step."""
 
     def close(self) -> None:
-        """End what issues the work."""
+        """End the thread that issues the work, if there is one."""
 
 
 class StagedCopies(CudaStream):
-    """A copy stream whose work one thread issues."""
+    """A copy stream whose work is issued by a separate thread."""
 
     def __init__(self, copies: CudaStream, compute: CudaStream) -> None:
-        """``copies``: the stream so far, which the thread takes over."""
+        """``copies``: the copy stream, which the thread takes over.  ``compute``: the compute stream."""
         super().__init__(copies.cuda, copies.clock, copies.stream)
         self._compute = compute
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chunkflow-copies")
         self._staging = Staging(self.cuda.staging, partial(self.cuda.event, False), self.cuda.copy, super().record)
         self._newest: Future[None] | None = None
         self._worker = 0  # ident of the thread
-        self._reader: Engine | None = None  # the thread that reads the drive, for which it waits
-        self._records: dict[int, Future[None]] = {}  # id of an event -> where its newest record in this step is issued
-        self._marks: list[torch.cuda.Event] = []  # events to reuse, each at a point of the compute stream
+        self._reader: Engine | None = None  # the thread that reads from the SSD, whose events copies wait for
+        # id of an event -> a future that is done once the latest record of the event in this step is issued
+        self._records: dict[int, Future[None]] = {}
+        self._marks: list[torch.cuda.Event] = []  # reusable events that mark points of the compute stream
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
         self._put(partial(super().run, work, watch, name))
@@ -133,9 +135,9 @@ class StagedCopies(CudaStream):
         self._records[id(event)] = self._put(partial(super().record, event))
 
     def wait(self, event: torch.cuda.Event | HostEvent, waited: Waited | None = None) -> None:
-        """Let the copies put from here on start after ``event``, which compute or the stream of reads has just recorded.
+        """Make the copies enqueued from here on start after ``event``, just recorded by compute or the stream of reads.
 
-        One of compute will be recorded again before the thread comes to this wait, so an event of our own marks the point.
+        Compute may record its event again before the thread reaches this wait, so a separate event marks the point.
         """
         if isinstance(event, HostEvent):
             self._put(partial(event.block, event.recorded))
@@ -149,7 +151,7 @@ class StagedCopies(CudaStream):
                 wait(mark)
             else:
                 mark.synchronize()
-            self._marks.append(mark)  # a wait that is issued holds on to the point, not to the event
+            self._marks.append(mark)  # a wait that was issued refers to the recorded point, so the event can be reused
 
         self._put(issue)
 
@@ -167,9 +169,9 @@ class StagedCopies(CudaStream):
             _raise_from(record)
 
     def reached(self, event: torch.cuda.Event) -> Callable[[], None]:
-        """A function that blocks until what this stream, or compute, has just recorded as ``event`` is reached.
+        """A function that blocks until the point that this stream or compute has just recorded as ``event`` is reached.
 
-        It will be recorded again, so an event of our own marks the point.
+        The event will be recorded again, so a separate event marks the point.
         """
         mark, issued = self.cuda.event(False), None
         if id(event) in self._records:
@@ -188,23 +190,23 @@ class StagedCopies(CudaStream):
         return block
 
     def await_reads(self, reader: Engine) -> None:
-        """From now on, copies wait for events of the thread that reads the drive."""
+        """Note that copies wait for events of ``reader``, the thread that reads from the SSD."""
         self._reader = reader
 
     def issued(self) -> None:
-        """Wait until everything put so far is issued; raise what failed.
+        """Wait until all work enqueued so far is issued.  Raises ChunkflowError if it failed.
 
-        Not on a thread for which this waits, where the collector may run a finalizer that unpins another model's memory: the
-        copies of that model are issued, because a step ends with this.
+        It does not wait on a thread that this would wait for.  There, the garbage collector may run a finalizer that unpins
+        the memory of another model; the copies of that model are already issued, because every step ends with this wait.
         """
         here = threading.get_ident() == self._worker or (self._reader is not None and self._reader.runs_here)
         if self._newest is not None and not here and not self.inherited:
             _raise_from(self._newest)
 
     def end_step(self) -> None:
-        """Wait until the copies of a step are issued, and forget where: an event that is dropped leaves its id to another.
+        """Wait until the copies of a step are issued, and forget its records, because the id of a dropped event is reused.
 
-        Called by the thread that issues the step, as :meth:`record` and :meth:`await_record` are.
+        It is called by the thread that issues the step, like :meth:`record` and :meth:`await_record`.
         """
         self.issued()
         self._records.clear()
@@ -213,7 +215,7 @@ class StagedCopies(CudaStream):
         try:
             self.issued()
         except ChunkflowError:
-            self._newest = None  # usable again
+            self._newest = None  # the stream is usable again
             raise
         finally:
             super().synchronize()
@@ -235,10 +237,11 @@ class StagedCopies(CudaStream):
 
 
 class HostReads:
-    """The stream of reads of the drive: a thread of the host.  ``copies``: those that it waits for."""
+    """The stream of reads from the SSD, which run on a host thread.  ``copies``: the copy stream whose events it waits
+    for."""
 
     def __init__(self, copies: StagedCopies, engine: Engine) -> None:
-        """``engine``: has the thread."""
+        """``engine``: the engine that runs the thread."""
         self._copies = copies
         self._stream = engine.streams["read"]
         copies.await_reads(engine)

@@ -1,8 +1,9 @@
-"""Time on a GPU: marks between the work on its streams, read after the GPU has passed them.
+"""Time on a GPU: marks are recorded between the work on its streams, and read after the GPU has passed them.
 
-A mark is a timed event.  Events are created in the first passes and reused: each call takes a frame of events from a ring,
-and a later call, once issued, reads the frame.  Whether a pass over the calls of a cycle is marked is chosen once, where
-it begins.  The host never waits: if no frame is free, a call is not measured, and so its pass is not.
+A mark is a timed event.  Events are created in the first passes and then reused: each call takes a frame of events from a
+ring, and a later call reads the frame after it was issued.  Whether a pass over the calls of a cycle is marked is decided
+once, when it begins.  The host never waits: if no frame is free, a call is not measured, and therefore its pass is not
+either.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import torch
 
 from .device_base import StepEnd, Waited, Watch
 
-# Of a model that is one call, the host is seldom more than a call ahead, because the queue of a GPU holds about a thousand
-# kernels.
+# The initial number of frames.  If a model is one call, the host is seldom more than one call ahead, because the launch queue
+# of a GPU holds about a thousand kernels.
 FRAMES = 4
-# Of one whose blocks are compiled one by one it is many calls ahead: more frames are made, until all have so many events,
-# as four passes over 60 blocks do.
+# If the blocks of a model are compiled separately, the host is many calls ahead.  Then more frames are made, until all frames
+# together have this many events; four passes over 60 blocks have as many.
 MOST_EVENTS = 8192
 
 
 class Frame:
-    """The marks of a call.  ``whole``: whether the call of its program before it was measured too."""
+    """The marks of a call.  ``whole``: whether the previous call of its program was also measured."""
 
     def __init__(self, event: Callable[[], torch.cuda.Event]) -> None:
         self._event = event
         self._events: list[torch.cuda.Event] = []
         self._numbers = count()
         self._reports: list[Callable[[Callable[[int], float]], None]] = []
-        self._lock = threading.Lock()  # a second thread marks copies from pageable memory
+        self._lock = threading.Lock()  # a second thread records marks for copies from pageable memory
         self._ends: tuple[int, ...] = ()
         self.whole = True
 
@@ -45,21 +46,21 @@ class Frame:
 
     def mark(self, stream: torch.cuda.Stream | None) -> int:
         """Record a mark at this point of ``stream``; return its number."""
-        number = next(self._numbers)  # without the lock: one call into C
+        number = next(self._numbers)  # needs no lock, because it is one call into C
         if number >= len(self._events):
             self._grow(number)
         self._events[number].record(stream)
         return number
 
     def _grow(self, number: int) -> None:
-        """Make events up to this one."""
+        """Create events up to this number."""
         with self._lock:
             while len(self._events) <= number:
                 self._events.append(self._event())
 
     @property
     def events(self) -> int:
-        """How many it has, those of earlier calls included."""
+        """The number of events, including events that only earlier calls used."""
         return len(self._events)
 
     def between(self, begin: int, end: int, watch: Watch) -> None:
@@ -89,7 +90,7 @@ class Frame:
         return float(before._events[0].elapsed_time(self._events[0])) / 1e3
 
     def report(self, start: float) -> None:
-        """Report the times of all marks.  ``start``: the time of the first one, seconds."""
+        """Report the times of all marks.  ``start``: the time of the first mark in seconds."""
 
         def at(mark: int) -> float:
             return start + float(self._events[0].elapsed_time(self._events[mark])) / 1e3
@@ -102,29 +103,29 @@ class Frame:
 class Clock:
     """Time on the GPU, in seconds since the first frame.
 
-    ``event``: creates a timed event.  ``most``: events of all frames, beyond which no more frames are made.
+    ``event``: creates a timed event.  ``most``: the number of events in all frames beyond which no more frames are made.
     """
 
     def __init__(self, event: Callable[[], torch.cuda.Event], most: int = MOST_EVENTS) -> None:
         self._event = event
         self._most = most
-        # A queue: the first calls use the frames in turn and create the events of all, so later ones create none, unless
-        # the host is further ahead then.
+        # It is a queue, so the first calls use the frames one after the other and create the events of all frames.  Later
+        # calls create no events, unless the host runs further ahead.
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._frames = FRAMES
         self._pending: deque[Frame] = deque()
-        self.open: Frame | None = None  # of the call that runs, if it is measured
-        self._newest: tuple[Frame, float] | None = None  # the frame read last, and the time of its first mark
-        self.zero = 0.0  # when the host began the first frame, by time.monotonic()
+        self.open: Frame | None = None  # the frame of the running call, if it is measured
+        self._newest: tuple[Frame, float] | None = None  # the last frame that was read, and the time of its first mark
+        self.zero = 0.0  # the time.monotonic() at which the host began the first frame
         self._lock = threading.RLock()
 
     def begin(self, stream: torch.cuda.Stream, marked: bool, consecutive: bool) -> Frame | None:
         """The frame of a call that begins; None if it is not ``marked``, or if no frame is free.
 
-        ``consecutive``: whether the program's call before it was measured.
+        ``consecutive``: whether the previous call of the program was measured.
         """
         with self._lock:
-            if self.open is not None:  # its call failed
+            if self.open is not None:  # left open by a call that failed
                 self._free.append(self.open)
                 self.open = None
             if marked:
@@ -137,14 +138,14 @@ class Clock:
     def end(
         self, frame: Frame, compute: torch.cuda.Stream | None, lanes: Sequence[torch.cuda.Stream], over: StepEnd
     ) -> None:
-        """End a call.  ``over`` is called by :meth:`collect` after the GPU has passed it."""
+        """End a call.  ``over``: called by :meth:`collect` after the GPU has passed the end of the call."""
         with self._lock:
             frame.close(compute, lanes, over)
             self.open = None
             self._pending.append(frame)
 
     def _another(self) -> Frame | None:
-        """A new frame, if those in use are so small that one more is allowed."""
+        """A new frame, or None if the frames in use have too many events for another one."""
         events = sum(frame.events for frame in self._pending)
         if not self._pending or events / len(self._pending) * (self._frames + 1) > self._most:
             return None
@@ -152,7 +153,7 @@ class Clock:
         return Frame(self._event)
 
     def collect(self, wait: bool = False) -> None:
-        """Read the frames that the GPU has passed; with ``wait``, wait for all of them."""
+        """Read the frames that the GPU has passed.  ``wait``: whether to wait until it has passed all frames."""
         with self._lock:
             while self._pending:
                 if wait:
@@ -166,6 +167,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # not sooner: the time of the new frame counts from it
+            self._free.append(before)  # not sooner, because the time of the new frame is relative to it
         self._newest = frame, start
         frame.report(start)

@@ -56,9 +56,9 @@ class _HostDevice(Device):
     def _make_reads(self) -> ThreadStream:
         return self.engine.streams["read"]
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
-        lane = self.engine.streams[moves]
-        since = lane.since
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, lane: Lane = "copy") -> None:
+        stream = self.engine.streams[lane]
+        since = stream.since
         if isinstance(source, InRing):
             copy_host_bytes(target, source.values())
         else:
@@ -67,7 +67,7 @@ class _HostDevice(Device):
         if isinstance(source, Pieces):
             port, nbytes = self.peers or port, source.from_others
         if port is not None:
-            lane.end_work(port.send(moves, nbytes, since))
+            stream.end_work(port.send(lane, nbytes, since))
 
     def received(self, nbytes: int) -> None:
         if (port := self.peers or self.port) is not None:

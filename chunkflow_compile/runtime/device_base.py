@@ -110,9 +110,9 @@ class Device:
         """A new event for the stream of reads to record."""
         return self.event()
 
-    def lane(self, moves: Lane) -> Stream:
+    def lane(self, name: Lane) -> Stream:
         """The stream of a lane."""
-        if moves == "copy":
+        if name == "copy":
             return self.copy
         if self.pull is None:
             self.pull = self._make_pull()
@@ -150,7 +150,7 @@ class Device:
         return (self.compute, self.collective, *self.lanes, *reads)
 
     @property
-    def moves(self) -> tuple[Lane, ...]:
+    def lane_names(self) -> tuple[Lane, ...]:
         """The names of the lanes that were created so far."""
         return LANES[:1] if self.pull is None else LANES
 
@@ -176,14 +176,14 @@ class Device:
     def stage(self) -> None:
         """Prepare for copies from memory that could not be pinned."""
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, lane: Lane = "copy") -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes).  It is called as work on the stream of a lane."""
         raise NotImplementedError
 
-    def copy_all(self, copies: Sequence[NamedCopy], moves: Lane = "copy") -> None:
+    def copy_all(self, copies: Sequence[NamedCopy], lane: Lane = "copy") -> None:
         """Enqueue copies in a lane, without timing them."""
         for target, source, name in copies:
-            self.lane(moves).run(partial(self.copy_bytes, target, source, moves), None, name)
+            self.lane(lane).run(partial(self.copy_bytes, target, source, lane), None, name)
 
     def received(self, nbytes: int) -> None:
         """Note that a collective has received ``nbytes`` on this rank.  It is called as work of the collective stream."""

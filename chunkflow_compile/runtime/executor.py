@@ -215,7 +215,7 @@ class Executor:
 
     def _prologue(self, stale: Collection[str] | None, jumps: bool) -> list[Issue]:
         """The functions that issue the prologue of the call.  ``stale``, ``jumps``: see :meth:`_prime`."""
-        lanes = self.device.moves
+        lanes = self.device.lane_names
         if (kept := self._prologues.get((jumps, lanes))) is not None and not stale:
             return kept
         made = instructions(self.target, self.cycle.prologue(self.call, lanes, stale, jumps=jumps))

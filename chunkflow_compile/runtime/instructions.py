@@ -31,21 +31,23 @@ from chunkflow_compile.passes.step import Stream as StreamName
 from chunkflow_compile.weights.pieces import Pieces
 
 from .collective_work import collective_issue, finish_issue, start_issue
-from .compute_work import Compute, Settled, node_work, poison_work, region_work, run_all, together
+from .compute_work import Compute, PicksAndDrops, node_work, poison_work, region_work, run_all, together
 from .device_base import NamedCopy
 from .measurement import RegionWatch
 from .target import Issue, RunningStep, Target
 
 
 def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] = ()) -> list[Issue]:
-    """The functions that issue the ops of a step, in their order.  ``nodes``: of the program with their ops, see
-    :func:`issued`; none if the step has transfers only.
+    """The functions that issue the ops of a step, in order.
 
-    A region and the ops of compute after it are one function, and so are the copies and the marks between two of these, and
-    adjacent reads, because each function costs the host time.  The copies of one lane between two events are one.
-    If the step computes several rows, see :meth:`Executor.run`, a function of compute runs all of its ops but Evict for each
-    earlier row, and then all of them for the last row.
-    Raises FindingError if the nodes have other ops than the step.
+    ``nodes``: the nodes of the program with their ops, see :func:`issued`; empty if the step consists of transfers only.
+
+    Each function costs the host time, so adjacent ops are merged into one function: a region with the compute ops after it;
+    the copies, records and waits between two such functions; and adjacent reads.  The copies in one lane between two events
+    are issued as one.
+    If the step computes several rows (see :meth:`Executor.run`), a compute function runs all its ops except Evict for each
+    earlier row, and then all its ops for the last row.
+    Raises FindingError if the ops of the nodes differ from the ops of the step.
     """
     if not target.on_drive:
         step = without_reads(step, target.cycle.events)
@@ -57,7 +59,8 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
 
 
 def _with_nodes(step: Step, nodes: Iterable[tuple[Node, Step]]) -> Iterator[tuple[Op, Node | None]]:
-    """Each op with its node: None for a transfer, and for all ops of a node but the first and the Run of a region."""
+    """Yield each op with its node.  The node is None for transfers, and for ops that are neither the first op of their node
+    nor the Run of a region."""
     work = ((node, [op for op in ops if not _is_transfer(op)]) for node, ops in nodes)
     rest = ((op, node if op is ops[0] or isinstance(op, Run) else None) for node, ops in work for op in ops)
     for op in step:
@@ -77,17 +80,18 @@ def _is_transfer(op: Op) -> bool:
 
 
 class _Compiler:
-    """Makes the functions of a step.  ``issues``: those that are complete."""
+    """Makes the functions of a step.  ``issues``: the functions that are complete."""
 
     def __init__(self, target: Target) -> None:
         self.issues: list[Issue] = []
         self._target = target
         self._number = {node.name: i for node, i in target.number.items()}
         self._windows = len(target.program.problem.regions)
-        self._window = 0  # where stalls count: at the region that runs next, after the last one at that
+        # the window that stalls are added to: the window of the next region, or of the last region if none follows
+        self._window = 0
         self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region takes
         self._computes: list[Compute] = []
-        self._settled: Settled | None = None  # the newest of these, which later ops may join
+        self._picks_and_drops: PicksAndDrops | None = None  # the latest, to which later ops may be added
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
 
@@ -115,7 +119,9 @@ class _Compiler:
                 self._issue(collective_issue(target, node, self._window))
             case Evaluate() if node.target is getitem:
                 number = target.number
-                self._settle().picks.append((number[node], number[node.all_input_nodes[0]], node.args[1]))
+                self._latest_picks_and_drops().picks.append(
+                    (number[node], number[node.all_input_nodes[0]], node.args[1])
+                )
             case Evaluate():
                 self._compute(Compute(node_work(target, node)))
             case Evict():
@@ -123,13 +129,13 @@ class _Compiler:
                     self._compute(Compute(poison_work(target, op.weight), once=True))
             case Release():
                 numbers = tuple(self._number[value] for value in op.values)
-                if node is not None:  # the first op of its node is that of a region
+                if node is not None:  # the op comes before the Run of a region
                     self._taken = numbers
                 else:
-                    self._settle().drops.extend(numbers)
+                    self._latest_picks_and_drops().drops.extend(numbers)
 
     def flush(self) -> None:
-        """Complete the newest function."""
+        """Complete the current function."""
         if self._computes:
             self.issues.append(_compute(self._target, self._computes))
         if self._transfers:
@@ -137,21 +143,21 @@ class _Compiler:
         if self._reads:
             self.issues.append(_reads(self._target, self._reads))
         self._computes, self._transfers, self._reads = [], [], []
-        self._settled = None
+        self._picks_and_drops = None
 
     def _compute(self, compute: Compute) -> None:
         if self._transfers or self._reads or compute.window is not None:
             self.flush()
         self._computes.append(compute)
-        self._settled = None
+        self._picks_and_drops = None
 
-    def _settle(self) -> Settled:
-        """Where to add an element to pick, or values to drop: those of one Release, after all picks."""
-        if self._settled is None or self._settled.drops:
-            settled = Settled()
-            self._compute(Compute(settled.work()))
-            self._settled = settled
-        return self._settled
+    def _latest_picks_and_drops(self) -> PicksAndDrops:
+        """The work to add picks or drops to.  After the drops of a Release, new work begins."""
+        if self._picks_and_drops is None or self._picks_and_drops.drops:
+            work = PicksAndDrops()
+            self._compute(Compute(work.work()))
+            self._picks_and_drops = work
+        return self._picks_and_drops
 
     def _transfer(self, op: Record | Wait | Copy) -> None:
         if self._computes or self._reads:
@@ -169,7 +175,7 @@ class _Compiler:
 
 
 def _compute(target: Target, computes: Sequence[Compute]) -> Issue:
-    """A function that issues work of compute, of which the first may be a region's, as one."""
+    """A function that issues several pieces of compute work as one.  Only the first of them may be a region."""
     run, window, name = target.device.compute.run, computes[0].window, computes[0].name
     work = together([each.work for each in computes])
     repeated = [each.work for each in computes if not each.once]
@@ -188,7 +194,7 @@ def _compute(target: Target, computes: Sequence[Compute]) -> Issue:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a stream is given at once: the events that it waits for, copies, and the events that it records after them."""
+    """Ops that a stream gets together: first it waits for events, then it runs copies, then it records events."""
 
     stream: StreamName
     waits: list[Any] = field(default_factory=list)
@@ -197,9 +203,9 @@ class _Part:
 
 
 def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
-    """A function that issues ops of the lanes, and the marks of compute between them, in few parts.
+    """A function that issues the ops of lanes, and the records of compute between them, in as few parts as possible.
 
-    The order of each stream stays, and what is recorded before a wait of any stream.
+    The order of the ops in each stream does not change.  A record that comes before a wait in any stream stays before it.
     """
     parts, newest = list[_Part](), dict[StreamName, _Part]()
     for op in ops:
@@ -245,7 +251,7 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
 
 
 def _reads(target: Target, ops: Sequence[Read | Record | Wait]) -> Issue:
-    """A function that issues ops of the stream of reads."""
+    """A function that issues ops to the stream of reads."""
     device, calls = target.device, list[methodcaller]()
     for op in ops:
         match op:
@@ -265,7 +271,10 @@ def _reads(target: Target, ops: Sequence[Read | Record | Wait]) -> Issue:
 
 
 def _wait(target: Target, event: Any, window: int | None) -> Issue:
-    """A function that lets compute wait for an event.  ``window``: where the stall counts, or None."""
+    """A function that makes compute wait for an event.
+
+    ``window``: the index of the window that the stall is added to, or None if it is not counted.
+    """
     compute = target.device.compute
 
     def issue(step: RunningStep) -> None:

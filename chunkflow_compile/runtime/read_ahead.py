@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.ring import BLOCK, room
+from chunkflow_compile.passes.ring import BLOCK, slot_bytes
 from chunkflow_compile.weights.host_memory import empty_pages
 from chunkflow_compile.weights.limits import host_memory, local_ranks
 from chunkflow_compile.weights.locks import when_collected
@@ -79,7 +79,7 @@ class DriveReader:
             if self._ring is None or self._ring.bytes.numel() < ring_bytes:
                 self._ring = None  # freed before the new one is allocated
                 self._ring = _RingMemory(ring_bytes, self._pin)
-            self._drive.read(source, self._ring.bytes[begin : begin + room(source.numel())])
+            self._drive.read(source, self._ring.bytes[begin : begin + slot_bytes(source.numel())])
         except ChunkflowError:
             raise
         except Exception as error:

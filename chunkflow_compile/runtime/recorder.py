@@ -67,6 +67,6 @@ class Recorder(Device):
     def event(self) -> torch.cuda.Event:
         return self._cuda.event(False)
 
-    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, moves: Lane = "copy") -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing, lane: Lane = "copy") -> None:
         assert not isinstance(source, DriveBytes | InRing), "weights on the drive are not recorded"
         self._cuda.copy(target, source)

@@ -36,7 +36,7 @@ class Bell:
     """A condition variable: lets threads wait for a change.
 
     It uses only simple locks, because a Ctrl-C inside threading.Condition could leave it locked forever.
-    ``now``: returns the time in seconds at which an event is reached.
+    ``now``: returns the current time in seconds.
     """
 
     def __init__(self, clock: HostClock = MONOTONIC) -> None:

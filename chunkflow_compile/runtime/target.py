@@ -10,7 +10,7 @@ from typing import Any
 
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.passes.ring import room
+from chunkflow_compile.passes.ring import slot_bytes
 from chunkflow_compile.passes.step import Copy, Read, reads
 from chunkflow_compile.weights.source import Bytes, DriveBytes
 
@@ -114,7 +114,7 @@ class Target:
         )
         read = [(op, self._bytes(op)) for op in reads(chain.from_iterable(cycle.ops))] if self.on_drive else []
         self.read_bytes = sum(nbytes for _, nbytes in read)
-        self._ring_bytes = max((op.ring + room(nbytes) for op, nbytes in read), default=0)
+        self._ring_bytes = max((op.ring + slot_bytes(nbytes) for op, nbytes in read), default=0)
         if pulled:
             device.lane("pull")  # created now, because a step creates no streams
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}

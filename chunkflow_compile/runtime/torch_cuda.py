@@ -33,9 +33,9 @@ class TorchCuda:
         self._device = device
         self._traced = any(variable in os.environ for variable in _OF_NSIGHT)
 
-    def stream(self, moves: Lane = "copy") -> torch.cuda.Stream:
+    def stream(self, lane: Lane = "copy") -> torch.cuda.Stream:
         """The stream of a lane.  There is one per GPU, for the lifetime of the process."""
-        return _lane_stream(self._device, moves)
+        return _lane_stream(self._device, lane)
 
     def current(self) -> torch.cuda.Stream:
         """The caller's current stream."""
@@ -149,7 +149,7 @@ _PRIORITY = -2
 
 
 @cache
-def _lane_stream(device: torch.device, moves: Lane) -> torch.cuda.Stream:
+def _lane_stream(device: torch.device, lane: Lane) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=_PRIORITY)
 
 
@@ -162,7 +162,7 @@ def _capture_streams(
     No work ever runs on these streams.  The nodes of a graph get the priorities of the streams on which they are recorded, so
     compute has the priority of the caller's stream.
     """
-    lanes: dict[Lane, torch.cuda.Stream] = {moves: torch.cuda.Stream(device, priority=_PRIORITY) for moves in LANES}
+    lanes: dict[Lane, torch.cuda.Stream] = {lane: torch.cuda.Stream(device, priority=_PRIORITY) for lane in LANES}
     return threading.Lock(), torch.cuda.Stream(device), lanes
 
 

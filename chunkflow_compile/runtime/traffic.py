@@ -62,15 +62,15 @@ class Traffic:
 
     def __init__(self) -> None:
         self._counted = 0
-        self._lanes: dict[Lane, deque[Transfer]] = {moves: deque() for moves in LANES}
+        self._lanes: dict[Lane, deque[Transfer]] = {lane: deque() for lane in LANES}
         self._collectives: deque[Transfer] = deque()
         # collectives and pulls that may have overlapped copies still in flight
         self._drained: deque[Transfer] = deque()
         self._pulled: deque[Transfer] = deque()
 
-    def copy(self, nbytes: int, moves: Lane = "copy") -> Transfer:
+    def copy(self, nbytes: int, lane: Lane = "copy") -> Transfer:
         """A record for a copy that is about to run in a lane."""
-        return Transfer(self._lanes[moves], nbytes)
+        return Transfer(self._lanes[lane], nbytes)
 
     def collective(self, windows: WindowSeconds, window: int) -> Transfer:
         """A record for a collective, or its completion, that is about to run."""
@@ -91,7 +91,7 @@ class Traffic:
             collective.windows.collective_s[collective.window] += seconds
             collective.windows.beside_s[collective.window] += seconds * any(overlaps)
         self._drained.extend(fresh)
-        ended: dict[Lane, list[Transfer]] = {moves: list(_ended(lane, now)) for moves, lane in self._lanes.items()}
+        ended: dict[Lane, list[Transfer]] = {name: list(_ended(lane, now)) for name, lane in self._lanes.items()}
         self._pulled.extend(ended["pull"])
         pulls = [*self._pulled, *list(self._lanes["pull"])]
         free = [copy for copy, overlaps in _overlaps(ended["copy"], list(self._drained)) if not overlaps]

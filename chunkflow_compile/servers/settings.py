@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Settings:
+class PluginSettings:
     """The settings of a plug-in.  ``memory``: limit for the weights and activations of one transformer on the device, such
     as "12GiB".
 
@@ -75,7 +75,7 @@ class Settings:
         _log.warning("%s: %s=1 uses it all the same.", found, IGNORE_VERSION)
 
 
-def settings_from(environ: Mapping[str, str]) -> Settings | None:
+def settings_from(environ: Mapping[str, str]) -> PluginSettings | None:
     """The settings in an environment, or None if ``CHUNKFLOW_MEMORY`` is unset or empty.
 
     ``CHUNKFLOW_OPTIONS``: a JSON object with further options, such as ``{"lowering": "eager"}``, and ``peers``.
@@ -102,7 +102,7 @@ def settings_from(environ: Mapping[str, str]) -> Settings | None:
     ignored = environ.get(IGNORE_VERSION, "").strip()
     if ignored not in ("", "0", "1"):
         raise ChunkflowError(f"{IGNORE_VERSION}={ignored!r} is neither 0 nor 1.")
-    return Settings(memory, options, _port(environ.get(PORT, "").strip()), peers, ignored == "1")
+    return PluginSettings(memory, options, _port(environ.get(PORT, "").strip()), peers, ignored == "1")
 
 
 def _parsed(*, peers: OnPeers = False, **options: Any) -> Options:

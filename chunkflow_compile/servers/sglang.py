@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.servers.settings import MEMORY, Settings, settings_from
+from chunkflow_compile.servers.settings import MEMORY, PluginSettings, settings_from
 
 # The hooks wrap functions outside SGLang's public interface: only tested releases are supported.
 OLDEST, BEFORE = "0.5.23", "0.5.24"
@@ -81,7 +81,7 @@ def load_on_the_host(args: Any) -> None:
 class Hooks:
     """The hooks that depend on the settings.  ``settings``: settings from the environment."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PluginSettings) -> None:
         from chunkflow_compile.servers.scrape import Scrape
 
         self._settings = settings

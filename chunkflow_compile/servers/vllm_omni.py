@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.servers.settings import MEMORY, Settings, settings_from
+from chunkflow_compile.servers.settings import MEMORY, PluginSettings, settings_from
 
 _log = logging.getLogger("vllm_omni.chunkflow")  # the server shows loggers below vllm_omni only
 _DIT = "dit"  # the server's name for the transformers as an offloaded component
@@ -79,7 +79,7 @@ def _check(config: Any) -> None:
 class _Backend:
     """An OffloadBackend of the server: offloads the transformers, then lets the server place everything else."""
 
-    def __init__(self, settings: Settings, theirs: Any, device: Any) -> None:
+    def __init__(self, settings: PluginSettings, theirs: Any, device: Any) -> None:
         self._settings, self._theirs, self._device = settings, theirs, device
         self._models: list[Any] = []
 
@@ -117,11 +117,13 @@ class _Backend:
         return bool(self._models)
 
 
-def _backend(settings: Settings, theirs: Callable[..., Any], config: Any, device: Any = None, **kwargs: Any) -> Any:
+def _backend(
+    settings: PluginSettings, theirs: Callable[..., Any], config: Any, device: Any = None, **kwargs: Any
+) -> Any:
     return _Backend(settings, theirs(config, device=device, **kwargs), device)
 
 
-def _compile(settings: Settings, scrape: Any, theirs: Callable[..., Any], runner: Any, name: str) -> None:
+def _compile(settings: PluginSettings, scrape: Any, theirs: Callable[..., Any], runner: Any, name: str) -> None:
     """Compile a transformer by block type, whatever granularity the server uses.  ``scrape``: metrics server."""
     from chunkflow_compile.frontend.compile import compile
 

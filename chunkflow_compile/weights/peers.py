@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.pieces import Part, parts, piece_bytes
+from chunkflow_compile.passes.pieces import PiecePart, parts, piece_bytes
 from chunkflow_compile.units import size
 
 from .bytes import flat_bytes
@@ -286,7 +286,7 @@ class Peers:
             for part, values in self._parts(buffer)
         )
 
-    def _parts(self, buffer: HostBuffer) -> Iterator[tuple[Part, torch.Tensor]]:
+    def _parts(self, buffer: HostBuffer) -> Iterator[tuple[PiecePart, torch.Tensor]]:
         """Yield the parts of a weight with their bytes in host memory."""
         values = flat_bytes(buffer.stored)
         for part in parts(0, buffer.nbytes, buffer.nbytes, self.ranks):

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from chunkflow_compile.passes.pieces import Part, parts
+from chunkflow_compile.passes.pieces import PiecePart, parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Pieces:
         return replace(self, begin=self.begin + begin, end=self.begin + max(begin, end))
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PiecePart, ...]:
         """The parts of the range, starting with the next rank, so that not all ranks pull from the same rank at the same
         time."""
         ranks = len(self.held)

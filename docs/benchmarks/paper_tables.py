@@ -19,7 +19,7 @@ from paper_formulas import (
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.placement.place import Builder, place
+from chunkflow_compile.passes.placement.place import PlanBuilder, place
 from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
@@ -148,7 +148,7 @@ def residency_rows(results: list[Result], machine: Hardware) -> list[Row]:
     rows = []
     for r in (r for r in results if r.case.size in (41, 4, 9)):
         planner = Planner(r.problem, Simulator(r.problem, machine, CHUNK))
-        builder = Builder(planner)
+        builder = PlanBuilder(planner)
         for share in (0.0, 0.2, 0.4, 0.6):
             residents = round(share * len(planner.chunks))
             tried = [c for hard in (False, True) if (c := planner.candidate(residents, None, hard)) is not None]

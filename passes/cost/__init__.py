@@ -1,4 +1,4 @@
-"""Cost.  Input: a region's graph, or measured Timings.  Output: FLOPs and bytes, or seconds.
+"""Cost: computes FLOPs and bytes from the graph of a region, or seconds from measured Timings.
 
-Read count, then timings.
+Start with count, then read timings.
 """

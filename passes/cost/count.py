@@ -1,9 +1,10 @@
-"""Count: the cost of a region, FLOPs by torch.utils.flop_counter's formulas, bytes by the graph's metadata.
+"""Count: computes the cost of a region: FLOPs with the formulas of torch.utils.flop_counter, bytes from the graph's
+metadata.
 
-A formula that a user registers there (``register_flop_formula``) is one of them.
+Formulas that users register there (``register_flop_formula``) are included.
 
-Products, which are GEMMs, convolutions and attention, take FLOPs and read and write operands.  What runs beside them moves
-bytes, in kernels of its own.
+Products (GEMMs, convolutions and attention) have FLOPs, and read and write operands.  All other ops only move bytes, in
+separate kernels.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from chunkflow_compile.passes.kernel_calls import is_kernel_call
 from chunkflow_compile.passes.problem import RegionCost
 
-from .calls import called, is_opaque, like_attention
 from .kernels import Values, other_kernels, tensor_bytes, tensors
+from .op_calls import called, is_opaque, like_attention
 
-# Products of an input and a weight that the flop counter does not know, most of them with a quantised weight.
+# Products of an input and a weight that are unknown to the flop counter, most of them with a quantised weight.
 _PRODUCTS = frozenset(
     (
         "aten::_int_mm",
@@ -37,14 +38,14 @@ _PRODUCTS = frozenset(
         "torchao::int_scaled_matmul",
     )
 )
-# Rows and columns of a tile of a GEMM: those of cuBLAS for large ones on Hopper.  It takes smaller ones for small GEMMs.
+# Rows and columns of a tile that cuBLAS uses for large GEMMs on Hopper.  For small GEMMs, it uses smaller tiles.
 _TILE = (128, 256)
 
 
 def region_cost(values: Values, fused: bool = True) -> RegionCost:
-    """The cost of one region.  ``values``: of each of its nodes, tensors without data, of sizes that are known.
+    """The cost of one region.  ``values``: value of each of its nodes, as tensors without data, with known sizes.
 
-    ``fused``: whether Inductor fuses what lies between products.
+    ``fused``: whether Inductor fuses the ops between products.
     """
     counts = {n: node_flops(n, values) for n in values if n.op not in ("placeholder", "output")}
     flops = {n: f for n, f in counts.items() if f > 0 or is_opaque(n)}
@@ -66,7 +67,7 @@ def region_cost(values: Values, fused: bool = True) -> RegionCost:
 
 
 def gemm_tiles(values: Values) -> tuple[tuple[int, int], ...]:
-    """Tiles of the result of each GEMM of a region, and its FLOPs."""
+    """For each GEMM of a region, the number of tiles of its result, and its FLOPs."""
     found = ((node, node_flops(node, values)) for node in values if node.op == "call_function")
     gemms = [(tensors(values[node])[0].shape, flops) for node, flops in found if flops and _is_gemm(node, values)]
     return tuple((-(-shape[-2] // _TILE[0]) * -(-shape[-1] // _TILE[1]) * prod(shape[:-2]), f) for shape, f in gemms)
@@ -84,9 +85,10 @@ def _is_gemm(node: Node, values: Values) -> bool:
 
 
 def node_flops(node: Node, values: Values) -> int:
-    """FLOPs of one node: by the formula of its op, else as attention if it looks like that; 0 for other ops.
+    """FLOPs of one node: from the formula of its op or, without a formula, as attention if its operands look like it; 0 for
+    other ops.
 
-    A nested graph counts as the one of most FLOPs among those of its op, as only one branch of ``cond`` runs.
+    For an op with nested graphs, the maximum of their FLOPs is counted, because ``cond`` runs only one branch.
     """
     call = called(node, values)
     if call is None:
@@ -94,10 +96,10 @@ def node_flops(node: Node, values: Values) -> int:
     args, kwargs = call.args, call.kwargs
     if (
         call.name.startswith("aten::") and "attention" in call.name and args[1].shape[-2] != args[2].shape[-2]
-    ):  # only where sizes are estimated
+    ):  # possible only if sizes are estimated
         args = (*args[:2], args[2].new_empty((*args[1].shape[:-1], args[2].shape[-1])), *args[3:])
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-        # The only attention op without a formula in torch; attention on fake CPU tensors traces to it.
+        # The only attention op without a formula in torch.  Attention on fake CPU tensors is traced to it.
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if call.name in _PRODUCTS:  # [..., k] by a weight into [..., n]
         return 2 * int(args[0].numel()) * int(tensors(values[node])[0].shape[-1])
@@ -107,7 +109,8 @@ def node_flops(node: Node, values: Values) -> int:
 
 
 def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
-    """The ops of others and kernels of Triton whose FLOPs nobody has declared: name -> a sentence that says what is done."""
+    """The third-party ops and Triton kernels without a declared FLOP formula, by name, each with a sentence on how it is
+    counted."""
     sentences: dict[str, str] = {}
     for node in nodes:
         values = {n: n.meta.get("val") for n in (node, *node.all_input_nodes)}
@@ -126,7 +129,7 @@ def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
 
 
 def _graph_flops(graph: GraphModule) -> int:
-    """FLOPs of a nested graph; 0 where its sizes are symbols, whose values in a call it does not know."""
+    """FLOPs of a nested graph; 0 if its sizes are symbolic, because their values in a call are not known."""
     values = {node: node.meta.get("val") for node in graph.graph.nodes}
     sizes = [size for value in values.values() for tensor in tensors(value) for size in tensor.shape]
     if any(isinstance(size, torch.SymInt) for size in sizes):
@@ -146,7 +149,7 @@ def _kind(node: Node, values: Values) -> str:
 
 
 def _masked(node: Node, values: Values) -> bool:
-    """Whether a node is attention that reads a mask; ops of torch name it in two ways."""
+    """Whether a node is attention with a mask.  torch's ops use two names for the mask."""
     if not isinstance(node.target, torch._ops.OpOverload) or _kind(node, values) != "attention":
         return False
     names = [argument.name for argument in node.target._schema.arguments]

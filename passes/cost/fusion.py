@@ -1,12 +1,11 @@
-"""Fusion: the kernels that Inductor makes of a region, and the bytes of the values that they store.
+"""Fusion: models the kernels that Inductor generates for a region, and the bytes of the values that they store.
 
-Inductor computes a pointwise value inside the kernels that read it, unless it is an output, an operand of a kernel
-that is not generated, or read by many.  It fuses the other pointwise ops and reductions over equally many elements,
-so that a value with no other readers is never stored.  Products, attention and ops on complex numbers are kernels of
-their own.  A value is freed after the last kernel that reads it.  A pointwise kernel overwrites an operand of the
-same size that it reads last, and a value can be stored in one of its size and dtype that died before.  The order of
-the kernels is the one of several that needs the fewest bytes.  Without Inductor each op is a kernel, and they run in
-program order.
+Inductor computes a pointwise value inside the kernels that read it, unless it is an output, an operand of a kernel that is
+not generated, or read by many kernels.  It fuses other pointwise ops and reductions over the same number of elements, so
+that a value without other readers is never stored.  Products, attention and ops on complex numbers are separate kernels.  A
+value is freed after the last kernel that reads it.  A pointwise kernel overwrites an operand of the same size if it is its
+last reader, and a value can reuse the memory of a dead value of the same size and dtype.  Of several orders of the kernels,
+the one that needs the fewest bytes is used.  Without Inductor, each op is a kernel, and the kernels run in program order.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.fx import Node
 
 from .kernels import Values, bases_of, tensor_bytes, tensors
 
-# Ops that Inductor computes element by element although torch does not tag them as pointwise.
+# Ops that Inductor computes elementwise although torch does not tag them as pointwise.
 _POINTWISE = frozenset(
     (
         "_softmax",
@@ -54,9 +53,9 @@ _POINTWISE = frozenset(
 _REDUCTIONS = frozenset(
     ("all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean")
 )
-# Products whose result is stored where Inductor says.
+# Products for which Inductor chooses the memory of the result.
 _WITH_OUT = frozenset(("_int_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm"))
-# Views whose elements are in the order of those that they view.
+# Views that keep the order of elements.
 _IN_ORDER = frozenset(("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"))
 # Inductor's realize_reads_threshold, and its defaults of realize_acc_reads_threshold and realize_opcount_threshold.
 _MOST_SHARED_READS, _MOST_READS, _MOST_OPS = 4, 8, 30
@@ -68,16 +67,16 @@ _READ_NO_VALUES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What one region has alive.  ``own``: at each of its kernels, the bytes of values that it has made.  ``until``: the
-    position of the last kernel that reads each input, or -1."""
+    """The live values of a region.  ``own``: at each of its kernels, the live bytes of values made inside the region.
+    ``until``: for each input, the position of the last kernel that reads it, or -1."""
 
     own: tuple[int, ...]
     until: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A region as nodes of the whole graph.  ``key``: parts with equal keys have equal profiles."""
+class RegionNodes:
+    """A region, given by nodes of the whole graph.  ``key``: parts with equal keys have equal profiles."""
 
     key: object
     inputs: tuple[Node, ...]
@@ -86,8 +85,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Storages:
-    """The memory of a graph's values.  ``values``: tensors without data, of each node.  ``weights``: the nodes whose memory
-    does not count.  ``fused``: as in count.region_cost.  ``own``: as in bases_of.  ``profiles``: of parts, by key."""
+    """The memory of a graph's values.  ``values``: value of each node, as tensors without data.  ``weights``: nodes whose
+    memory is not counted.  ``fused``: as in count.region_cost.  ``own``: as in bases_of.  ``profiles``: cached profiles of
+    parts, by key."""
 
     values: Values
     weights: Collection[Node]
@@ -108,7 +108,7 @@ class Storages:
             return 0
         return tensor_bytes(self.values[base])
 
-    def profile(self, part: Part) -> Profile:
+    def profile(self, part: RegionNodes) -> Profile:
         if part.key not in self.profiles:
             self.profiles[part.key] = _Kernels(self, part).profile()
         return self.profiles[part.key]
@@ -116,8 +116,8 @@ class Storages:
 
 @dataclass(eq=False)
 class _Kernel:
-    """A kernel, or several that are fused.  ``reads`` and ``writes``: the nodes whose memory it reads and writes.
-    ``strided``: those that it does not read in order.  ``size``: elements that it runs over, 0 if it cannot be fused."""
+    """A kernel, or several fused ones.  ``reads`` and ``writes``: nodes whose memory it reads and writes.  ``strided``:
+    nodes that it does not read in order.  ``size``: number of elements that it iterates over, 0 if it cannot be fused."""
 
     reads: set[Node]
     writes: set[Node]
@@ -125,7 +125,7 @@ class _Kernel:
     size: int
 
     def fuse(self, other: _Kernel) -> None:
-        """Run what ``other`` does in this kernel, too."""
+        """Fuse ``other`` into this kernel."""
         self.reads |= other.reads
         self.writes |= other.writes
         self.strided |= other.strided
@@ -134,7 +134,7 @@ class _Kernel:
 class _Kernels:
     """The kernels of one region, in an order in which they can run."""
 
-    def __init__(self, storages: Storages, part: Part) -> None:
+    def __init__(self, storages: Storages, part: RegionNodes) -> None:
         self.storages, self.part = storages, part
         self.bases, self.values = storages.bases, storages.values
         self.outputs = {self.bases[n] for n in part.outputs}
@@ -166,13 +166,13 @@ class _Kernels:
         return Profile(own=tuple(own), until=tuple(last.get(self.bases[n], -1) for n in self.part.inputs))
 
     def _reused(self, base: Node) -> object:
-        """What the memory of a value has in common with that of a dead one in which it is stored, None if it is not."""
+        """The key by which a value can reuse the memory of a dead value with an equal key; None if it cannot reuse memory."""
         if base in self.alone and _name(base) not in _WITH_OUT:
             return None
         return tensors(self.values[base])[0].dtype, tensor_bytes(self.values[base])
 
     def _lowered(self, made: Sequence[Node]) -> list[_Kernel]:
-        """The kernels before any are fused: one for each value that Inductor realizes."""
+        """The kernels before fusion: one for each value that Inductor realizes."""
         kernels, inlined = list[_Kernel](), dict[Node, tuple[_Kernel, int]]()
         for node in made:
             kernel, ops = _Kernel(set(), {node}, set(), self._size(node)), 1
@@ -182,7 +182,7 @@ class _Kernels:
             for argument in operands:
                 base = self.bases[argument]
                 read, more = inlined.get(base, (_Kernel({base}, set(), set(), 0), 0))
-                if node in self.joined:  # each operand is written to its place by a kernel of its own
+                if node in self.joined:  # each operand is written to its place by a separate kernel
                     kernel = _Kernel(set(), {node}, set(), _elements(self.values[argument]))
                     kernels.append(kernel)
                 kernel.reads |= read.reads
@@ -208,7 +208,7 @@ class _Kernels:
         return max(sizes if _is_pointwise(node) else sizes + [_elements(self.values[a]) for a in node.all_input_nodes])
 
     def _in_order(self, argument: Node) -> bool:
-        """Whether it has the elements of its memory in their order."""
+        """Whether a value has its elements in the order of memory."""
         while self.bases[argument] is not argument and argument not in self.part.inputs:
             if _name(argument) not in _IN_ORDER and not _is_result(argument, self.bases):
                 return False
@@ -216,7 +216,8 @@ class _Kernels:
         return True
 
     def _fuse(self) -> None:
-        """Fuse kernels over equally many elements that share memory, most bytes first, where no other has to run between."""
+        """Fuse kernels over the same number of elements that share memory, unless another kernel has to run in between.
+        Pairs that share the most bytes come first."""
         users: dict[Node, list[int]] = {}
         for i, kernel in enumerate(self.kernels):
             for base in kernel.reads | kernel.writes if kernel.size else ():
@@ -244,7 +245,7 @@ class _Kernels:
         self.kernels = _sorted([*dict.fromkeys(groups)])
 
     def _stored(self) -> dict[Node, int]:
-        """The values that are stored, and their bytes: not those that only the kernel reads that makes them."""
+        """The stored values and their bytes.  A value that is read only by the kernel that makes it is not stored."""
         writers, readers = (_by_node(self.kernels, name) for name in ("writes", "reads"))
         return {
             base: self.storages.nbytes(base)
@@ -262,7 +263,7 @@ def _by_node(kernels: Sequence[_Kernel], name: str) -> dict[Node, set[_Kernel]]:
 
 
 def _after(kernels: Sequence[_Kernel]) -> dict[_Kernel, set[_Kernel]]:
-    """Kernel -> those that read what it writes."""
+    """For each kernel, the kernels that read its results."""
     readers = _by_node(kernels, "reads")
     return {k: {r for base in k.writes for r in readers.get(base, ()) if r is not k} for k in kernels}
 
@@ -281,7 +282,7 @@ def _runs_between(after: Mapping[_Kernel, set[_Kernel]], first: _Kernel, second:
 
 
 def _sorted(kernels: Sequence[_Kernel]) -> list[_Kernel]:
-    """In an order in which they can run, near the one given."""
+    """The kernels in a valid order that is close to the given one."""
     after = _after(kernels)
     missing = dict.fromkeys(kernels, 0)
     for kernel in chain.from_iterable(after.values()):
@@ -297,7 +298,7 @@ def _sorted(kernels: Sequence[_Kernel]) -> list[_Kernel]:
 
 
 def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]) -> list[_Kernel]:
-    """Next, of the kernels that can run, one with which the fewest bytes are alive."""
+    """The kernels in a greedy order: of the kernels that can run next, one with the fewest live bytes."""
     after, unread, alive = _after(kernels), _by_node(kernels, "reads"), set[Node]()
     missing = dict.fromkeys(kernels, 0)
     for kernel in chain.from_iterable(after.values()):
@@ -323,8 +324,8 @@ def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], output
 
 
 class _Made:
-    """The values that kernels make in this order.  ``expected``: their bytes at each kernel by Inductor's estimate, which
-    knows of no value that is overwritten and counts the parts of a concatenation by themselves."""
+    """The values that kernels make in a given order.  ``expected``: their bytes at each kernel according to Inductor's
+    estimate, which ignores the reuse of memory and counts the parts of a concatenation separately."""
 
     def __init__(
         self,
@@ -350,10 +351,10 @@ class _Made:
         self.expected_peak = max(self.expected, default=0)
 
     def in_place(self, reused: Callable[[Node], object]) -> list[int]:
-        """Their bytes at each kernel, where values overwrite others.
+        """The bytes of the values at each kernel if they reuse memory.
 
-        One is stored in a dead one of its kind even if that died long before, unless more bytes are then expected at
-        the peak.  ``reused``: what is equal for values of one kind.
+        A value reuses the memory of a dead value with the same key, even if that died long before, unless this would
+        increase the expected peak.  ``reused``: function that returns the key of a value.
         """
         expected, own = list(self.expected), list[int]()
         dead: dict[object, list[int]] = {}
@@ -385,8 +386,8 @@ class _Made:
         return alike and bool(kernel.size) and not (_is_cat(new) or _is_cat(old))
 
 
-def _between(part: Part) -> set[Node]:
-    """The nodes that are computed between a region's inputs and its outputs."""
+def _between(part: RegionNodes) -> set[Node]:
+    """The nodes that are computed between the inputs and the outputs of a region."""
     found, todo = set[Node](), [*part.outputs]
     while todo:
         node = todo.pop()
@@ -397,7 +398,7 @@ def _between(part: Part) -> set[Node]:
 
 
 def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node]:
-    """Each node as late as it can be, as Inductor's reorder_for_locality moves them."""
+    """The nodes in an order with each as late as possible, like Inductor's reorder_for_locality."""
     order, members, seen = list(nodes), set(nodes), set[Node]()
 
     def move_before(position: int, operands: Iterable[Node]) -> None:
@@ -416,7 +417,7 @@ def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node
 
 
 def _operands(node: Node) -> list[Node]:
-    """The nodes whose values a node reads, not only their sizes."""
+    """The nodes whose values a node reads, without nodes of which it only needs the size."""
     if _name(node) in _READ_NO_VALUES:
         return []
     return [n for n in node.all_input_nodes if not (node.target is _COPY and n is node.args[0])]
@@ -445,7 +446,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _is_alone(node: Node, values: Values) -> bool:
-    """Whether a node is a kernel by itself, which Inductor does not generate."""
+    """Whether a node is a separate kernel that Inductor does not generate."""
     used = [t for n in (node, *node.all_input_nodes) for t in tensors(values[n])]
     if any(t.is_complex() for t in used):
         return True

@@ -1,11 +1,11 @@
-"""Kernels: what runs beside products (GEMMs, convolutions, attention), in kernels of its own.
+"""Kernels: counts the kernels for all ops other than products (GEMMs, convolutions, attention).
 
-On entry: the nodes of a region, with values without data, and which of them are products.
-On exit: how many other kernels there are, and what they read and write.
+On entry: the nodes of a region, with values without data, and the set of products among them.
+On exit: the number of other kernels, and the bytes that they read and write.
 
-Inductor fuses pointwise ops and reductions that follow each other without a product between them.  Such a group reads once
-what comes from outside it, and writes what is used outside it.  A node that is marked as ``INLINED`` is computed in each
-group that reads it, from the same part of its operands.  An eager op is a kernel by itself.
+Inductor fuses consecutive pointwise ops and reductions without a product between them.  Such a group reads each value from
+outside once, and writes the values that are used outside.  A node that is marked as ``INLINED`` is computed in each group
+that reads it, from the same part of its operands.  In eager mode, each op is a kernel.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from networkx.utils import UnionFind
 from torch.fx import Node
 
 Values = Mapping[Node, Any]
-# Marks a pointwise node in its metadata.
+# The key in a node's metadata that marks a pointwise node as inlined.
 INLINED = "inlined"
 
 
 def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tuple[int, Mapping[int, int]]:
-    """How many kernels there are beside ``products``; bytes of a tensor -> bytes that they move of tensors of that size.
+    """The number of kernels in addition to ``products``, and the bytes that they read and write, by the size of the tensor.
 
-    ``fused``: as Inductor groups them; else each op is one.
+    ``fused``: whether ops are grouped as by Inductor; otherwise each op is a kernel.
     """
     bases, depths = bases_of(values), _depths(values, products)
     inlined = {n for n in values if fused and n.meta.get(INLINED)}
@@ -46,16 +46,17 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tu
 
 
 def _moves_nothing(node: Node) -> bool:
-    """Whether a node moves nothing: its result is memory that is there already."""
+    """Whether a node moves no bytes, because its result is in existing memory."""
     if isinstance(node.target, torch._ops.OpOverload):
-        name = node.target.overloadpacket.__name__  # of a completion: its result is that of the collective
+        name = node.target.overloadpacket.__name__  # a completion returns the result of its collective
         return node.target.is_view or name in ("_unsafe_view", "wait_tensor", "wait_tensors")
-    # a part of a tuple, or a number
+    # an element of a tuple, or a number
     return node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
-    """Node -> the node that made its memory.  ``own``: nodes that have memory of their own although they are views."""
+    """For each node, the node that allocated its memory.  ``own``: nodes that have separate memory although they are
+    views."""
     bases: dict[Node, Node] = {}
     for node in values:
         inputs = node.all_input_nodes
@@ -65,7 +66,7 @@ def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
 
 
 def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
-    """Node -> the most products in a row before it."""
+    """For each node, the maximum number of products on a path to it."""
     depths: dict[Node, int] = {}
     for node in values:
         depths[node] = max((depths.get(n, 0) for n in node.all_input_nodes), default=0) + (node in products)
@@ -75,11 +76,11 @@ def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
 def _moved(
     group: set[Node], values: Values, bases: Mapping[Node, Node], inlined: Collection[Node]
 ) -> Iterator[tuple[int, int]]:
-    """Bytes of each tensor that a kernel reads or writes, and how many of them it moves: each at most once, however many
-    views it reads."""
+    """For each tensor that a kernel reads or writes, its size in bytes, and how many of these bytes are moved.  Each byte
+    is counted at most once, however many views the kernel reads."""
     read: dict[Node, int] = {}
     todo = [(node, tensor_bytes(values[node])) for node in dict.fromkeys(n for m in group for n in m.all_input_nodes)]
-    for node, moved in todo:  # which grows by the operands of inlined nodes
+    for node, moved in todo:  # the list grows by the operands of inlined nodes
         if (base := bases[node]) in inlined:
             whole = tensor_bytes(values[base])
             todo += [(n, tensor_bytes(values[n]) * moved // whole) for n in base.all_input_nodes]
@@ -93,7 +94,7 @@ def _moved(
 
 
 def _leaves(node: Node, group: set[Node], bases: Mapping[Node, Node]) -> bool:
-    """Whether a result is used outside its group, perhaps as a view."""
+    """Whether a result is used outside its group, directly or as a view."""
     return any(
         _leaves(user, group, bases) if bases.get(user, user) is not user else user not in group for user in node.users
     )

@@ -1,10 +1,10 @@
-"""Live: the bytes of activations that are alive on the device while each region runs.
+"""Live: computes the bytes of activations that are live on the device while each region runs.
 
 On entry: the memory of a graph's values, and its regions and collectives in program order.
-On exit: bytes per region, without weights and without workspaces of kernels.
+On exit: bytes per region, without weights and workspaces of kernels.
 
-Inputs and results of the graph are alive throughout, as a caller holds them.  Any other value is freed by the last
-region that reads it, after the last kernel there that does.
+Inputs and results of the graph are live throughout, because the caller holds them.  Any other value is freed in the last
+region that reads it, after the last kernel that reads it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.fx import GraphModule, Node
 
 from chunkflow_compile.passes.problem import Region
 
-from .fusion import Part, Profile, Storages
+from .fusion import Profile, RegionNodes, Storages
 
 _COPY = torch.ops.aten.copy_.default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """``peaks``: the most bytes alive while each region runs, or during a collective right before it.  ``between``: the bytes
-    alive before each region."""
+    """The live bytes of a cut.  ``peaks``: peak of live bytes while each region runs, or during a collective right before
+    it.  ``between``: live bytes before each region."""
 
     peaks: tuple[int, ...]
     between: tuple[int, ...]
@@ -40,8 +40,8 @@ class Slicing(Protocol):
 
 
 class Regional(Protocol):
-    """A region of a cut: nodes of the whole graph that it reads and returns.  ``slicing``: None unless its code, the graph
-    ``module``, is called for one slice after the other."""
+    """A region of a cut, with the nodes of the whole graph that it reads and returns.  ``slicing``: how its values are
+    sliced if its code, the graph ``module``, is called for one slice after the other, otherwise None."""
 
     @property
     def info(self) -> Region: ...
@@ -56,15 +56,15 @@ class Regional(Protocol):
 
 
 def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Sequence[Sequence[int]] = ()) -> Live:
-    """The bytes alive in a cut, or in the cut with one region for each group of its regions.
+    """The live bytes of a cut, or of the cut in which each group of regions is one region.
 
-    ``sequence``: the regions, collectives and completions, in program order.  ``groups``: indices of regions; empty for
-    one each.
+    ``sequence``: regions, collectives and completions, in program order.  ``groups``: groups of region indices; empty to
+    merge nothing.
     """
     group_of = {i: group for group in groups for i in group}
-    outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}  # the last item that reads it
+    outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}  # the last item that reads each node
     results = {a for n in storages.values if n.op == "output" for a in n.all_input_nodes}
-    parts = list[Part | Node]()
+    parts = list[RegionNodes | Node]()
     regions = {
         item.info.index: (position, item) for position, item in enumerate(sequence) if not isinstance(item, Node)
     }
@@ -81,36 +81,38 @@ def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Seq
     return _in_turn(storages, parts)
 
 
-def _joined(regions: Sequence[Regional], end: int, outside: Mapping[Node, int], results: Collection[Node]) -> Part:
-    """One part for several regions, of which position ``end`` of the sequence is the last."""
+def _joined(
+    regions: Sequence[Regional], end: int, outside: Mapping[Node, int], results: Collection[Node]
+) -> RegionNodes:
+    """One part for several regions.  ``end``: position of the last of them in the sequence."""
     if len(regions) == 1:
-        return Part(key=regions[0].info.key, inputs=regions[0].inputs, outputs=regions[0].outputs)
+        return RegionNodes(key=regions[0].info.key, inputs=regions[0].inputs, outputs=regions[0].outputs)
     made = [n for region in regions for n in region.outputs]
     inputs = tuple(dict.fromkeys(n for region in regions for n in region.inputs if n not in made))
     outputs = tuple(n for n in made if n in results or outside.get(n, -1) > end)
     number = {node: i for i, node in enumerate((*inputs, *made))}
     wiring = tuple((r.info.key, tuple(number[n] for n in (*r.inputs, *r.outputs))) for r in regions)
-    return Part(key=(wiring, tuple(number[n] for n in outputs)), inputs=inputs, outputs=outputs)
+    return RegionNodes(key=(wiring, tuple(number[n] for n in outputs)), inputs=inputs, outputs=outputs)
 
 
 def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -> Profile:
-    """Of a region that is called for one slice after the other: its inputs are alive until the last call ends."""
+    """The profile of a region that is called for one slice after the other.  Its inputs are live until the last call ends."""
     nodes = region.module.graph.nodes
     taken = tuple(node for node in nodes if node.op == "placeholder")
     written = tuple(node for node in nodes if node.target is _COPY)
     values = {node: node.meta.get("val") for node in nodes}
     outputs = written if slicing.writes else tuple(region.module.graph.output_node().all_input_nodes)
     inside = Storages(values, frozenset((*taken, *written)), storages.fused)
-    own = inside.profile(Part(key=region.info.key, inputs=taken, outputs=outputs)).own
+    own = inside.profile(RegionNodes(key=region.info.key, inputs=taken, outputs=outputs)).own
     made = zip(region.outputs, slicing.writes, strict=False)
     fresh = sum(storages.nbytes(storages.bases[node]) for node, (_, over) in made if over is None)
     return Profile(own=tuple(fresh + now for now in own), until=(len(own) - 1,) * len(region.inputs))
 
 
-def _in_turn(storages: Storages, sequence: Sequence[Part | Node]) -> Live:
-    """The bytes alive during these regions and top-level nodes, in program order.
+def _in_turn(storages: Storages, sequence: Sequence[RegionNodes | Node]) -> Live:
+    """The live bytes during these regions and top-level nodes, in program order.
 
-    A collective keeps its operands until its completion.
+    A collective keeps its operands alive until its completion.
     """
     inputs = [n for n in storages.values if n.op == "placeholder" and n.users]
     results = [a for n in storages.values if n.op == "output" for a in n.all_input_nodes]
@@ -138,17 +140,18 @@ def _in_turn(storages: Storages, sequence: Sequence[Part | Node]) -> Live:
     return Live(peaks=tuple(peaks), between=tuple(between))
 
 
-def _used(storages: Storages, item: Part | Node, top: Collection[Node]) -> Iterator[Node]:
+def _used(storages: Storages, item: RegionNodes | Node, top: Collection[Node]) -> Iterator[Node]:
     """The memory that a region or one of the top-level nodes uses."""
     for node in _read(item):
         base = storages.bases[node]
         yield base
-        if isinstance(item, Node) and base in top:  # it completes this collective
+        if isinstance(item, Node) and base in top:  # the node completes this collective
             yield from (storages.bases[n] for n in base.all_input_nodes)
 
 
-def _peak(storages: Storages, part: Part, before: int, dying: Collection[Node]) -> int:
-    """Of a region that frees these inputs after their last use in it."""
+def _peak(storages: Storages, part: RegionNodes, before: int, dying: Collection[Node]) -> int:
+    """The peak of live bytes of a region.  ``before``: live bytes before it.  ``dying``: inputs that are freed after their
+    last use in the region."""
     profile = storages.profile(part)
     until = dict.fromkeys(dying, -1)
     for node, position in zip(part.inputs, profile.until, strict=True):
@@ -164,5 +167,5 @@ def _peak(storages: Storages, part: Part, before: int, dying: Collection[Node]) 
     return most
 
 
-def _read(item: Part | Regional | Node) -> Iterable[Node]:
+def _read(item: RegionNodes | Regional | Node) -> Iterable[Node]:
     return item.all_input_nodes if isinstance(item, Node) else item.inputs

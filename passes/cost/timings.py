@@ -1,7 +1,8 @@
-"""Timings: measured seconds of a problem's regions and collectives, in place of those computed from a profile's rates.
+"""Timings: measured times of a problem's regions and collectives, which replace the times computed from the rates of a
+profile.
 
-Regions of the same structure do the same work, so the difference between their times is noise: each gets the mean of
-their times.  The same holds for collectives of the same kind and bytes.  The sums stay the same.
+Regions of the same structure do the same work, so differences between their times are noise, and each gets the mean.  The
+same holds for collectives with the same kind and bytes.  The sums do not change.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.problem import Problem
 
-# How the name of a profile ends whose figures are those that calls of the model took.
+# The suffix of the name of a profile whose figures were measured in calls of the model.
 AS_MEASURED = ", as measured"
 
 
@@ -23,13 +24,13 @@ AS_MEASURED = ", as measured"
 class Timings:
     """Measured seconds on one rank, for the problem with digest ``problem``.
 
-    ``compute_s``: of each region, including the host's share of the step.  ``collective_s``: for each region, of the
-    collectives awaited before it, alone on the link; None if copies always ran beside them, 0 without collectives.
-    ``copy_rate``: bytes/s of a copy alone on the link, None if no copy was.  ``drive_rate``: bytes/s that the drive read,
-    None if it read nothing.  ``copying``: share, 0 to 1, of compute and
-    collectives with a copy beside them.  ``compute_slowdown``: measured factor by which copies stretch compute, None if
-    it was not measured.  ``idle_s``: for each region, seconds after it in which the device waits for the next call of a
-    cycle; empty if there are none.
+    ``compute_s``: seconds of each region, including the host's share of the step.  ``collective_s``: for each region,
+    seconds of the collectives that compute waits for before it, without concurrent copies; None if there always were
+    concurrent copies, 0 without collectives.  ``copy_rate``: bytes/s of copies that ran alone, or None if none did.
+    ``drive_rate``: bytes/s read from the SSD, or None if nothing was read.  ``copying``: share, 0 to 1, of compute and
+    collectives that overlapped with copies.  ``compute_slowdown``: measured factor by which copies slow down compute, or
+    None if it was not measured.  ``idle_s``: for each region, seconds after it in which the device waits for the next call
+    of a cycle; empty if it never does.
     """
 
     problem: str
@@ -43,14 +44,14 @@ class Timings:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Timings:
-        """Those with these fields, as JSON has them."""
+        """Make timings from fields that were read from JSON."""
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         return Timings(**values)
 
     def largest(self, others: Iterable[Timings]) -> Timings:
-        """The longest seconds and the lowest rates of these and others, for the problem of these.
+        """The longest times and the lowest rates of these and other timings, for the problem of these.
 
-        Others of another number of regions do not count; those of ranks with shards of other sizes do.
+        Timings with a different number of regions are ignored.  Timings of ranks with shards of other sizes are included.
         """
         alike = [self, *(o for o in others if len(o.compute_s) == len(self.compute_s))]
 
@@ -74,7 +75,7 @@ class Timings:
         )
 
     def check(self, problem: Problem) -> None:
-        """Raise ChunkflowError if these are the timings of another problem."""
+        """Raise ChunkflowError if these timings belong to another problem."""
         if self.problem != problem.digest or {len(self.compute_s), len(self.collective_s)} != {len(problem.regions)}:
             raise ChunkflowError(
                 f"The timings were measured on problem {self.problem}, this model is {problem.digest}: its sizes, "
@@ -82,13 +83,13 @@ class Timings:
             )
 
     def machine(self, hardware: Hardware, chunk_bytes: int) -> Hardware:
-        """``hardware`` with the measured slowdown of compute, and the measured rates of the drive and of copies, which
-        include the overhead per chunk.
+        """``hardware`` with the measured slowdown of compute, and the measured rates of reads and copies, which include the
+        overhead per chunk.
 
-        Collectives are never timed without their latency, so their bandwidth is not measured.  On a shared link it is
-        corrected by the same factor as the rate of copies in chunks of ``chunk_bytes``.
+        Collectives are never timed without their latency, so their bandwidth is not measured.  If they share an
+        interconnect with copies, it is corrected by the same factor as the rate of copies in chunks of ``chunk_bytes``.
         """
-        # What attention and collectives took together is in the measured seconds.
+        # The measured seconds already include the slowdown of concurrent attention and collectives.
         seen: dict[str, Any] = {"name": f"{hardware.name}{AS_MEASURED}", "attention_slowdown": 1.0}
         if self.compute_slowdown is not None:
             seen["compute_slowdown"] = self.compute_slowdown
@@ -102,17 +103,19 @@ class Timings:
         return replace(hardware, **seen)
 
     def regions(self, problem: Problem, hardware: Hardware) -> list[float]:
-        """Seconds of each region without copies beside it, and of the time after it until the next call."""
+        """Seconds of each region without concurrent copies, plus the idle time after it until the next call."""
         stretched = 1 + self.copying * (hardware.compute_slowdown - 1)
         means = _means([r.key for r in problem.regions], self.compute_s)
         idle = self.idle_s or [0.0] * len(means)
         return [s / stretched + i for s, i in zip(means, idle, strict=True)]
 
     def collectives(self, problem: Problem, expected: Sequence[float]) -> list[float]:
-        """Seconds of each collective alone on the link.  ``expected``: seconds by the profile's rates.
+        """Seconds of each collective without concurrent copies.  ``expected``: seconds according to the rates of the
+        profile.
 
-        A measured window's sum is divided among its collectives in proportion to ``expected``.  A window that was never
-        timed alone gets the time of one with the same collectives, or else ``expected`` corrected by the mean error.
+        The measured time of a window is divided among its collectives in proportion to ``expected``.  A window that was
+        never timed without copies gets the time of a window with the same collectives or, if there is none, ``expected``
+        corrected by the mean error.
         """
         windows: dict[int, list[int]] = {}
         last = len(problem.regions) - 1
@@ -136,7 +139,7 @@ class Timings:
 
 
 def _means(kinds: Sequence[Hashable], seconds: Iterable[float]) -> list[float]:
-    """Each value replaced by the mean of its kind."""
+    """The values, each replaced by the mean of all values of the same kind."""
     groups: dict[Hashable, list[float]] = {}
     for kind, value in zip(kinds, seconds, strict=True):
         groups.setdefault(kind, []).append(value)

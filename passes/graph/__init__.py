@@ -1,5 +1,5 @@
-"""Graph.  Input: a Traced ATen graph.  Output: a Cut, with the Problem for placement.
+"""Graph: cuts a Traced ATen graph into regions.  The result is a Cut, with the Problem for placement.
 
-Read traced (the input), discover (weights and collectives), regions (the cut) with keys and sizes; then labels and
-listing, which name regions and print graphs.
+Start with traced (the input), discover (weights and collectives) and regions (the cut), which uses keys and sizes.  Then
+read labels and listing, which name regions and print graphs.
 """

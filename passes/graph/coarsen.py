@@ -1,12 +1,13 @@
-"""Coarsen: which of the cuts inside a block to leave out.
+"""Coarsen: chooses which cuts inside a block to leave out.
 
-A cut at its finest has a region every 64 MiB of weights or so.  That lets copies start and slots free up at a fine grain,
-and costs a call of the host and the fusion across each cut.  Coarser cuts merge neighbouring regions of a block.
+The finest cut has one region per 64 MiB of weights or so.  With many regions, copies can start and slots become free at a
+fine granularity, but each cut costs a host call and prevents fusion across it.  Coarser cuts merge neighbouring regions of
+a block.
 
 Contract
-    On entry: a Cut; nothing of it is changed.
-    On exit: groups of neighbouring regions, each to become one region.  No group spans two blocks, a collective or its
-    completion.  Equal runs of regions are grouped alike, so equal blocks are still lowered once.
+    On entry: a Cut, which is not changed.
+    On exit: groups of neighbouring regions; each group is to become one region.  No group spans two blocks, a collective or
+    its completion.  Equal runs of regions are grouped in the same way, so equal blocks are still lowered once.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def grouped(cut: Cut, most: int | None) -> Groups:
-    """The regions in as few groups as ``most`` bytes of streamed weights in each ask for, one a run if it is None.
+    """The regions in as few groups as possible.  ``most``: maximum bytes of streamed weights per group, or None for one
+    group per run of regions.
 
-    A run of regions is divided so that its largest group is as small as it can be.
+    A run of regions is divided so that its largest group is as small as possible.
     """
     nbytes = streamed_bytes(cut.problem)
     groups = list[tuple[int, ...]]()
@@ -39,12 +41,13 @@ def grouped(cut: Cut, most: int | None) -> Groups:
 
 
 def apart(cut: Cut) -> Groups:
-    """Each region by itself."""
+    """Groups of one region each."""
     return tuple((region.index,) for region in cut.problem.regions)
 
 
 def merged(cut: Cut, groups: Groups) -> Problem:
-    """The problem of the cut with one region for each group.  What fusion saves of the time is not known: costs add up."""
+    """The problem of the cut with one region for each group.  The costs of its regions are added up, because the time saved
+    by fusion is not known."""
     problem, live = cut.problem, live_of(cut.storages, cut.sequence, groups)
     number = {old: new for new, group in enumerate(groups) for old in group}
     end = len(groups)
@@ -58,7 +61,7 @@ def merged(cut: Cut, groups: Groups) -> Problem:
 
 
 def repeated(problem: Problem, count: int) -> Problem:
-    """A problem ``count`` times in a row, each time with other weights, as blocks of one kind run."""
+    """A problem repeated ``count`` times, each time with other weights, like the blocks of one block type."""
     size, turns = len(problem.regions), range(count)
     of = [{w.name: f"{w.name} ({turn})" for w in problem.weights} for turn in turns]
     return replace(
@@ -88,18 +91,18 @@ def repeated(problem: Problem, count: int) -> Problem:
 
 
 def before_repeating(name: str) -> str:
-    """The name in the problem that was :func:`repeated` of a weight of the other."""
+    """The original name of a weight in a problem that was :func:`repeated`."""
     return name.rpartition(" (")[0]
 
 
 def streamed_bytes(problem: Problem) -> list[int]:
-    """Bytes of the streamed weights that each region reads."""
+    """For each region, the bytes of the streamed weights that it reads."""
     nbytes = {w.name: w.nbytes for w in problem.weights if w.keep is None}
     return [sum(nbytes.get(name, 0) for name in region.weights) for region in problem.regions]
 
 
 def _runs(cut: Cut) -> Iterator[list[Region]]:
-    """The regions of each block that no collective divides."""
+    """The runs of neighbouring regions in the same block, without a collective in between."""
     run = list[Region]()
     for item in cut.sequence:
         region = item.info if isinstance(item, CutRegion) else None
@@ -113,7 +116,8 @@ def _runs(cut: Cut) -> Iterator[list[Region]]:
 
 
 def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Positions of ``sizes`` in at most ``count`` neighbouring groups, the largest as small as it can be."""
+    """Divide the positions of ``sizes`` into at most ``count`` consecutive groups, so that the largest sum is as small as
+    possible."""
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -122,7 +126,7 @@ def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _filled(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Positions of ``sizes`` in groups of at most ``most``, each as full as possible."""
+    """Divide the positions of ``sizes`` into consecutive groups with sums of at most ``most``, each as full as possible."""
     groups, held = list[list[int]](), 0
     for i, size in enumerate(sizes):
         if not groups or held + size > most:

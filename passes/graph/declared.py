@@ -1,7 +1,7 @@
-"""Declared collectives: custom ops that communicate, which no namespace gives away.
+"""Declared collectives: custom ops that communicate, which cannot be recognized by their namespace.
 
-A server's all-to-all may be one opaque op, such as ``vllm_omni_a2a::ulysses_qkv_fwd``.  Undeclared it is taken for
-compute: copies run beside it, and the proof does not know that ranks meet there.
+A server's all-to-all may be one opaque op, such as ``vllm_omni_a2a::ulysses_qkv_fwd``.  If it is not declared, it is
+treated as compute: copies overlap with it, and the proof does not know that the ranks synchronize there.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 Kind = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce"]
 KINDS: tuple[str, ...] = get_args(Kind)
-# What moves the bytes: kernels, as NCCL's do, or copy engines, which also copy weights.
+# The engine that moves the bytes: kernels ("sm"), as in NCCL, or copy engines ("copy"), which also copy weights.
 Engine = Literal["sm", "copy"]
 _ENGINES: tuple[str, ...] = get_args(Engine)
-# Names of arguments that hold a process group or its name.
+# The names of arguments for a process group or its name.
 _GROUPS = ("group_name", "group", "process_group", "pg")
 
 
 @dataclass(frozen=True)
 class DeclaredCollective:
-    """What is known of an op that communicates.  It has finished, for compute, when it returns.
+    """The declared properties of an op that communicates.  When it returns, compute can read its results.
 
-    ``nbytes``: from the op's arguments to the bytes that cross the link into this rank; None for the formula of its kind.
-    ``group``: name of the argument that holds the process group, or, with ``fixed``, the name of the group.
+    ``nbytes``: function from the op's arguments to the bytes that this rank receives, or None for the formula of its kind.
+    ``group``: name of the argument for the process group or, if ``fixed``, name of the group.
     """
 
     kind: Kind
@@ -39,7 +39,7 @@ class DeclaredCollective:
     engine: Engine
 
 
-# By the name of the op.  For the whole process, as torch's own registries of ops are: an op is one.
+# Declared collectives by the name of the op.  They are valid for the whole process, like torch's own registries of ops.
 _DECLARED: dict[str, DeclaredCollective] = {}
 
 
@@ -53,13 +53,14 @@ def register_collective(
 ) -> None:
     """Declare that a custom op communicates, before a model that calls it is compiled.
 
-    ``op``: what ``torch.library.custom_op`` returned, an op of ``torch.ops``, or its name, ``"namespace::name"``.  It must
-    return new tensors and write to none, and the stream that called it must be able to read them when it returns.
-    ``kind``: "all-to-all", "all-gather", "reduce-scatter" or "all-reduce".  ``bytes``: a function of the op's arguments,
-    tensors without data among them, that returns how many bytes cross the link into this rank; by default those of the
-    kind for all tensors that the op takes.  ``group``: the name of the argument that holds the process group or its name,
-    or a process group; by default the argument named group_name, group, process_group or pg.  ``engine``: "sm" if kernels
-    move the bytes, "copy" if copy engines do, which then copy no weights.  To declare an op again replaces what was declared.
+    ``op``: the result of ``torch.library.custom_op``, an op of ``torch.ops``, or its name, ``"namespace::name"``.  The op
+    must return new tensors and must not write to its arguments.  When it returns, the stream that called it must be able to
+    read the results.  ``kind``: "all-to-all", "all-gather", "reduce-scatter" or "all-reduce".  ``bytes``: a function of the
+    op's arguments (tensors have no data) that returns how many bytes this rank receives.  The default is the formula of the
+    kind, applied to all tensors that the op takes.  ``group``: the name of the argument for the process group or its name,
+    or a process group.  The default is the argument named group_name, group, process_group or pg.  ``engine``: "sm" if
+    kernels move the bytes, "copy" if copy engines move them; weights cannot be copied by these engines at the same time.
+    Declaring an op again replaces the earlier declaration.
 
     Raises ChunkflowError for an unknown op, kind, engine or group, and for an op that writes to its arguments.
     """
@@ -82,12 +83,12 @@ def register_collective(
 
 
 def declared(target: object) -> DeclaredCollective | None:
-    """What was declared of the op that a node calls, None if nothing was."""
+    """The declaration of the op that a node calls, or None."""
     return _DECLARED.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def argument(target: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    """The value that a call of an op has for one of its arguments."""
+    """The value of an op's argument in a call.  ``name``: name of the argument."""
     schema: Any = target
     arguments = schema._schema.arguments
     given = {
@@ -109,7 +110,7 @@ def _op(op: object) -> torch._ops.OpOverload:
                 f"register_collective: there is no op {op!r}. Import the module that defines it first, and write its "
                 "name as namespace::name."
             ) from error
-    target = getattr(target, "_opoverload", target)  # of torch.library.custom_op
+    target = getattr(target, "_opoverload", target)  # for the result of torch.library.custom_op
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     if not isinstance(target, torch._ops.OpOverload):
@@ -121,7 +122,7 @@ def _op(op: object) -> torch._ops.OpOverload:
 
 
 def _group(op: torch._ops.OpOverload, group: object) -> tuple[str, bool]:
-    """The argument that holds the process group, or the name of the group and True."""
+    """The name of the argument for the process group and False, or the name of the group and True."""
     names = [a.name for a in op._schema.arguments]
     if group is None:
         group = next((name for name in _GROUPS if name in names), None)

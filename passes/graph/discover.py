@@ -1,10 +1,10 @@
-"""Discover: find the weights among the inputs of an ATen inference graph, their readers, and the collectives.
+"""Discover: finds the weights among the inputs of an ATen inference graph, their readers, and the collectives.
 
 Contract
-    On entry: an ATen inference graph from AOTAutograd; ``meta["desc"]`` of every placeholder identifies its input.
-    The graph is not changed.  Parameters are found by the index of their input, never by the name of a node.
-    Raises ChunkflowError for an unknown op of a collective namespace, and for a weight to stream that is written to or
-    is not a plain input.
+    On entry: an ATen inference graph from AOTAutograd, in which ``meta["desc"]`` of every placeholder identifies its input.
+    The graph is not changed.  Parameters are found by the index of their input, never by the name of a node.  Raises
+    ChunkflowError for an unknown op in a collective namespace, and for a weight to stream that is written to or is not a
+    graph input by itself.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .sizes import concrete
 from .traced import Traced
 
 _NO_SIZES: Mapping[str, int] = {}
-# Namespaces of the collectives that ChunkFlow schedules.  The autograd variants have the same op names.
+# The namespaces of the collectives that ChunkFlow schedules.  The autograd variants have the same op names.
 _SCHEDULED = ("_c10d_functional", "_c10d_functional_autograd")
-# Every namespace whose ops communicate.  An unknown op in one of them is refused, never treated as compute.
+# All namespaces with ops that communicate.  An unknown op in one of them raises an error and is never treated as compute.
 COLLECTIVE_NAMESPACES = (*_SCHEDULED, "c10d_functional", "c10d", "_dtensor", "symm_mem")
-# Op -> kind.
+# The kind of each op.
 COLLECTIVE_KINDS: Mapping[str, str] = {
     "all_to_all_single": "all-to-all",
     "all_gather_into_tensor": "all-gather",
@@ -45,28 +45,28 @@ COLLECTIVE_KINDS: Mapping[str, str] = {
     "all_reduce_": "all-reduce",
     "all_reduce_coalesced": "all-reduce",
 }
-# DTensor on CUDA redistributes shards with this op, which waits for its own completion.
+# DTensor on CUDA redistributes shards with this op, which itself waits for its completion.
 _SHARD_DIM_ALLTOALL = "_dtensor::shard_dim_alltoall"
-# wait_tensors (torch 2.15 has it, 2.13 does not) completes all results of one coalesced collective.
+# wait_tensors (in torch 2.15, but not in 2.13) completes all results of one coalesced collective.
 _WAITS = frozenset(f"{namespace}::{name}" for namespace in _SCHEDULED for name in ("wait_tensor", "wait_tensors"))
 
 
 @dataclass(frozen=True)
 class DiscoveredWeight:
-    """A parameter that the graph reads, its placeholder, and why it must stay on the device, if so."""
+    """A parameter that the graph reads, and its placeholder.  ``keep``: why it must stay on the device, or None."""
 
     parameter: Parameter
     node: Node
     keep: str | None
 
     def with_source(self, **changed: Any) -> DiscoveredWeight:
-        """The same weight with these fields of its source changed."""
+        """The same weight with some fields of its source changed."""
         return replace(self, parameter=replace(self.parameter, source=replace(self.parameter.source, **changed)))
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """What discover found, in program order.  ``weight_views``: each view of a weight -> the weight's placeholder."""
+    """The weights of a graph, in program order.  ``weight_views``: for each view of a weight, the weight's placeholder."""
 
     weights: tuple[DiscoveredWeight, ...]
     weight_views: Mapping[Node, Node]
@@ -97,16 +97,16 @@ def discover(traced: Traced) -> Discovery:
             continue
         views.update(dict.fromkeys(chain, node))
         keep = parameter.keep or written.get(key) or _keep(parameter, node, readers)
-        raw = DiscoveredWeight(parameter, node, keep).with_source(values=0, ranks=0)  # until a pass plans it otherwise
+        raw = DiscoveredWeight(parameter, node, keep).with_source(values=0, ranks=0)  # until a pass plans another
         weights.append(raw)
     return Discovery(tuple(weights), views)
 
 
 def collective_kind(node: Node) -> str | None:
-    """The kind of a collective node, None for any other node (its completion included).
+    """The kind of a collective node, or None for other nodes, including completions.
 
-    Raises ChunkflowError for an unknown op of a collective namespace: a compiler could reorder it if it were treated as
-    compute.
+    Raises ChunkflowError for an unknown op in a collective namespace: if it were treated as compute, a compiler could
+    reorder it.
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -130,21 +130,22 @@ def collective_kind(node: Node) -> str | None:
 
 
 def collective_of(completion: Node) -> Node:
-    """The collective that a completion waits for; the completion may read it directly or an element of its list."""
+    """The collective that a completion waits for.  The completion may read the collective directly, or an element of its
+    list."""
     node = completion.all_input_nodes[0]
     return node if collective_kind(node) is not None else node.all_input_nodes[0]
 
 
 def awaited(completion: Node) -> tuple[Node, ...]:
-    """The collectives that a completion waits for; none if it reads no result of a collective."""
+    """The collectives that a completion waits for; empty if it does not read the result of a collective."""
     operands = [list_of(operand) or operand for operand in completion.all_input_nodes]
     return tuple(dict.fromkeys(node for node in operands if collective_kind(node) is not None))
 
 
 def list_of(node: Node) -> Node | None:
-    """The coalesced collective whose results ``node`` takes an element of; None for any other node.
+    """The coalesced collective if ``node`` is an element of its results, or None for other nodes.
 
-    The results of one that completes itself are compute's, and so are their elements.
+    It is also None if the collective completes itself: its results, and their elements, then belong to compute.
     """
     if node.target is not operator.getitem:
         return None
@@ -153,7 +154,7 @@ def list_of(node: Node) -> Node | None:
 
 
 def completes_itself(node: Node) -> bool:
-    """Whether a collective node returns only when compute has been made to wait for it, so that nothing completes it."""
+    """Whether a collective node itself makes compute wait for its end, so that there is no separate completion."""
     target: Any = node.target
     if declared(target) is not None:
         return True
@@ -161,17 +162,16 @@ def completes_itself(node: Node) -> bool:
 
 
 def engine_of(node: Node) -> Engine:
-    """What moves the bytes of a collective node."""
+    """The engine that moves the bytes of a collective node."""
     custom = declared(node.target)
     return "sm" if custom is None else custom.engine
 
 
 def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES) -> int:
-    """Bytes that a collective moves into this rank, at these sizes of the graph.
+    """Bytes that this rank receives in a collective, for the given sizes of the graph.
 
     For P = ``ranks`` and n input bytes on each: all-to-all and reduce-scatter n (P - 1) / P, all-gather n (P - 1),
-    all-reduce 2 n (P - 1) / P.
-    Raises ChunkflowError if a declared collective is of another kind than its sizes say.
+    all-reduce 2 n (P - 1) / P.  Raises ChunkflowError if the sizes of a declared collective contradict its kind.
     """
     custom = declared(node.target)
     if custom is not None and custom.nbytes is not None:
@@ -187,9 +187,9 @@ def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES)
 
 
 def group_name(node: Node) -> str:
-    """Name of the process group of a collective node.
+    """The name of the process group of a collective node.
 
-    Raises ChunkflowError if the group is an input of the graph: its size is then unknown at compile time.
+    Raises ChunkflowError if the group is an input of the graph, because its size is unknown at compile time.
     """
     custom = declared(node.target)
     if custom is not None and custom.fixed:
@@ -204,7 +204,8 @@ def group_name(node: Node) -> str:
 
 
 def _check_kind(node: Node, kind: str, taken: int, given: int, ranks: int) -> None:
-    """``taken``, ``given``: bytes of the operands and of the results of a declared collective."""
+    """Raise ChunkflowError if the sizes of a declared collective contradict its kind.  ``taken``: bytes of its operands.
+    ``given``: bytes of its results."""
     expected = {"all-gather": taken * ranks, "reduce-scatter": taken // ranks}.get(kind, taken)
     if given != expected:
         target: Any = node.target
@@ -216,7 +217,7 @@ def _check_kind(node: Node, kind: str, taken: int, given: int, ranks: int) -> No
 
 
 def group_names(graph: Graph) -> Collection[str]:
-    """The names of the process groups whose ranks meet in the collectives of a graph, in the order of their first use."""
+    """The names of the process groups that the collectives of a graph use, in the order of their first use."""
     return dict.fromkeys(group_name(node) for node in graph.nodes if collective_kind(node) is not None).keys()
 
 
@@ -230,7 +231,7 @@ def is_wait_tensor(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node only views its input's memory: a view op, or an element of a view op's list."""
+    """Whether a node is only a view of its input's memory: a view op, or an element of a view op's list."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -242,14 +243,15 @@ def is_view(node: Node) -> bool:
 
 
 def nbytes(node: Node, sizes: Mapping[str, int] = _NO_SIZES) -> int:
-    """Bytes of the tensor or tensors that a node returns, by its metadata, at these sizes of the graph."""
+    """Bytes of the tensor or tensors that a node returns, according to its metadata, for the given sizes of the graph."""
     return tensor_bytes(concrete(node.meta["val"], sizes))
 
 
 def input_key(desc: Any) -> tuple[int, str]:
-    """The input of the Dynamo graph that a description of AOTAutograd stands for, -1 if it stands for several or none.
+    """The index of the Dynamo graph's input that a description from AOTAutograd stands for, or -1 if it stands for several
+    or none.
 
-    Also where in that input it comes from, if that is a tensor subclass.
+    Also returns the attribute path inside this input, if the input is a tensor subclass.
     """
     inside = ""
     while isinstance(desc, SubclassGetAttrAOTInput):
@@ -260,14 +262,14 @@ def input_key(desc: Any) -> tuple[int, str]:
 
 
 def _is_itself(desc: Any) -> bool:
-    """Whether a placeholder is an input, or a tensor inside one, and not a view of it."""
+    """Whether a placeholder is an input itself, or a tensor inside one, and not a view of it."""
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, PlainAOTInput)
 
 
 def mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
-    """The inputs that forward writes -> a sentence on what writes them."""
+    """For each input that forward writes, a clause on the op or kernel that writes it."""
     (output,) = graph.graph.find_nodes(op="output")
     descs: Any = output.meta.get("desc") or ()
     results: Any = output.args[0]
@@ -276,7 +278,8 @@ def mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
 
 
 def _writer(result: Any) -> str:
-    """What writes an input.  ``result``: the new values that the graph returns for it, perhaps a view of them."""
+    """A clause on the op or kernel that writes an input.  ``result``: new values that the graph returns for it, or a view
+    of them."""
     while isinstance(result, Node) and result.all_input_nodes:
         if is_kernel_call(result):
             return f"the kernel {kernel_name(result)} writes it"
@@ -287,7 +290,8 @@ def _writer(result: Any) -> str:
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
-    """Refuse to stream part of a tensor subclass, or memory that inputs share: it cannot leave the device."""
+    """Raise ChunkflowError if the parameter would be streamed, because a part of a tensor subclass or memory that inputs
+    share cannot leave the device."""
     if parameter.keep is None:
         raise ChunkflowError(
             f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it "
@@ -297,7 +301,7 @@ def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
 
 
 def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """The non-view users of a placeholder, and the views between it and them."""
+    """The users of a placeholder that are not views, and the views between the placeholder and these users."""
     readers: dict[Node, None] = {}
     chain: dict[Node, None] = {}
     todo = [placeholder]
@@ -313,7 +317,7 @@ def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
 
 
 def viewed(node: Node) -> Node:
-    """What a node is a view of, itself if it is none."""
+    """The node of which ``node`` is a view, or ``node`` itself if it is not a view."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,15 +1,16 @@
-"""Hoist: split a traced graph into a preamble, which depends on small inputs only, and main, which computes the rest.
+"""Hoist: splits a traced graph into a preamble, which depends on small inputs only, and main, which computes the rest.
 
-A diffusion transformer computes its modulations from the timestep, the guidance and the pooled text.  These *slow* inputs are
-small and take few values, while the latent changes in every step.  The preamble computes the matrix products that depend on
-slow inputs only.  Their results *cross* into main, which takes them as inputs.  The results for one set of slow inputs are a
-*row*.  A caller that keeps the rows need not stream the weights of the preamble in each step.
+A diffusion transformer computes its modulations from the timestep, the guidance and the pooled text.  These *slow* inputs
+are small and take few values, whereas the latent changes in every step.  The preamble computes the matrix products that
+depend on slow inputs only.  Their results *cross* into main, which takes them as inputs.  The results for one set of slow
+inputs are a *row*.  A caller that caches the rows need not stream the weights of the preamble in each step.
 
 Contract
     On entry: a Traced.  It is not changed.
-    On exit: preamble and main, put back together, are the traced graph (:func:`check_halves`).  The preamble reads weights
-    and slow inputs only, and has no collective, no random op, no op that writes, and no symbolic size.  Only results of
-    matrix products cross: a pointwise result would be rounded where it crosses, which Inductor's fused kernel does not do.
+    On exit: preamble and main together are equivalent to the traced graph (:func:`check_halves`).  The preamble reads
+    weights and slow inputs only.  It contains no collectives, random ops, ops that write in place, or symbolic sizes.  Only
+    results of matrix products cross, because a pointwise result would be rounded when it is stored, but Inductor's fused
+    kernel does not round it.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from .discover import collective_kind, input_key, is_view, is_wait_tensor, mutat
 from .sizes import is_size
 from .traced import Traced
 
-# Larger inputs are not slow: text and latents.  A timestep, the guidance and a pooled prompt of two samples take 12 KiB.
+# Larger inputs, such as text and latents, are not slow.  For two samples, the timestep, the guidance and the pooled prompt
+# take 12 KiB.
 MOST_SLOW_BYTES = 64 << 10
-# A weight is hoisted if it has at least this many times the bytes of the row that replaces it.  A modulation's weight has
-# thousands of times as many; with one timestep per token, the row would be larger than the weight.
+# A weight is hoisted only if it is at least this many times as large as the row that replaces it.  The weight of a
+# modulation is thousands of times as large; with one timestep per token, the row would be larger than the weight.
 LEAST_RATIO = 8
-# What crosses has no input of the Dynamo graph: its numbers begin here, above those of all inputs.
+# Crossing values are not inputs of the Dynamo graph.  Their numbers begin here, above the numbers of all inputs.
 _CROSSING = 1 << 24
 
 _PRODUCTS = frozenset(
@@ -56,12 +58,13 @@ _PRODUCTS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """A graph that is split in two.  Positions are those of inputs of the whole graph.
+    """A graph that is split in two.  Positions refer to the inputs of the whole graph.
 
-    ``preamble_inputs``, ``main_inputs``: positions of the inputs of each half.  Main takes the outputs of the preamble after
-    them, in their order.  ``slow``: positions of the preamble's inputs that are not weights.  ``hoisted``: names of the
-    weights that only the preamble reads.  ``hoisted_bytes``: size of those among them that stream.  ``row_bytes``: size of
-    the outputs of the preamble.  ``key``: equal for preambles with the same ops on inputs of the same shapes.
+    ``preamble_inputs``, ``main_inputs``: positions of the inputs of each half.  Main takes the outputs of the preamble
+    after its own inputs, in order.  ``slow``: positions of the preamble's inputs that are not weights.  ``hoisted``: names
+    of the weights that only the preamble reads.  ``hoisted_bytes``: size of the streamed weights among them.
+    ``row_bytes``: size of the outputs of the preamble.  ``key``: equal for preambles with the same ops on inputs of the
+    same shapes.
     """
 
     preamble: Traced
@@ -78,9 +81,9 @@ class Halves:
 def split(traced: Traced) -> Halves | None:
     """Split a graph; return None if there is nothing to hoist.
 
-    The slow inputs are those that the Traced names.  If it names none, they are the inputs of at most
-    :data:`MOST_SLOW_BYTES` that are smaller than the largest result, which is as large as the latent.  In a block they are
-    smaller than every result, because text passes through the block as well, and a short prompt is small.
+    The slow inputs are taken from the Traced.  If it does not name them, they are the inputs of at most
+    :data:`MOST_SLOW_BYTES` that are smaller than the largest result, which is as large as the latent.  In a block, they
+    must be smaller than every result, because text passes through the block as well, and a short prompt is small.
     """
     found = _Slow(traced)
     crossing = found.crossing()
@@ -99,7 +102,8 @@ def split(traced: Traced) -> Halves | None:
     names = {parameters[n].name for n in hoisted}
 
     def label(parameter: Parameter) -> str:
-        return parameter.name if traced.repeats is None else "of a block"  # of whichever block was compiled first
+        # the name would depend on which block is compiled first
+        return parameter.name if traced.repeats is None else "of a block"
 
     preamble_graph = _preamble(traced, [n for n in found.nodes if n in preamble], crossing)
     return Halves(
@@ -126,8 +130,8 @@ def split(traced: Traced) -> Halves | None:
 
 
 class _Slow:
-    """The nodes of a graph that depend on slow inputs only.  ``nodes``: all nodes, in program order.  ``parameters``: the
-    parameter of each placeholder that is one."""
+    """The nodes of a graph that depend on slow inputs only.  ``nodes``: all nodes, in program order.  ``parameters``:
+    parameters by placeholder."""
 
     def __init__(self, traced: Traced) -> None:
         slow = traced.slow
@@ -148,7 +152,7 @@ class _Slow:
         }
         self._inputs = inputs
         self._slow, self._constant = set[Node](), set[Node]()
-        latent = set[Node]()  # they read slow values only, but share a weight with a node that does not
+        latent = set[Node]()  # nodes that read slow values only, but share a weight with a node that does not
         while True:
             self._classify(latent)
             shared = {reader for reader in self._readers_of_shared() if reader in self._slow}
@@ -170,14 +174,14 @@ class _Slow:
                 self._slow.add(node)
 
     def _readers_of_shared(self) -> Iterator[Node]:
-        """All readers of each streamed weight that has a reader which is not slow."""
+        """The readers of all streamed weights that are not read by slow nodes only."""
         for node, parameter in self.parameters.items():
             readers = self._readers(node)
             if parameter.keep is None and any(r not in self._slow for r in readers):
                 yield from readers
 
     def _readers(self, weight: Node) -> set[Node]:
-        """The nodes that read a weight, or a value computed from weights only, and that read other values as well."""
+        """The nodes that read a weight (or a value computed from weights only) together with other values."""
         readers, todo = set[Node](), [weight]
         while todo:
             for user in todo.pop().users:
@@ -188,7 +192,8 @@ class _Slow:
         return readers
 
     def crossing(self) -> list[Node]:
-        """The products whose results cross, in program order: main reads each, and each replaces enough bytes of weights."""
+        """The products whose results cross, in program order.  Main reads each of them, and each replaces enough bytes of
+        weights."""
         replaced: dict[Node, int] = {}
         for node, parameter in self.parameters.items():
             for reader in self._readers(node) if parameter.keep is None else ():
@@ -205,7 +210,7 @@ class _Slow:
             hoisted -= dropped
 
     def _computed_from(self, weights: Iterable[Node]) -> set[Node]:
-        """The slow nodes that need any of these weights."""
+        """The slow nodes that depend on any of these weights."""
         needing = {reader for weight in weights for reader in self._readers(weight)}
         for node in self.nodes:
             if node in self._slow and not needing.isdisjoint(node.all_input_nodes):
@@ -213,13 +218,13 @@ class _Slow:
         return needing
 
     def in_main(self, hoisted: Collection[Node]) -> set[Node]:
-        """The nodes of main if these products are hoisted.  Slow values that are not products are computed in each half that
+        """The nodes of main if these products are hoisted.  Slow values other than products are computed in each half that
         needs them."""
         kept = {n for n in self.nodes if n.op != "placeholder" and n not in self._slow and n not in self._constant}
         return self._with_operands(kept, hoisted)
 
     def ancestors(self, crossing: Iterable[Node]) -> set[Node]:
-        """The nodes of the preamble, inputs and constants included."""
+        """The nodes of the preamble, including inputs and constants."""
         return self._with_operands(set(crossing), ())
 
     def _with_operands(self, nodes: set[Node], but: Collection[Node]) -> set[Node]:
@@ -233,7 +238,7 @@ class _Slow:
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether a node only computes its result: it is not random, writes no tensor, and does not communicate."""
+    """Whether a node only computes its result: it is not random, does not write to tensors, and does not communicate."""
     if node.target is operator.getitem or is_size(node):
         return True
     target = node.target
@@ -244,7 +249,7 @@ def _is_pure(node: Node) -> bool:
 
 
 def _is_random(node: Node) -> bool:
-    """Whether a node is random.  Attention without dropout is not, although it has the tag."""
+    """Whether a node is random.  Attention without dropout is not random, although torch tags it as such."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -256,14 +261,14 @@ def _is_random(node: Node) -> bool:
 
 
 def _is_concrete(node: Node) -> bool:
-    """Whether the value of a node is a tensor, or several, without symbols in their sizes."""
+    """Whether the value of a node consists of tensors without symbolic sizes."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, (list, tuple)) else [value]
     return all(isinstance(t, FakeTensor) and all(type(s) is int for s in (*t.shape, *t.stride())) for t in tensors)
 
 
 def _is_returned(node: Node) -> bool:
-    """Whether a value, or a view of it, is a result of the graph, into which the caller may write."""
+    """Whether a value, or a view of it, is a result of the graph, to which the caller may write."""
     return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
@@ -281,7 +286,7 @@ def _part(
 
 
 def _preamble(traced: Traced, nodes: Iterable[Node], crossing: Iterable[Node]) -> GraphModule:
-    """``nodes``: in program order."""
+    """The graph of the preamble.  ``nodes``: its nodes, in program order."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -341,8 +346,8 @@ def check_halves(traced: Traced, halves: Halves) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """The inputs and results of a graph as numbers, which are equal for equal ops on equal operands.  ``effects``: the ops
-    with side effects, in order."""
+    """The inputs and results of a graph as numbers.  Equal ops on equal operands have equal numbers.  ``effects``: ops with
+    side effects, in order."""
 
     inputs: list[int]
     results: Any
@@ -350,7 +355,8 @@ class _Numbered:
 
 
 def _numbered(graph: GraphModule, inputs: Iterable[int], numbers: dict[Any, int]) -> _Numbered:
-    """Number the values of a graph.  ``inputs``: numbers of its inputs.  ``numbers``: numbers of the ops met so far."""
+    """Number the values of a graph.  ``inputs``: numbers of its inputs.  ``numbers``: numbers of the ops seen so far; new
+    ones are added."""
     given, of, effects = iter(inputs), dict[Node, int](), list[str]()
     mine = list[int]()
     results: Any = None

@@ -1,4 +1,4 @@
-"""Keys: a digest of a region's structure; regions with equal keys share one lowering."""
+"""Keys: digests of the structure of regions.  Regions with equal keys are lowered once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from chunkflow_compile.passes.kernel_calls import is_kernel_call, operands_of, s
 
 
 def structural_key(module: GraphModule, index: int, slicing: object = None) -> str:
-    """Digest of a region's ops, constants, wiring and tensor metadata, but not of the names of nodes.
+    """A digest of a region's ops, constants, wiring and tensor metadata.  It does not depend on the names of nodes.
 
-    A region that holds more than ATen ops (a nested graph, a user's function) never equals another: its key includes
-    ``index``.  ``slicing``: how it is repeated, if it is.
+    A region that contains anything but ATen ops (a nested graph, a user's function) never equals another one, because its
+    key includes ``index``.  ``slicing``: slicing of the region, if it is repeated.
     """
     number: dict[Node, int] = {}
     lines: list[str] = [] if slicing is None else [repr(slicing)]

@@ -9,7 +9,8 @@ from chunkflow_compile.passes.problem import Problem, Region
 
 
 def region_labels(problem: Problem) -> tuple[RegionLabel, ...]:
-    """A label per region: its large weights, named inside their block, or else the kind of op that it computes."""
+    """One label per region: the names of its large weights inside their block or, without such weights, the type of its
+    main op."""
     large = {w.name for w in problem.weights if w.keep is None}
     return tuple(RegionLabel(r.block, _what(r, large)) for r in problem.regions)
 

@@ -13,12 +13,12 @@ from chunkflow_compile.passes.ops import transfer_of, transfer_text
 
 from .slice_graphs import Slice
 
-# Key in the meta of a call of a region: how the region is sliced, if it is repeated.
+# The key for the slicing of a repeated region, in the meta of the node that calls it.
 SLICING = "chunkflow_slicing"
 
 
 def listing(module: GraphModule) -> str:
-    """All nodes as text, except inputs without a use."""
+    """All nodes as text, except unused inputs."""
     nodes = (n for n in module.graph.nodes if n.op != "placeholder" or n.users)
     return "\n".join(node_text(n) for n in nodes) + "\n"
 
@@ -61,7 +61,7 @@ def target_name(node: Node) -> str:
 
 
 def _slice_text(part: Slice | None) -> str:
-    """The slices of a value that the calls of a repeated region take, as an index: ``[:, i * 4 : 4 + i * 4]``."""
+    """The slice of a value in call ``i`` of a repeated region, as an index: ``[:, i * 4 : 4 + i * 4]``."""
     if part is None:
         return ""
     ends = (part.offset, part.offset + part.size)

@@ -1,10 +1,11 @@
-"""Pack: chosen weights come into their regions packed, and are unpacked there before they are read.
+"""Pack: regions take selected weights in packed form and unpack them before they are read.
 
 Contract
     On entry: a Cut, and names of weights that :func:`packable` returns for it.  The Cut is not changed.
-    Preserved: what each region computes.  Regions that read none of the weights are the same ones.
-    On exit: a packed weight has the bytes of its packed form.  The region that reads it takes that form, and has an
-    ``unpack`` before its readers (passes/packing.py), with its cost.  Equal regions that unpack the same inputs stay equal.
+    Preserved: the results of each region.  Regions that read none of the weights are not replaced.
+    On exit: the size of a packed weight is the size of its packed form.  The region that reads it takes this form, and
+    contains an ``unpack`` (passes/packing.py) before its readers, whose cost is included.  Equal regions that unpack the
+    same inputs stay equal.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from .regions import Cut, CutRegion, cost_at, problem_at
 
 
 def takes_packed(cut: Cut) -> frozenset[str]:
-    """The weights that a graph can take packed: streamed, bfloat16, contiguous, read by one region, and not small.
+    """The weights that a graph can take in packed form: streamed bfloat16 weights that are contiguous, read by one region,
+    and not small.
 
-    One that several regions read would be unpacked by each.
+    A weight that several regions read would be unpacked by each of them.
     """
     once = {w.name for w in cut.problem.weights if w.keep is None and len(w.uses) == 1}
     values = {w.parameter.name: w.node.meta["val"] for w in cut.discovery.weights}
@@ -34,12 +36,12 @@ def takes_packed(cut: Cut) -> frozenset[str]:
 
 
 def packable(cut: Cut) -> frozenset[str]:
-    """Those of :func:`takes_packed` that are packed, or can be where they lie."""
+    """The weights from :func:`takes_packed` that are packed already, or can be packed where they are stored."""
     return takes_packed(cut) & {w.parameter.name for w in cut.discovery.weights if w.parameter.compressible}
 
 
 def packed(cut: Cut, names: Collection[str]) -> Cut:
-    """The cut with these weights packed, and no others."""
+    """The cut with exactly these weights packed."""
     cut = cut.raw or cut
     if not names:
         return cut
@@ -76,7 +78,7 @@ def packed(cut: Cut, names: Collection[str]) -> Cut:
 
 
 def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:
-    """A region whose inputs at these places are packed."""
+    """A region that takes packed inputs at these positions."""
     graph, copies = Graph(), dict[Node, Node]()
     inputs = module.graph.find_nodes(op="placeholder")
     chosen = [inputs[place] for place in places]
@@ -87,7 +89,8 @@ def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:
             copied.meta["val"] = value.new_empty(Layout.of(value.numel()).words, dtype=torch.int32)
     for node in chosen:
         before = copies[node]
-        with graph.inserting_before(next(iter(before.users))):  # as late as it can be: values take memory from here on
+        # as late as possible, because the values occupy memory from here on
+        with graph.inserting_before(next(iter(before.users))):
             values = graph.call_function(UNPACK, (before, list(node.meta["val"].shape)))
         values.meta["val"] = node.meta["val"]
         before.replace_all_uses_with(values, delete_user_cb=lambda user: user.target is not UNPACK)

@@ -1,9 +1,10 @@
-"""Peers: chosen weights lie in pieces on the devices of the ranks, from which they are copied.
+"""Peers: marks selected weights as sharded over the devices of the ranks, from which they are copied.
 
 Contract
     On entry: a Cut, and names of weights that :func:`streamable` returns for it.  The Cut is not changed.
     Preserved: the regions and their sequence.
-    On exit: the parameters of these weights, and their weights in the problem, say on the devices of how many ranks they lie.
+    On exit: the parameters of these weights, and the weights in the problem, contain the number of ranks over which they
+    are sharded.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from .regions import Cut
 
 
 def streamable(cut: Cut) -> frozenset[str]:
-    """The weights that can lie in pieces: all that may stream."""
+    """The weights that can be sharded: all that may be streamed."""
     return frozenset(w.name for w in cut.problem.weights if w.keep is None and w.uses and w.nbytes)
 
 
 def on_peers(cut: Cut, names: Collection[str], ranks: int) -> Cut:
-    """The cut with pieces of these weights on the devices of so many ranks, and of no others."""
+    """The cut with exactly these weights sharded over the devices of ``ranks`` ranks."""
     sharded = dict.fromkeys(names, ranks)
     if {w.name: w.source.ranks for w in cut.problem.weights if w.source.sharded} == sharded:
         return cut

@@ -1,15 +1,16 @@
-"""Recompute: which values are computed again in each region that reads them, because that is cheaper than to hand them over.
+"""Recompute: finds values that are recomputed in each region that reads them, because that is cheaper than passing them
+between regions.
 
-A value that is handed over is written once, read by each region, and alive in between.  Wan2.2 with a timestep per token adds
-a table to 6 vectors per token, in float32: 1.9 GiB for 121 frames, computed from half as many bytes, which all blocks read
-anyway.
+A value that is passed on is written once, read by each region, and live in between.  For example, Wan2.2 with one timestep
+per token adds a table to 6 vectors per token, in float32.  The result takes 1.9 GiB for 121 frames, but it is computed from
+half as many bytes, which all blocks read anyway.
 
 Contract
-    On entry: the segment of each node.  Nothing is changed.
-    On exit: values, and the nodes between them and what they are computed from.  Those sources take fewer bytes than the
-    value, and a streamed weight is none of them.  Each op is element by element in float32 or float64, so that nothing is
-    rounded where the value was handed over; the last one is no product, which a GPU would fuse with an addition.  Only
-    pointwise ops read the value, so that their kernels compute it and it is not stored.
+    On entry: a graph, and the segment of each node.  Neither is changed.
+    On exit: the values to recompute, and the nodes between their sources and them.  The sources take fewer bytes than the
+    value and are not streamed weights.  Each op is elementwise in float32 or float64, so the value is not rounded when it
+    is stored, and recomputing it gives the same result.  The last op is not a product, which a GPU would fuse with an
+    addition.  Only pointwise ops read the value, so their kernels compute it and it is not stored.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch.fx import Graph, Node
 from .discover import is_view, nbytes, viewed
 from .slice_rules import is_pointwise
 
-# Smaller values take less time to move than a kernel takes to start.
+# For smaller values, moving them takes less time than starting a kernel.
 LEAST_BYTES = 1 << 20
-_PRODUCTS = frozenset(("aten::mul", "aten::neg"))  # the sign of one does not keep it from being fused
-# Ops whose result does not depend on the code around them.
+_PRODUCTS = frozenset(("aten::mul", "aten::neg"))  # a product is fused even if its sign is changed
+# Ops whose results do not depend on the code around them.
 _OPS = frozenset(("aten::_to_copy", "aten::add", "aten::sub", "aten::div", "aten::where")) | _PRODUCTS
 
 _FULL = (torch.float32, torch.float64)
@@ -36,12 +37,12 @@ _STORED = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "a
 def to_recompute(
     graph: Graph, of: Mapping[Node, int], lazy: Collection[Node], streamed: Collection[Node], sizes: Mapping[str, int]
 ) -> dict[Node, None]:
-    """``of``: the segment of each node that one computes.  ``lazy``: nodes that each segment repeats.  ``streamed``: weights
-    and views of them.  ``sizes``: of the symbols."""
+    """The nodes to recompute in each segment that reads them.  ``of``: segments of the nodes that are computed in one.
+    ``lazy``: nodes that each segment repeats anyway.  ``streamed``: streamed weights.  ``sizes``: values of the symbols."""
     found = dict[Node, None]()
 
     def is_inside(node: Node) -> bool:
-        """Whether only segments read a node."""
+        """Whether a node is read only inside segments."""
         return all(user in of or user in lazy or user in found for user in node.users)
 
     for value in graph.nodes:
@@ -70,7 +71,7 @@ def to_recompute(
 
 
 def _views(value: Node, of: Mapping[Node, int], lazy: Collection[Node]) -> Iterator[Node]:
-    """The views of a value in its segment, or repeated by each."""
+    """The views of a value in its own segment, or that each segment repeats."""
     todo = [value]
     while todo:
         for user in todo.pop().users:
@@ -80,7 +81,7 @@ def _views(value: Node, of: Mapping[Node, int], lazy: Collection[Node]) -> Itera
 
 
 def _is_exact(node: Node) -> bool:
-    """Whether a node computes a tensor of full precision element by element, the same wherever it is fused."""
+    """Whether a node computes a full-precision tensor element by element, with the same result wherever it is fused."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype not in _FULL:
         return False
@@ -90,7 +91,7 @@ def _is_exact(node: Node) -> bool:
 
 
 def _is_rounded(node: Node) -> bool:
-    """Whether handing a value over would round it, which a fused kernel does not do."""
+    """Whether storing a value would round it, which a fused kernel does not do."""
     value = node.meta["val"]
     full = isinstance(value, torch.Tensor) and value.dtype in _FULL
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -1,20 +1,21 @@
-"""Regions: cut an ATen graph into regions of pure compute, with the collectives between them.
+"""Regions: cuts an ATen graph into regions that only compute, with the collectives between them.
 
 Contract
     On entry: an ATen inference graph and its Discovery.  The graph is not changed.
-    Preserved: every node is computed once, except views of weights and of collective results.  These are repeated in
-    each region that reads them: they cost nothing, and a view that outlived its region would outlive its slot.  So are
-    values that are cheaper to compute again than to hand over (recompute.py).  The order of collectives is that of the graph.
-    Cuts: at collectives, where the block changes, and before a weight that would bring a region above ``group_bytes``
-    of weights.  A group of regions of such a cut becomes one region (coarsen.py chooses which).
+    Preserved: every node is computed once, with two exceptions.  Views of weights and of collective results are repeated in
+    each region that reads them: they cost nothing, and a view that outlived its region would outlive its slot.  Values that
+    are cheaper to recompute than to pass between regions are repeated, too (recompute.py).  The order of collectives does
+    not change.
+    Cuts: at collectives, where the block changes, and before a weight with which a region would exceed ``group_bytes`` of
+    weights.  If ``groups`` are given, each group of these regions becomes one region (coarsen.py chooses the groups).
 
 Steps
     assign        give every compute node a segment number, in program order
-    dissolve      move segments that hold only views into the regions around them
-    recompute     let each segment compute what is cheaper to compute again than to hand over
-    sizes         give each region the symbols that its sizes use
-    build         build one FX graph per segment; inputs in order of first use, outputs in order of definition
-    key           digest a region's structure; regions with equal keys share one lowering
+    dissolve      move segments that contain only views into neighbouring regions
+    recompute     make each segment recompute values that are cheaper to recompute than to pass between regions
+    sizes         pass to each region the symbols that its sizes use
+    build         build one FX graph per segment, with inputs in order of first use and outputs in order of definition
+    key           compute a digest of each region's structure; regions with equal keys share one lowering
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ from .traced import Traced
 
 @dataclass(frozen=True)
 class Slicing:
-    """How the values of a repeated region are taken.  ``repeat``: its calls.  ``inputs``: the slice of each input, None for
-    one that every call takes whole.
+    """How the calls of a repeated region slice its values.  ``repeat``: number of calls.  ``inputs``: slice of each input,
+    or None for an input that every call takes as a whole.
 
-    ``writes``: for each output its slice, and the position of the input that it overwrites, None for memory of its own.
-    After its inputs, the region's code takes the slices of the outputs with memory of their own; it returns nothing.  Code
-    that is called once may return its outputs: ``writes`` is empty then.
+    ``writes``: for each output, its slice, and the position of the input that it overwrites, or None if it has separate
+    memory.  After its inputs, the region's code takes the slices of the outputs that have separate memory, and it returns
+    nothing.  Code that is called once may return its outputs; then ``writes`` is empty.
     """
 
     repeat: int
@@ -75,7 +76,8 @@ class Slicing:
 class CutRegion:
     """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the module's order.
 
-    ``slicing``: if its code is called once for each slice of its values (split.py), which ``module`` is the graph of.
+    ``slicing``: how its values are sliced, if its code is called once per slice (split.py).  ``module`` is then the graph
+    of one call.
     """
 
     info: Region
@@ -87,11 +89,11 @@ class CutRegion:
 
 @dataclass(frozen=True)
 class Cut:
-    """What was cut, its regions and its top-level nodes.
+    """A graph that was cut, its regions and its top-level nodes.
 
-    ``sequence``: the regions, collectives and completions, in program order.  ``storages``: the memory of the graph's values.
-    ``raw``: the same with no weight packed, if one is.  ``recomputed``: nodes that each region repeats, views of weights
-    aside.  ``whole``: the same with no region split, if one is.
+    ``sequence``: regions, collectives and completions, in program order.  ``storages``: memory of the graph's values.
+    ``raw``: the same cut with no weight packed, if any is packed.  ``recomputed``: nodes that each region repeats, except
+    views of weights.  ``whole``: the same cut with no region split, if any is split.
     """
 
     traced: Traced
@@ -116,12 +118,11 @@ class Cut:
 
     @property
     def on_peers(self) -> frozenset[str]:
-        """The names of the weights that lie in pieces on the devices of the ranks."""
+        """The names of the weights that are sharded over the devices of the ranks."""
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
-        """The cut of the same graph at other sizes: costs and bytes of activations are other ones.  The graph stays that of
-        this cut."""
+        """The same cut for other sizes, with other costs and activation sizes.  The graph is not replaced."""
         if traced.graph is not self.traced.graph:
             traced = replace(traced, graph=self.traced.graph)
         regions = {region.info.key: region for region in self.regions}
@@ -138,9 +139,10 @@ class Cut:
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
-        """Each input, region, output, constant and top-level node, by name -> what it calls and reads, as a line.
+        """Lines for each input, region, output, constant and top-level node, by name.  A line names the function that is
+        called and its operands.
 
-        A program has the same lines.
+        A program must have the same lines.
         """
         inputs = self.source.graph.find_nodes(op="placeholder")
         lines = {node.name: flow_line("input", position) for position, node in enumerate(inputs)}
@@ -175,11 +177,10 @@ def cut(
 ) -> Cut:
     """Cut a traced graph into regions.
 
-    ``group_bytes``: most bytes of streamed weights in one region; only the weights of a single op may exceed it.
-    ``dissolve_views``: whether segments that hold only views are moved into the regions around them.  ``recompute``: whether
-    values that are cheaper to compute again are not handed over.  ``groups``: indices of the regions that would be cut, each
-    of which becomes one region; empty for one each.
-    Raises ChunkflowError if the graph holds no compute.
+    ``group_bytes``: maximum bytes of streamed weights per region; only the weights of a single op may exceed it.
+    ``dissolve_views``: whether segments that contain only views are moved into neighbouring regions.  ``recompute``:
+    whether values that are cheaper to recompute are not passed between regions.  ``groups``: groups of region indices, each
+    of which becomes one region; empty to merge nothing.  Raises ChunkflowError if the graph contains no compute.
     """
     graph = traced.graph
     segments = _Segments(graph, discovery, traced.blocks, group_bytes)
@@ -212,7 +213,8 @@ def cut_into(
     recomputed: frozenset[Node],
     whole: Cut | None = None,
 ) -> Cut:
-    """The cut of a traced graph into these regions, which learn their peaks.  ``recomputed``, ``whole``: see :class:`Cut`."""
+    """Make the cut of a traced graph from its regions, and set their activation peaks.  ``recomputed``, ``whole``: see
+    :class:`Cut`."""
     storages = _storages_at(traced, discovery, sequence)
     peaks = iter(live_of(storages, sequence).peaks)
     sequence = [
@@ -268,7 +270,8 @@ class _Segments:
             self.of[node] = current
 
     def dissolve(self) -> None:
-        """Move segments that hold only views into the regions around them; Ulysses has some between its all-to-alls."""
+        """Move segments that contain only views into neighbouring regions.  Ulysses has such segments between its
+        all-to-alls."""
         for segment, nodes in self._members().items():
             if not all(is_view(n) for n in nodes):
                 continue
@@ -289,22 +292,23 @@ class _Segments:
                     self.of[node] = target
 
     def recompute(self, sizes: Mapping[str, int]) -> None:
-        """Let each segment compute what is cheaper to compute again than to hand over.  ``sizes``: of the symbols."""
+        """Make each segment recompute values that are cheaper to recompute than to pass between regions.  ``sizes``: values
+        of the symbols."""
         streamed = {w.node for w in self.discovery.weights if w.keep is None}
         self.recomputed = to_recompute(self.graph.graph, self.of, self.lazy, streamed, sizes)
         self.lazy |= self.recomputed
         self.of = {node: segment for node, segment in self.of.items() if node not in self.recomputed}
 
     def merge(self, groups: Sequence[Sequence[int]]) -> None:
-        """Make one segment of each group.  ``groups``: of positions among the segments, in program order."""
+        """Merge the segments of each group.  ``groups``: groups of positions of segments, in program order."""
         segments = [self.of[item[0]] for item in self.skeleton() if not isinstance(item, Node)]
         first = {segments[i]: segments[group[0]] for group in groups for i in group}
         self.of = {node: first.get(segment, segment) for node, segment in self.of.items()}
 
     def find_symbols(self) -> None:
-        """Find the nodes that have the values of the symbols in each segment's sizes.
+        """For each segment, find the nodes whose values are the symbols in its sizes.
 
-        Inductor takes a symbol from the size of an input only where it is all of that size.
+        Inductor can take the value of a symbol from a size of an input only if the size is the symbol itself.
         """
         nodes = symbol_nodes(self.graph)
         needed: dict[int, set[str]] = {}
@@ -317,7 +321,7 @@ class _Segments:
             self.sent |= {n for n in self.symbols[segment] if n in self.of}
 
     def _with_operands(self, node: Node) -> Iterable[Node]:
-        """A node and its operands, and those of the operands that its segment computes again."""
+        """A node and its operands, and recursively the operands of the operands that its segment recomputes."""
         yield node
         for operand in node.all_input_nodes:
             if operand in self.recomputed:
@@ -344,12 +348,12 @@ class _Segments:
     def is_top_level(self, node: Node) -> bool:
         if node.op != "call_function":
             return True
-        if node.target is operator.getitem:  # an element of a coalesced collective's list
+        if node.target is operator.getitem:  # an element of the list of a coalesced collective
             return self.is_top_level(node.all_input_nodes[0]) and node.all_input_nodes[0].op == "call_function"
         return collective_kind(node) is not None or is_wait_tensor(node)
 
     def _home_of_view(self, node: Node, segment: int) -> int | None:
-        """The earlier segment that a view can move to; None if each region that reads it must repeat it."""
+        """The earlier segment to which a view can be moved, or None if each region that reads it must repeat it."""
         home = self.of.get(node.all_input_nodes[0])
         return home if home != segment else None
 
@@ -362,10 +366,10 @@ class _Segments:
 
 
 def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, str]:
-    """The block of every call.
+    """The block of each call.
 
-    A node without a module stack belongs to the root module or comes from functionalization: it is in a block if the
-    nearest nodes with a stack, before and after it, both are.
+    A node without a module stack belongs to the root module or comes from functionalization.  It counts as part of a block
+    if the nearest nodes with a stack, before and after it, are both in this block.
     """
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
     by_stack: dict[Node, str] = {}
@@ -388,7 +392,7 @@ def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, st
 def _build(
     traced: Traced, index: int, nodes: Sequence[Node], segments: _Segments, costs: dict[str, RegionCost]
 ) -> CutRegion:
-    """``costs``: of the regions before, by key."""
+    """Build a region.  ``costs``: costs of earlier regions, by key."""
     graph, members = traced.graph, set(nodes)
     new = Graph()
     root: dict[str, object] = {}
@@ -446,7 +450,7 @@ def _build(
 
 
 def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None) -> RegionCost:
-    """The cost of a region at the sizes of a traced graph: of all its calls, if it is repeated."""
+    """The cost of a region at the sizes of a traced graph.  For a repeated region, it includes all calls."""
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}
     cost, repeat = region_cost(values, traced.fused), 1 if slicing is None else slicing.repeat
     tiles = () if slicing is None else _times(gemm_tiles(values), repeat)
@@ -459,7 +463,8 @@ def _times(tiles: tuple[tuple[int, int], ...], repeat: int) -> tuple[tuple[int, 
 
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
-    """The memory of the values of a traced graph, at its sizes, and of those that only regions of this sequence have."""
+    """The memory of the values of a traced graph, at its sizes, including values that exist only in regions of this
+    sequence."""
     regions = [item for item in sequence if isinstance(item, CutRegion)]
     nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
@@ -468,7 +473,7 @@ def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutReg
 
 
 def _allocated(region: CutRegion) -> Iterable[Node]:
-    """The outputs of a split region that have memory of their own, whatever they view in the traced graph."""
+    """The outputs of a split region that have separate memory, even if they are views in the traced graph."""
     if region.slicing is None:
         return ()
     if region.slicing.writes:
@@ -486,7 +491,7 @@ def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> 
 def problem_at(
     traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
-    """The problem of these regions, in this sequence with collectives, at the sizes of a traced graph."""
+    """The problem of a sequence of regions and collectives, at the sizes of a traced graph."""
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.weights:
@@ -522,7 +527,7 @@ def problem_at(
             kind=str(collective_kind(node)),
             nbytes=crossing_bytes(node, traced.ranks[group_name(node)], traced.sizes),
             before=at,
-            until=awaited.get(node, at),  # some complete themselves
+            until=awaited.get(node, at),  # some collectives complete themselves
             ranks=traced.ranks[group_name(node)],
             engine=engine_of(node),
         )

@@ -1,19 +1,20 @@
-"""Rotary: complex products of rotary embeddings in real arithmetic.
+"""Rotary: replaces the complex products of rotary embeddings by real arithmetic.
 
-Qwen-Image, Z-Image, Lumina and others rotate queries and keys by a product of complex numbers.  Inductor generates no code
-for those: it calls torch's kernels, each of which writes its result to memory, in float32 or larger.  The same product of
-real numbers is fused with what comes before and after it.
+Qwen-Image, Z-Image, Lumina and others rotate queries and keys by a product of complex numbers.  Inductor does not generate
+code for complex products: it calls torch's kernels, each of which writes its result to memory, in float32 or larger.  The
+same product in real arithmetic is fused with the ops before and after it.
 
 Contract
     On entry: a Traced, which is not changed.
-    On exit: a Traced of the same inputs and results.  If Inductor compiles it, products of a complex view of real numbers, of
-    which only the real view is read, are in real arithmetic where that gives the same result, bit for bit.
+    On exit: a Traced with the same inputs and results.  If Inductor will compile it, products of a complex view of real
+    numbers are replaced by real arithmetic, if only the real view of the product is read and the result is bit-identical.
 
-The order of operations is that of torch's kernel, ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``.  Which multiplications are
-fused with the addition that follows decides the last bit.  On a CPU none is, neither by Inductor nor by torch in whole
-vectors.  torch fuses some in the rest of a row, so rows that do not fill vectors stay complex.  Where several threads divide
-a row elsewhere, torch's own result depends on their number; real arithmetic gives that of one thread.  On a GPU, torch's
-kernel and Inductor's fuse ``ac`` and ``ad`` (their machine code was compared for an H100, with torch 2.11).
+The operations are in the same order as in torch's kernel, ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``.  The last bit
+depends on which multiplications are fused with the following addition.  On a CPU, Inductor fuses none, and neither does
+torch in whole vectors.  torch fuses some in the remainder of a row, so rows that do not fill whole vectors stay complex.
+If several threads divide a row at other positions, torch's own result depends on the number of threads; real arithmetic
+gives the result of a single thread.  On a GPU, both torch's kernel and Inductor's kernel fuse ``ac`` and ``ad`` (verified
+by comparing their machine code for an H100, with torch 2.11).
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from torch.fx import Graph, GraphModule, Node
 from .traced import Traced
 
 _aten = torch.ops.aten
-# Complex numbers in a row that fill the vectors of torch's code for CPUs, whatever their width.
+# A row whose length is a multiple of this many complex numbers fills whole vectors in torch's CPU code, whatever their
+# width.
 _FULL = 8
 
 
 def in_real_arithmetic(traced: Traced) -> Traced:
-    """The same graph with the complex products of rotary embeddings in real arithmetic."""
+    """Return the same graph with the complex products of rotary embeddings in real arithmetic."""
     if not traced.fused or not any(map(_is_rotation, traced.graph.graph.nodes)):
         return traced
     graph, copies = Graph(), dict[Node, Node]()
@@ -47,7 +49,7 @@ def in_real_arithmetic(traced: Traced) -> Traced:
 
 
 def _is_rotation(node: Node) -> bool:
-    """Whether a node is a complex product that real arithmetic can replace."""
+    """Whether a node is a complex product that can be replaced by real arithmetic."""
     if node.target is not _aten.mul.Tensor or not all(map(_is_complex, (node, *node.args))):
         return False
     if not node.users or any(user.target is not _aten.view_as_real.default for user in node.users):
@@ -60,13 +62,13 @@ def _is_rotation(node: Node) -> bool:
 
 
 def _is_complex(operand: Any) -> bool:
-    """Whether an operand is a complex tensor whose memory holds its values."""
+    """Whether an operand is a complex tensor that is stored as it is, not as a lazy conjugate."""
     value = operand.meta.get("val") if isinstance(operand, Node) else None
     return isinstance(value, FakeTensor) and value.is_complex() and value.dim() > 0 and not value.is_conj()
 
 
 def _rotated(product: Node) -> Node | None:
-    """The real tensor that is rotated; None if it has not the shape and the layout of the result."""
+    """The real tensor that is rotated, or None if it does not have the shape and the layout of the result."""
     (result, *_) = (user.meta["val"] for user in product.users)
     for operand in product.all_input_nodes:
         if operand.target is _aten.view_as_complex.default:
@@ -87,7 +89,8 @@ def _replace(graph: Graph, product: Node) -> None:
         c, d = (call(_aten.select.int, second, -1, i) for i in range(2))
         ac, bd, ad, bc = (call(_aten.mul.Tensor, *each) for each in ((a, c), (b, d), (a, d), (b, c)))
         real, imaginary = call(_aten.sub.Tensor, ac, bd), call(_aten.add.Tensor, ad, bc)
-        # Inductor makes one kernel of it, without memory in between; on a CPU it does not of a concatenation
+        # Inductor compiles this to one kernel, without intermediate memory.  On a CPU, it would not do so for a
+        # concatenation.
         pairs = call(_aten.clone.default, rotated)
         for i, part in enumerate((real, imaginary)):
             pairs = call(_aten.select_scatter.default, pairs, part, -1, i)
@@ -102,14 +105,14 @@ def _replace(graph: Graph, product: Node) -> None:
 
 
 def _pairs(call: Callable[..., Node], operand: Any) -> Node:
-    """A complex tensor as pairs of real numbers."""
+    """The real view of a complex tensor: pairs of real numbers."""
     if operand.target is _aten.view_as_complex.default:
         return operand.all_input_nodes[0]  # type: ignore[no-any-return]
     return call(_aten.view_as_real.default, operand)
 
 
 def _caller(graph: Graph, product: Node) -> Callable[..., Node]:
-    """A function that adds a call of an op, in the block of ``product``."""
+    """A function that adds a call of an op before ``product``, in the same block."""
     mode = product.meta["val"].fake_mode
     place: dict[str, Any] = {
         key: product.meta[key] for key in ("nn_module_stack", "stack_trace") if key in product.meta

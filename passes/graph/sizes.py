@@ -1,7 +1,7 @@
 """Sizes: the symbols in the metadata of a graph that was traced for several sizes, and their values.
 
-A symbol of an input has the value of each call.  One that depends on data, as after ``nonzero``, has none when the graph
-is planned: it is estimated by an upper bound, or by the largest of the other sizes where there is none.
+The value of an input's symbol is known in each call.  A symbol that depends on data, as after ``nonzero``, has no value
+when the graph is planned.  It is estimated by an upper bound or, without a bound, by the largest of the other sizes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-# A bound above this, such as that of an int64, says nothing.
+# A larger bound, such as the maximum of an int64, is meaningless.
 _LARGEST = 1 << 31
 
 
 def symbols_of(value: Any) -> set[str]:
-    """The names of the symbols in the sizes of a tensor, in a number, or in several of them."""
+    """The names of the symbols in a value: in the sizes of a tensor, in a number, or in several of them."""
     if isinstance(value, torch.Tensor):
         return {n for s in (*value.shape, *value.stride(), value.storage_offset()) for n in symbols_of(s)}
     if isinstance(value, (list, tuple)):
@@ -31,7 +31,7 @@ def symbols_of(value: Any) -> set[str]:
 
 
 def symbol_nodes(graph: GraphModule) -> dict[str, Node]:
-    """Symbol -> the first node that has its value: an input, or the size of a tensor."""
+    """For each symbol, the first node with its value: an input, or the size of a tensor."""
     holders: dict[str, Node] = {}
     for node in graph.graph.nodes:
         value = node.meta.get("val")
@@ -41,29 +41,31 @@ def symbol_nodes(graph: GraphModule) -> dict[str, Node]:
 
 
 def hints(graph: GraphModule) -> dict[str, int]:
-    """The value of each symbol of the inputs in the call that was traced, as far as it was known."""
+    """The values of the inputs' symbols in the traced call, if known."""
     symbols = {name: node.meta["val"].node for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
     return {name: int(size.hint) for name, size in symbols.items() if size.has_hint()}
 
 
 def bounds(graph: GraphModule) -> dict[str, int | None]:
-    """The symbols that no call gives: their upper bounds, None where tracing has found no bound that says something."""
+    """The upper bounds of the symbols that are not given by the inputs of a call, or None if tracing has found no
+    meaningful bound."""
     inputs = {name for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
     metas = [node.meta.get("val") for node in graph.graph.nodes]
     return {name: _bound(name, metas) for name in sorted(symbols_of(metas) - inputs)}
 
 
 def estimated(values: Mapping[str, int], unknown: Mapping[str, int | None]) -> dict[str, int]:
-    """The value of each symbol.  ``values``: of the inputs.  ``unknown``: the bounds of all others.
+    """The value of each symbol.  ``values``: values of the inputs' symbols.  ``unknown``: upper bounds of all others.
 
-    Those all get one value, because a model joins them: the query, key and value of attention must fit each other.
+    All unknown symbols get the same value, because a model combines them: query, key and value of attention must have
+    matching sizes.
     """
     bounds = [bound for bound in unknown.values() if bound is not None] or [*values.values()]
     return {**values, **dict.fromkeys(unknown, max(bounds, default=1))}
 
 
 def is_size(node: Node) -> bool:
-    """Whether a node computes a number of numbers, such as the product of two sizes: it costs nothing."""
+    """Whether a node computes a number from numbers, such as the product of two sizes.  Such nodes cost nothing."""
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
@@ -73,7 +75,7 @@ def is_size(node: Node) -> bool:
 
 
 def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
-    """A value of a node's metadata at ``sizes``: numbers, and tensors without data.  Adds no guard."""
+    """A value from a node's metadata with symbols replaced by ``sizes``.  Tensors have no data.  No guards are added."""
     if not sizes:
         return value
     if isinstance(value, torch.Tensor):
@@ -93,7 +95,7 @@ def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _bound(name: str, values: Iterable[Any]) -> int | None:
-    """The upper bound that tracing has found for a symbol, if it says something."""
+    """The upper bound that tracing has found for a symbol, or None if it is meaningless."""
     for value in values:
         if isinstance(value, torch.SymInt) and name in symbols_of(value):
             symbol = next(s for s in value.node.expr.free_symbols if s.name == name)

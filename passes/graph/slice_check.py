@@ -1,4 +1,4 @@
-"""The proof that phases compute what the graph of their region computes, whatever the order of the calls of each phase."""
+"""The proof that phases compute the same as the graph of their region, in whatever order the calls of each phase run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .slices import Phase, Write, fake_mode, layout_of
 
 
 def check_phases(module: GraphModule, phases: tuple[Phase, ...], owned: Collection[int] | None = None) -> None:
-    """Prove that phases compute the outputs of a graph.  ``owned``: as in :func:`slices.phases`; None if it is not known.
+    """Prove that phases compute the outputs of a graph.  ``owned``: as in :func:`slices.phases`, or None if unknown.
 
-    The slices of each value cover it once; each value is complete before it is read; each phase computes what the graph
-    computes for its slices; and what a call overwrites is read by that call alone, and by no later phase.
-    Raises FindingError for the first violation.
+    The slices of each value cover it exactly once.  Each value is complete before it is read.  Each phase computes the same
+    as the graph for its slices.  If a call overwrites an input, no other call and no later phase reads the overwritten
+    part.  Raises FindingError for the first violation.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     complete, views = set(placeholders), {n for phase in phases for n in _viewed(phase)}
@@ -52,7 +52,7 @@ def _wrong(number: int, fault: str) -> NoReturn:
 
 
 def _covered(number: int, node: Node, phase: Phase, phases: tuple[Phase, ...]) -> bool:
-    """Whether the phases so far write all of a value.  No element may be written twice."""
+    """Whether the phases so far write all of a value.  Raises FindingError if an element is written twice."""
     writes = [(w, p.repeat) for p in phases for w in p.writes if w.value is node]
     if len({w.slice.dim for w, _ in writes}) > 1 or len({w.over for w, _ in writes}) > 1:
         _wrong(number, f"writes {node} along another dimension, or elsewhere, than an earlier phase")
@@ -67,7 +67,7 @@ def _covered(number: int, node: Node, phase: Phase, phases: tuple[Phase, ...]) -
 
 
 def _viewed(phase: Phase) -> set[Node]:
-    """The inputs of which a phase returns views."""
+    """The inputs whose views a phase returns."""
     if phase.writes:
         return set()
     sources = dict(zip(phase.module.graph.find_nodes(op="placeholder"), phase.inputs, strict=False))
@@ -83,7 +83,7 @@ def _check_overwritten(
     later: Collection[Node],
     owned: Collection[int] | None,
 ) -> None:
-    """Check that the input that a result overwrites may change."""
+    """Check that the input that a result overwrites may be overwritten."""
     if write.over is None:
         return
     source = placeholders[write.over]
@@ -101,7 +101,7 @@ def _check_overwritten(
 
 
 def _check_graph(number: int, phase: Phase, sources: list[Node], fake: FakeTensorMode) -> None:
-    """Check that the graph of a phase takes its inputs, and returns or writes its results, only at its end."""
+    """Check that the graph of a phase takes its inputs, and that it returns or writes its results only at its end."""
     placeholders = phase.module.graph.find_nodes(op="placeholder")
     metas = [part_of(n, part, fake) for n, part in zip(phase.inputs, phase.slices, strict=True)]
     metas += [part_of(w.value, w.slice, fake) for w in phase.writes if w.over is None]
@@ -126,7 +126,7 @@ def _check_graph(number: int, phase: Phase, sources: list[Node], fake: FakeTenso
 
 
 def _targets(phase: Phase, sources: list[Node]) -> list[Node | None]:
-    """The placeholders of a phase that its writes write.  ``sources``: the placeholders of the region's graph."""
+    """The placeholders of a phase to which it writes.  ``sources``: placeholders of the region's graph."""
     given = phase.module.graph.find_nodes(op="placeholder")
     fresh = iter(given[len(phase.inputs) :])
     taken = dict(zip(zip(phase.inputs, phase.slices, strict=True), given, strict=False))
@@ -134,7 +134,7 @@ def _targets(phase: Phase, sources: list[Node]) -> list[Node | None]:
 
 
 def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
-    """Check that a phase computes what the region's graph computes for its slices, from the inputs that it says."""
+    """Check that a phase computes the same as the region's graph for its slices, from the inputs that it declares."""
     table: dict[object, int] = {}
     given = phase.module.graph.find_nodes(op="placeholder")[: len(phase.inputs)]
     leaves = dict(zip(given, zip(phase.inputs, phase.slices, strict=True), strict=True))
@@ -155,7 +155,8 @@ def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
 
 
 def _parts(node: Node, part: Slice | None) -> list[Part | None]:
-    """A part of a node, None for the whole; of the whole, all parts that are the whole."""
+    """The equivalent parts of a node for a slice.  For the whole node, these are None and the full range of each
+    dimension."""
     shape = shape_of(node)
     if part is None or part.size == shape[part.dim]:
         return [None, *(Part(d, size, 0, size) for d, size in enumerate(shape))]
@@ -165,7 +166,7 @@ def _parts(node: Node, part: Slice | None) -> list[Part | None]:
 def _number_of(
     node: Node, part: Part | None, values: Collection[Node], fake: FakeTensorMode, table: dict[object, int]
 ) -> int:
-    """The number of a part of a node as the rules compute it; -1 if they cannot."""
+    """The number of a part of a node as computed by the rules, or -1 if they cannot compute it."""
     builder = Builder(values, fake=fake, closed=True)
     try:
         made = builder.root(node, part)
@@ -175,7 +176,7 @@ def _number_of(
 
 
 def _numbered(graph: Graph, leaves: Mapping[Node, object], table: dict[object, int]) -> dict[Node, int]:
-    """A number for each node; equal ops on equal operands have one number.  ``leaves``: what placeholders stand for."""
+    """A number for each node.  Equal ops on equal operands have the same number.  ``leaves``: keys of the placeholders."""
     numbers: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op == "placeholder":

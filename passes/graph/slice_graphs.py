@@ -1,4 +1,4 @@
-"""The graph of a phase: from the ops of a region's graph, those that compute parts of some values, by the slice rules."""
+"""Builds the graph of a phase: the ops of a region's graph that compute parts of some values, following the slice rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 from .discover import is_view
 from .slice_rules import NoRule, Operand, Part, Sliced, is_attention, is_light, is_reshape, op_name, shape_of, sliced
 
-# Bytes to which Inductor expects its inputs to be aligned (torch._inductor.utils.ALIGNMENT).
+# The alignment in bytes that Inductor expects of its inputs (torch._inductor.utils.ALIGNMENT).
 ALIGNMENT = 16
 
 
@@ -30,10 +30,10 @@ class Slice:
 
 @dataclass
 class Walk:
-    """What a walk from a root back to the inputs has found.
+    """The result of a walk from a root back to the inputs.
 
-    ``taken``: the inputs, by node and part (None for the whole).  ``needs``: values that earlier phases must compute ->
-    the dimensions along which they can be split, and why they are needed whole.
+    ``taken``: inputs, by node and part (None for the whole).  ``needs``: values that earlier phases must compute, each with
+    the dimensions along which it can be split, and the reason why it is needed as a whole.
     """
 
     taken: dict[tuple[Node, Slice | None], Node] = field(default_factory=dict)
@@ -44,8 +44,9 @@ class Walk:
 class _Step:
     """How a builder computes a node, or a part of it.
 
-    ``reads``: the nodes and parts that it reads.  ``call``: the op, None if the value is an input.  ``item``: which of its
-    results the node is.  ``operands``: the arguments of the op, with an Operand for each node; or the one that is the value.
+    ``reads``: nodes and parts that it reads.  ``call``: the op, or None if the value is an input.  ``item``: index of the
+    node among the results of the op.  ``operands``: arguments of the op, with an Operand for each node; or the single
+    Operand that is the value.
     """
 
     reads: tuple[tuple[Node, Part | None], ...]
@@ -57,9 +58,9 @@ class _Step:
 class Builder:
     """Builds the graph of a phase.
 
-    ``values``: nodes that earlier phases compute.  ``streams``: inputs that are split; empty if they are not known.
-    ``fake``: the mode in which metadata is computed; None to find only what is needed.  ``closed``: whether ``values`` are
-    all that earlier phases compute, so that everything else is computed here.
+    ``values``: nodes that earlier phases compute.  ``streams``: inputs that are split; empty if unknown.  ``fake``: mode in
+    which metadata is computed, or None to find only the needed values.  ``closed``: whether earlier phases compute nothing
+    but ``values``, so that everything else is computed here.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class Builder:
         self._inline = False
 
     def root(self, node: Node, part: Part | None) -> Node:
-        """Compute a root, or a part of it.  The whole of one is computed from the inputs and ``values`` alone."""
+        """Add the computation of a root, or of a part of it.  A whole root is computed from the inputs and ``values``
+        alone."""
         self._making, self._inline = node, part is None
         todo: list[tuple[Node, Part | None]] = [(node, part)]
-        while todo:  # a graph is deeper than Python's stack
+        while todo:  # not recursive, because a graph may be deeper than Python's stack
             key = todo[-1]
             if key in self._copies:
                 todo.pop()
@@ -134,7 +136,8 @@ class Builder:
         return _Step(tuple(reads), call, item, given)
 
     def _is_merged(self, node: Node, rule: Sliced | Operand) -> bool:
-        """Whether a node is the view of an input of which parts can be taken, unlike of the input itself."""
+        """Whether a node is a view of an input such that parts of the view can be taken, but not the corresponding parts of
+        the input."""
         if (
             self.closed
             or self._inline
@@ -147,7 +150,8 @@ class Builder:
         return part is not None and part.outer != 1 and rule.args[0].node.op == "placeholder"
 
     def _note(self, operand: Operand, reader: Node) -> None:
-        """Note the value that an earlier phase must compute so that an operand can be read whole, if there is one."""
+        """Note the value that an earlier phase must compute so that an operand can be read as a whole, if there is such a
+        value."""
         node, along = operand.node, operand.along
         if (
             self.closed
@@ -161,7 +165,7 @@ class Builder:
             self.found.needs[base] = (dims, f"{op_name(reader)} reads all of it")
 
     def _write(self, key: tuple[Node, Part | None], step: _Step) -> Node:
-        """Write a node, whose operands are there."""
+        """Add a node to the graph.  Its operands must already be in the graph."""
         node, part = key
         if step.call is None:
             return self._take(node, part)
@@ -182,7 +186,7 @@ class Builder:
         return node.op == "placeholder" or node in self.values or node in self.found.needs
 
     def _is_split(self, node: Node, along: tuple[int, ...]) -> bool:
-        """Whether the whole of a node is computed from split inputs, in slices."""
+        """Whether a whole node is computed from split inputs, in slices."""
         return bool(along) and (not self.streams or depends_on(node, self.streams))
 
     def _is_heavy(self, node: Node) -> bool:
@@ -199,9 +203,10 @@ class Builder:
         return False
 
     def _base(self, node: Node, along: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
-        """The value to hand over instead of a node, and the dimensions ``along`` in it.
+        """The value to pass between phases instead of a node, and the dimensions that correspond to ``along`` in it.
 
-        It is what the node is a view of; of what is computed once, it is the last value that takes more than light ops.
+        For a view, it is the base of the view.  For a value that is computed once, it is the last value on the way that
+        needs more than light ops.
         """
         while not self._is_given(node) and len(node.all_input_nodes) == 1:
             if along:
@@ -217,7 +222,7 @@ class Builder:
         return node, along
 
     def _behind(self, view: Node, dim: int) -> int | None:
-        """The dimension of a view's operand that is ``dim`` of the view; None if it is not one by itself."""
+        """The dimension of a view's operand that corresponds to ``dim`` of the view, or None if no single dimension does."""
         size = shape_of(view)[dim]
         try:
             rule = sliced(view, Part(dim, size, 0, size))
@@ -244,10 +249,10 @@ class Builder:
         return self.found.taken[key]
 
     def destination(self, node: Node, part: Slice) -> Node:
-        """A further placeholder, for the memory of a slice of a node."""
+        """Add a placeholder for the memory of a slice of a node."""
         with self.graph.inserting_after(self._anchor):
             self._anchor = self.graph.placeholder(f"out_{node.name}")
-        self._anchor.target = self._anchor.name  # of several for one node, each is an argument with another name
+        self._anchor.target = self._anchor.name  # if there are several for one node, their names differ
         self._anchor.meta = {"val": part_of(node, part, self.fake)}
         return self._anchor
 
@@ -263,7 +268,7 @@ class Builder:
         except (RuntimeError, ValueError):
             if op_name(node) not in ("view", "_unsafe_view"):
                 raise
-            # A slice of a batch is not contiguous.
+            # A slice of a batch need not be contiguous.
             self.graph.erase_node(made)
             source = self._made(
                 node, torch.ops.aten.clone.default, args[:1], {"memory_format": torch.contiguous_format}
@@ -282,25 +287,26 @@ class Builder:
         with self.fake:
             value = node.target(*args, **kwargs)
             if isinstance(value, torch.Tensor) and value.storage_offset() and not is_view(node):
-                # The cache of fake tensors gives some results the offset of an earlier one; keys would differ.
+                # Because of its cache, FakeTensorMode returns some results with the offset of an earlier one; then keys
+                # would differ.
                 value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return value
 
 
 def _is_spread(operand: Any) -> bool:
-    """Whether an operand of attention has elements of one head that are not next to each other, which no kernel reads."""
+    """Whether the elements of a head are not adjacent in an operand of attention, which no kernel supports."""
     return isinstance(operand, Node) and operand.meta["val"].dim() > 0 and operand.meta["val"].stride(-1) != 1
 
 
 def is_view_of_input(node: Node) -> bool:
-    """Whether a node is an input, or has its elements in another shape."""
+    """Whether a node is an input, or an input in another shape."""
     while is_reshape(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
 
 
 def depends_on(node: Node, inputs: Collection[Node]) -> bool:
-    """Whether a node is computed from one of these inputs, or is one."""
+    """Whether a node is one of these inputs, or is computed from one."""
     seen, todo = set[Node](), [node]
     while todo:
         if (n := todo.pop()) in inputs:
@@ -314,7 +320,7 @@ def depends_on(node: Node, inputs: Collection[Node]) -> bool:
 def part_of(node: Node, part: Slice | None, fake: FakeTensorMode | None) -> Any:
     """The metadata of a node, or of a slice of it.
 
-    Where slices start between the addresses that kernels expect, it has an offset, so that Inductor does not read vectors.
+    If slices start at unaligned addresses, the metadata has an offset, so that Inductor does not use vector loads.
     """
     value = node.meta["val"]
     if part is None or fake is None:

@@ -1,8 +1,9 @@
-"""Slice rules: which parts of its operands an ATen op reads to compute a part of its result, one rule per op.
+"""Slice rules: which parts of its operands an ATen op reads to compute a part of its result.  There is one rule per op.
 
-A *part* is a range of one dimension of a value, such as some of the tokens.  Where a batch and its tokens are merged into
-one dimension, the part is that range of each sample.  A rule gives the operands of the same op for the part: slices of
-some operands and the whole of others, such as the weights of a product, or the keys and values of attention.
+A *part* is a range of one dimension of a value, such as some of the tokens.  If the batch and the tokens are merged into
+one dimension, a part is the same range in each sample.  A rule returns the operands with which the same op computes the
+part: slices of some operands, and other operands as a whole, such as the weights of a product, or the keys and values of
+attention.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Part:
-    """``count`` elements from ``start`` on, of an axis of ``length`` elements.
+    """A range of ``count`` elements from ``start`` on, of an axis with ``length`` elements.
 
-    Dimension ``dim`` of the value is that axis, ``outer`` times: more than once where it is merged with the batch.
+    Dimension ``dim`` of the value consists of ``outer`` repetitions of this axis: more than one if the axis is merged with
+    the batch.
     """
 
     dim: int
@@ -32,9 +34,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Operand:
-    """The part of ``node`` that an op reads; None for the whole.
+    """An operand of an op.  ``part``: the part of ``node`` that the op reads, or None for the whole.
 
-    ``along``: the dimensions along which the whole can be computed in slices, in order of preference.
+    ``along``: dimensions along which the whole node can be computed in slices, in order of preference.
     """
 
     node: Node
@@ -44,7 +46,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Sliced:
-    """The operands of an op that computes a part of its result."""
+    """The operands with which an op computes a part of its result."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -55,7 +57,8 @@ class NoRule(Exception):
 
 
 class Boundary(Exception):
-    """A part spans operands that are concatenated.  ``share``: the share of the part that is before the boundary."""
+    """A part spans several operands of a concatenation.  ``count``: elements of the part.  ``before``: how many of them are
+    before the boundary."""
 
     def __init__(self, before: int, count: int) -> None:
         super().__init__(before, count)
@@ -65,7 +68,7 @@ class Boundary(Exception):
 Rule = Callable[[Node, Part, "int | None"], "Sliced | Operand"]
 _RULES: dict[str, Rule] = {}
 
-# Ops that move, select or create values: repeating them costs no more than reading their results.
+# Ops that move, select or create values.  Repeating them costs no more than reading their results.
 _MOVES = {
     *(
         "view",
@@ -108,12 +111,12 @@ _MOVES = {
     ),
     *("view_as_real", "view_as_complex", "lift_fresh_copy"),
 }
-# Views with as many elements as their operand, and those that repeat elements.
+# Views with as many elements as their operand, and views that repeat elements.
 _RESHAPES = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand"}
 
 
 def op_name(node: Node) -> str:
-    """The name of an ATen op without its overload; of any other node, its target as text."""
+    """The name of an ATen op without its overload.  For any other node, its target as text."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
         return str(target._opname)
@@ -135,7 +138,7 @@ def is_attention(node: Node) -> bool:
 
 
 def is_reshape(node: Node) -> bool:
-    """Whether a node only views all of its operand, so that the operand can be handed over instead."""
+    """Whether a node is a view of its whole operand, so that the operand can be passed on instead."""
     return node.op == "call_function" and op_name(node) in _RESHAPES
 
 
@@ -144,9 +147,9 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 
 def sliced(node: Node, part: Part, item: int | None = None) -> Sliced | Operand:
-    """The operands of ``node`` for a part of its result, or the operand whose part is the result.
+    """The operands of ``node`` for a part of its result, or the operand of which the result is a part.
 
-    ``item``: which of several results the part belongs to.  Raises NoRule, or Boundary.
+    ``item``: index of the result to which the part belongs, if there are several.  Raises NoRule or Boundary.
     """
     name = op_name(node)
     if name in _RULES:
@@ -165,14 +168,14 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def _named(node: Node) -> dict[str, Any]:
-    """The arguments of an op by their names in its schema, defaults included."""
+    """The arguments of an op by their names in its schema, including defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     values = {a.name: a.default_value for a in schema if a.has_default_value()}
     return {**values, **dict(zip((a.name for a in schema), node.args, strict=False)), **node.kwargs}
 
 
 def _with(node: Node, **changed: Any) -> Sliced:
-    """The arguments of an op, some of them changed by name; all other tensors are read whole."""
+    """The operands of an op with some arguments changed by name.  All other tensors are read as a whole."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     args = tuple(changed.pop(name, given) for name, given in zip(names, node.args, strict=False))
     return Sliced(args, {**node.kwargs, **changed})
@@ -188,7 +191,7 @@ def _size(part: Part) -> int:
 
 
 def _aligned(operand: Any, result: Node, part: Part) -> Any:
-    """An operand that is broadcast to the result: its part, or its whole where it is repeated along the dimension."""
+    """The part of an operand that is broadcast to the result; the whole operand if it is repeated along the dimension."""
     if not isinstance(operand, Node) or not isinstance(operand.meta.get("val"), torch.Tensor):
         return operand
     dim = part.dim - len(shape_of(result)) + len(shape_of(operand))
@@ -203,7 +206,7 @@ def _pointwise(node: Node, part: Part) -> Sliced:
 
 
 def _first(node: Node, part: Part) -> Sliced:
-    """An op that reads the same part of its first operand, and the whole of others."""
+    """The operands of an op that reads the same part of its first operand, and its other operands as a whole."""
     return Sliced((Operand(_operand(node), part), *node.args[1:]), dict(node.kwargs))
 
 
@@ -240,7 +243,7 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
     given, made = shape_of(_operand(node)), shape_of(node)
     if isinstance(node.args[1], torch.dtype):
         raise NoRule("view changes the dtype")
-    rows = math.prod(made[: part.dim]) * part.outer  # how often the axis occurs in the order of elements
+    rows = math.prod(made[: part.dim]) * part.outer  # number of repetitions of the axis in the order of elements
     befores = [math.prod(given[:d]) for d in range(len(given))]
     dims = [d for d, before in enumerate(befores) if before <= rows < before * given[d]]
     if not dims:
@@ -258,7 +261,7 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
 
 
 def _rescaled(part: Part, length: int) -> Part | None:
-    """The part of an axis of ``length`` larger or smaller elements; None if they do not fit."""
+    """The same part on an axis of ``length`` larger or smaller elements, or None if it does not consist of whole elements."""
     numbers = [n * length for n in (part.start, part.count)]
     if any(n % part.length for n in numbers) or max(length, part.length) % min(length, part.length):
         return None
@@ -287,7 +290,7 @@ def _unsqueeze(node: Node, part: Part, item: int | None) -> Sliced:
 
 @_rule("squeeze")
 def _squeeze(node: Node, part: Part, item: int | None) -> Sliced:
-    """It may drop several dimensions of size 1; a part is of a larger one."""
+    """Rule for squeeze, which may drop several dimensions of size 1.  A part belongs to a larger dimension."""
     given = shape_of(_operand(node))
     dims: Any = node.args[1] if len(node.args) > 1 else range(len(given))
     dropped = {_dim(d, len(given)) for d in ([dims] if isinstance(dims, int) else dims)}
@@ -401,7 +404,8 @@ def _embedding(node: Node, part: Part, item: int | None) -> Sliced:
 
 @_rule("mm", "_int_mm", "addmm", "bmm", "baddbmm")
 def _product(node: Node, part: Part, item: int | None) -> Sliced:
-    """Rows of the first factor; of a batch of products also some of the batch."""
+    """Rule for matrix products: a part consists of rows of the first factor or, for batched products, of some of the
+    batch."""
     rows = len(shape_of(node)) - 2
     if part.dim > rows:
         raise NoRule(f"{op_name(node)} reads all rows of a weight for some of its columns")
@@ -441,7 +445,7 @@ def _reduction(node: Node, part: Part, item: int | None) -> Sliced:
 
 @_rule("_softmax", "_safe_softmax", "softmax", "_log_softmax", "cumsum", "flip", "roll", "sort", "topk")
 def _along(node: Node, part: Part, item: int | None) -> Sliced:
-    """Ops along one dimension or several, which compute each of the others by itself."""
+    """Rule for ops that work along one or several dimensions and treat all positions of the other dimensions separately."""
     named, rank = _named(node), len(shape_of(_operand(node)))
     dims = named["dims"] if "dims" in named else named["dim"]
     if part.dim in {_dim(d, rank) for d in ([dims] if isinstance(dims, int) else dims)} or dims == []:
@@ -459,7 +463,7 @@ def _along(node: Node, part: Part, item: int | None) -> Sliced:
     "scaled_dot_product_attention",
 )
 def _attention(node: Node, part: Part, item: int | None) -> Sliced:
-    """Some of the queries against all keys and values; or some samples or heads."""
+    """Rule for attention: a part consists of some queries with all keys and values, or of some samples or heads."""
     named = _named(node)
     rank = len(shape_of(named["query"]))
     if item not in (0, None) or part.dim == rank - 1:

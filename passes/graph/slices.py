@@ -1,21 +1,21 @@
-"""Slices: a region's graph as phases, each a smaller graph that is called for one slice of the tokens at a time.
+"""Slices: divides the graph of a region into phases, smaller graphs that are called for one slice of the tokens at a time.
 
 Contract
     On entry: the ATen graph of a region, or of several regions that are merged.  It is not changed.
-    On exit: phases in the order in which they run.  Together they compute the outputs of the graph; ``slice_check``
-    proves it.
+    On exit: phases in the order in which they run.  Together they compute the outputs of the graph; ``slice_check`` proves
+    this.
     Raises Whole if the graph cannot be computed in slices.
 
 Method
-    The largest output is split along one of its dimensions.  The rules in ``slice_rules`` give, op by op, the slices of
-    the inputs that a slice of an output needs.  Where an op needs the whole of a value that depends on the split inputs,
-    as attention needs its keys and values, an earlier phase computes that value, itself in slices.  Products that do not
-    depend on the split inputs are computed once.
+    The largest output is split along one of its dimensions.  The rules in ``slice_rules`` determine, op by op, which slices
+    of the inputs are needed for a slice of an output.  If an op needs a whole value that depends on the split inputs, as
+    attention needs all keys and values, an earlier phase computes this value, also in slices.  Products that do not depend
+    on the split inputs are computed once.
 
 Terms
     root     a value that a phase computes: an output of the graph, or a value that a later phase needs whole
-    piece    a part of a root that is computed alike, in one call or in ``repeat`` calls: a root that concatenates streams
-             of tokens has one piece per stream
+    piece    a part of a root that is computed in the same way, in one call or in ``repeat`` calls: a root that concatenates
+             streams of tokens has one piece per stream
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Whole(ChunkflowError):
 class Write:
     """A result that a phase writes, one slice per call.
 
-    ``value``: the node of the region's graph that is written in parts.  ``over``: the position of the placeholder of the
-    region's graph whose memory it overwrites; None for fresh memory, with the strides of the value's metadata, which is
-    allocated at the first phase that writes a part of the value.
+    ``value``: node of the region's graph that is written in parts.  ``over``: position of the placeholder in the region's
+    graph whose memory is overwritten, or None for new memory.  New memory has the strides of the value's metadata and is
+    allocated in the first phase that writes a part of the value.
     """
 
     value: Node
@@ -60,11 +60,11 @@ class Write:
 class Phase:
     """A graph that is called ``repeat`` times.
 
-    ``module``: its placeholders are ``inputs``, then the destination of each write to fresh memory.  With ``writes``, it
-    copies each result into its destination, or over the input that it replaces, and returns ().  Without, it returns
-    ``outputs``, and ``repeat`` is 1.
-    ``inputs``: nodes of the region's graph: its placeholders, or values that an earlier phase computes.  ``slices``: the
-    part of each that a call takes, None for the whole.
+    ``module``: graph whose placeholders are ``inputs`` and then the destinations of all writes to new memory.  With
+    ``writes``, it copies each result to its destination, or over the input that it replaces, and returns ().  Without
+    ``writes``, it returns ``outputs``, and ``repeat`` is 1.  ``inputs``: nodes of the region's graph, either placeholders
+    or values that an earlier phase computes.  ``slices``: for each input, the slice that a call takes, or None for the
+    whole.
     """
 
     module: GraphModule
@@ -76,10 +76,10 @@ class Phase:
 
 
 def phases(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[Phase, ...]:
-    """The phases of a region's graph, of which the longest stream is computed in ``repeat`` calls.
+    """The phases of a region's graph.  The longest stream of tokens is computed in ``repeat`` calls.
 
-    ``owned``: positions of the placeholders whose memory may be overwritten: nobody else reads them, under any name.
-    Raises Whole, with the reason.
+    ``owned``: positions of the placeholders whose memory may be overwritten, because nothing else reads it, not even
+    through a view.  Raises Whole with the reason if the graph cannot be computed in slices.
     """
     nodes = [n for n in module.graph.nodes if n.op != "output"]
     if symbols_of([n.meta.get("val") for n in nodes]):
@@ -111,7 +111,8 @@ def _outputs(module: GraphModule) -> list[Node]:
 
 
 def _unflattened(node: Node) -> Node:
-    """The value of which an output of one dimension is a view, as of what is sent to other ranks; else the output."""
+    """The value of which a one-dimensional output is a view (as are values that are sent to other ranks), or the output
+    itself."""
     base = node
     while is_reshape(base) and len(shape_of(node)) == 1:
         base = base.all_input_nodes[0]
@@ -119,13 +120,14 @@ def _unflattened(node: Node) -> Node:
 
 
 def fake_mode(module: GraphModule) -> FakeTensorMode:
-    """The mode of the metadata of a graph."""
+    """The FakeTensorMode of a graph's metadata."""
     modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in module.graph.nodes)
     return next((mode for mode in modes if mode is not None), None) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _dims(node: Node) -> list[int]:
-    """The dimensions along which a value may be split: the last holds the features of a token."""
+    """The dimensions along which a value may be split, longest first.  The last dimension, the features of a token, is not
+    split."""
     shape = shape_of(node)
     dims = range(len(shape) - 1) if len(shape) > 1 else range(len(shape))
     return sorted((d for d in dims if shape[d] > 1), key=lambda d: -shape[d])
@@ -133,7 +135,8 @@ def _dims(node: Node) -> list[int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a root; None for the whole, computed by the ops of the graph as they are."""
+    """A piece of a root.  ``part``: its part of the root, or None for the whole root, which is computed by the unchanged
+    ops of the graph."""
 
     part: Part | None
     repeat: int
@@ -141,7 +144,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Root:
-    """A value that a phase computes.  ``depends``: the values that it needs from earlier phases."""
+    """A value that a phase computes.  ``depends``: values that it needs from earlier phases."""
 
     node: Node
     pieces: tuple[_Piece, ...]
@@ -156,13 +159,14 @@ class _Plan:
         self.repeat, self.largest, self.dim = repeat, largest, dim
         self.roots: dict[Node, _Root] = {}
         self.needs: dict[Node, tuple[tuple[int, ...], str]] = {}
-        self.streams: set[Node] = set()  # inputs of which the largest output reads slices; empty if they are not known
+        self.streams: set[Node] = set()  # inputs from which the largest output reads slices; empty if unknown
         self.longest = max(part.count for part in self._ranges(largest, dim))
         if self.longest % repeat:
             raise Whole(f"{self.longest} tokens cannot be divided into {repeat} slices of one size.")
 
     def find(self, outputs: list[Node], flat: dict[Node, Node]) -> None:
-        """Find the roots: the outputs, and the values that they need, and so on.  ``flat``: outputs that view other nodes."""
+        """Find the roots: the outputs and, recursively, the values that they need.  ``flat``: outputs that are views, with
+        their base."""
         _, walk = self._split(self.largest, self.dim)
         split = [n for n, part in walk.taken if part is not None and is_view_of_input(n)]
         self.streams = {m for n in split for m in self.placeholders if depends_on(n, (m,))}
@@ -183,7 +187,7 @@ class _Plan:
             self._find(missing[0], *self.needs[missing[0]])
 
     def _find(self, node: Node, dims: tuple[int, ...], reason: str) -> None:
-        """Find how a root can be computed."""
+        """Find a way to compute a root."""
         failed = f"{op_name(node)} {node}: {reason}"
         for dim in dims:
             try:
@@ -206,11 +210,11 @@ class _Plan:
         self.roots[node] = _Root(node, pieces, frozenset(n for n, _ in walk.taken if n.op == "call_function"))
 
     def _depends_on_streams(self, node: Node) -> bool:
-        """Whether the whole of a node would have to be computed from split inputs."""
+        """Whether computing a node as a whole would need split inputs."""
         return depends_on(node, self.streams) and not is_view_of_input(node)
 
     def _split(self, node: Node, dim: int) -> tuple[tuple[_Piece, ...], Walk]:
-        """The pieces of a root that is split along a dimension, and what they read."""
+        """The pieces of a root that is split along a dimension, and the inputs and values that they read."""
         pieces, found = list[_Piece](), Walk()
         for part in self._ranges(node, dim):
             repeat = self.repeat if part.count >= self.longest else 1
@@ -242,12 +246,13 @@ class _Plan:
         return found
 
     def builds(self, fake: FakeTensorMode) -> list[_Build]:
-        """The graphs of the phases, in the order in which they run: a value is computed late, so that it is short-lived."""
+        """The graphs of the phases, in the order in which they run.  Values are computed as late as possible, so that they
+        are short-lived."""
         readers = {n: [r.node for r in self.roots.values() if n in r.depends] for n in self.roots}
         heights: dict[Node, int] = {}
 
         def height(node: Node) -> int:
-            """How many phases come after the one that computes a root."""
+            """The number of phases after the one that computes a root."""
             if node not in heights:
                 heights[node] = max((1 + height(reader) for reader in readers[node]), default=0)
             return heights[node]
@@ -257,7 +262,7 @@ class _Plan:
             for piece in root.pieces:
                 once = _is_all(node, piece)
                 count = 0 if once or piece.part is None else piece.part.count
-                # The longest stream comes last, when it can overwrite its input; before it, what is shorter-lived.
+                # The longest stream comes last, so that it can overwrite its input.  Shorter-lived values come before it.
                 order = int(once and height(node) > 0)
                 groups.setdefault((-height(node), order, piece.repeat, count), []).append((root, piece))
         return [
@@ -267,14 +272,14 @@ class _Plan:
 
 
 def _is_all(node: Node, piece: _Piece) -> bool:
-    """Whether a piece is all of its root, in one call."""
+    """Whether a piece covers its whole root in one call."""
     return piece.part is None or (piece.repeat == 1 and piece.part.count == shape_of(node)[piece.part.dim])
 
 
 @dataclass
 class _Build:
-    """The graph of a phase before its results are written.  ``results``: each root, its node in the graph, and its slice;
-    None for all of it."""
+    """The graph of a phase before writes are added.  ``results``: for each result, the root, its node in the graph, and its
+    slice or None for the whole root."""
 
     builder: Builder
     repeat: int
@@ -286,13 +291,13 @@ class _Build:
 
     @property
     def returned(self) -> set[Node]:
-        """The inputs of which a result is a view."""
+        """The inputs whose views are results."""
         sources = {placeholder: n for (n, _), placeholder in self.builder.found.taken.items()}
         bases = [viewed(made) for _, made, part in self.results if part is None]
         return {sources[base] for base in bases if base in sources}
 
     def overwritten(self, index: int, fixed: Collection[Node]) -> Node | None:
-        """The input that result ``index`` can overwrite.  ``fixed``: those that must keep their values."""
+        """The input that result ``index`` can overwrite, or None.  ``fixed``: inputs that must keep their values."""
         node, _, part = self.results[index]
         value = node.meta["val"]
         if part is None or part.size * self.repeat != value.shape[part.dim]:
@@ -306,7 +311,7 @@ class _Build:
         return None
 
     def finished(self, module: GraphModule, over: dict[int, Node]) -> Phase:
-        """The phase.  ``over``: the inputs that results overwrite, by position among the results."""
+        """The finished phase.  ``over``: inputs that results overwrite, by index of the result."""
         graph, taken = self.builder.graph, self.builder.found.taken
         outputs = tuple(node for node, _, _ in self.results)
         positions = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
@@ -344,7 +349,7 @@ def _build(group: Iterable[tuple[_Root, _Piece]], builder: Builder) -> _Build:
 
 
 def _finished(module: GraphModule, builds: list[_Build], owned: Collection[int]) -> tuple[Phase, ...]:
-    """The phases.  An input is overwritten by the last phase that reads it, if by any."""
+    """The finished phases.  An input may be overwritten only in the last phase that reads it."""
     placeholders = module.graph.find_nodes(op="placeholder")
     fixed = {n for i, n in enumerate(placeholders) if i not in owned} | set(module.graph.output_node().all_input_nodes)
     fixed |= {n for build in builds for n in build.returned}
@@ -361,7 +366,7 @@ def _finished(module: GraphModule, builds: list[_Build], owned: Collection[int])
 
 
 def layout_of(value: torch.Tensor) -> tuple[object, ...]:
-    """Shape, strides, dtype and device; a dimension of one element has no stride."""
+    """Shape, strides, dtype and device.  Strides of dimensions with one element are left out."""
     strides = tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1)
     return tuple(value.shape), strides, value.dtype, value.device
 

@@ -1,13 +1,15 @@
-"""Split: chosen regions become prologues, K and V, and bodies that are called once for each slice of the tokens.
+"""Split: divides selected regions into phases (such as a prologue, K and V, and a body) that are called once per slice of
+the tokens.
 
-Activations decide what fits a small GPU, and most of them are inside of a block: with its tokens in k slices, a block holds
-its residual stream, K and V, and a k-th of everything else (slices.py).
+On a small GPU, activations limit which models fit, and most activations are inside a block.  If the tokens of a block are
+split into k slices, it needs memory only for its residual stream, K and V, and 1/k of everything else (slices.py).
 
 Contract
     On entry: a Cut, and the number of slices by the key of a region.  The Cut is not changed.
-    Preserved: what each region computes, to the bit in eager mode.  Other regions, collectives and their order are the same.
-    On exit: a region that is split is several, its phases, in its place.  One that is repeated overwrites the residual stream
-    where nothing else reads it: neither the caller of the graph nor a later region or collective.
+    Preserved: the results of each region, bit for bit in eager mode.  Other regions, collectives and their order do not
+    change.
+    On exit: each split region is replaced by its phases, which are regions.  A repeated region overwrites the residual
+    stream if nothing else reads it: neither the caller of the graph nor a later region or collective.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.con
 
 
 def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
-    """The cut with some of its regions split.  ``repeats``: key of a region -> the number of slices of its tokens.
+    """The cut with some of its regions split.  ``repeats``: number of slices of the tokens, by the key of a region.
 
-    Raises Whole if one of them cannot be split into so many, and FindingError if the slices are wrong.
+    Raises Whole if a region cannot be split into this number of slices, and FindingError if the slices are wrong.
     """
     cut = cut.whole or cut
     owned = _owned(cut)
@@ -59,7 +61,7 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
 
 
 def why_whole(region: CutRegion, repeat: int) -> str:
-    """Why a region cannot be split into so many slices, in a sentence; empty if it can."""
+    """A sentence on why a region cannot be split into ``repeat`` slices; empty if it can."""
     try:
         _ = [*_calls(region.module, phases(region.module, repeat, ()))]
     except Whole as error:
@@ -68,10 +70,10 @@ def why_whole(region: CutRegion, repeat: int) -> str:
 
 
 def _split(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[GraphModule, tuple[_Calls, ...]]:
-    """The calls that compute a region's graph, and the graph of whose values they are.
+    """The graph of a region, perhaps with a changed input layout, and the calls that compute it.
 
-    A stream that could be overwritten if it were not transposed is copied first: for one more pass over it, two of its size
-    are not alive at the same time as K and V.
+    If a stream could be overwritten except that it is transposed, it is copied first.  This costs one more pass over it,
+    but saves memory: otherwise two tensors of its size would be live at the same time as K and V.
     """
     found, copies = phases(module, repeat, owned), list[_Calls]()
     for place in _transposed(module, found, owned):
@@ -87,12 +89,13 @@ def _split(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[Gr
 
 
 def _overwritten(found: Sequence[Phase]) -> int:
-    """How many inputs phases overwrite."""
+    """The number of inputs that the phases overwrite."""
     return sum(write.over is not None for phase in found for write in phase.writes)
 
 
 def _transposed(module: GraphModule, found: Sequence[Phase], owned: Collection[int]) -> list[int]:
-    """The inputs, by position, that are not contiguous, but would otherwise have the layout of a result in new memory."""
+    """The positions of inputs that are not contiguous, and that, if they were, would have the layout of a result in new
+    memory."""
     fresh = [w.value for phase in found if phase.repeat > 1 for w in phase.writes if w.over is None]
     results = {layout_of(node.meta["val"]) for node in fresh}
     given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
@@ -104,7 +107,7 @@ def _transposed(module: GraphModule, found: Sequence[Phase], owned: Collection[i
 
 
 def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
-    """A graph whose input ``place`` is contiguous, and the call that makes it so."""
+    """The graph with a contiguous input ``place``, and the call that copies this input."""
     graph, copy = Graph(), Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     stream, given = graph.find_nodes(op="placeholder")[place], copy.placeholder("in_0")
@@ -119,7 +122,7 @@ def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
 
 
 def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Calls]) -> Iterator[CutRegion]:
-    """The regions of a region.  ``like``: an equal graph, of whose values the calls are."""
+    """The regions that replace a region.  ``like``: an equal graph, whose values are the operands of the calls."""
     source = {node.name: node for node in cut.source.graph.nodes}
     theirs, mine = like.graph.nodes, region.module.graph.nodes
     inputs = zip(like.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
@@ -150,7 +153,8 @@ def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Cal
 
 @dataclass(frozen=True)
 class _Calls:
-    """A phase as a region has it.  ``parts``: outputs that are values of which later phases write the rest -> the values."""
+    """A phase in the form of a region.  ``parts``: outputs that are incomplete, because later phases write the rest, with
+    the values to which they belong."""
 
     module: GraphModule
     inputs: tuple[Node, ...]
@@ -160,7 +164,7 @@ class _Calls:
 
 
 def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
-    """The phases of a region's graph, with a node for each state of a value that several of them write."""
+    """The phases of a region's graph.  If several phases write a value, each intermediate state gets a separate node."""
     placeholders = module.graph.find_nodes(op="placeholder")
     left = Counter(write.value for phase in found for write in phase.writes)
     begun, states = dict[Node, Node](), Graph()
@@ -176,7 +180,7 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
         for write in phase.writes:
             if write.over is not None:
                 over.append(list(zip(inputs, slices, strict=True)).index((placeholders[write.over], write.slice)))
-            elif write.value in begun:  # an input, too, which the calls overwrite
+            elif write.value in begun:  # also an input, which the calls overwrite
                 over.append(len(inputs))
                 inputs.append(begun[write.value])
                 slices.append(write.slice)
@@ -193,8 +197,8 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
 
 
 def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
-    """The graph of a phase with the destinations that are inputs before those with new memory.  ``over``: of each write, the
-    position of the input, None for new memory."""
+    """The graph of a phase with destinations that are inputs before destinations in new memory.  ``over``: for each write,
+    the position of the overwritten input, or None for new memory."""
     given = [place is not None for write, place in zip(phase.writes, over, strict=True) if write.over is None]
     if not any(given) or all(given):
         return phase.module
@@ -209,7 +213,7 @@ def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
 
 
 def _owned(cut: Cut) -> list[frozenset[int]]:
-    """For each region, the positions of the inputs that a region has allocated and in whose memory nothing is read later."""
+    """For each region, the positions of its inputs that were allocated by a region and whose memory is not read later."""
     last = dict[Node, int]()
     for place, item in enumerate(cut.sequence):
         for node in item.inputs if isinstance(item, CutRegion) else item.all_input_nodes:
@@ -225,13 +229,14 @@ def _owned(cut: Cut) -> list[frozenset[int]]:
 
 
 def _allocates(node: Node) -> bool:
-    """Whether an op surely allocates its result: Inductor returns the operand of an op that changes nothing, as ``x * 1``.
+    """Whether an op is guaranteed to allocate its result.  For an op that changes nothing, such as ``x * 1``, Inductor
+    returns the operand.
 
-    No op of two tensors of its size changes nothing, nor does a product.
+    An op on two tensors of the size of the result cannot be such an op, nor can a matrix product.
     """
     if node.op != "call_function" or collective_kind(node) is not None or is_wait_tensor(node):
         return False
-    if node.target in _COPIES:  # to another type or layout
+    if node.target in _COPIES:  # conversion to another dtype or layout
         (source,) = (n.meta["val"] for n in node.all_input_nodes)
         return (source.dtype, source.stride()) != (node.meta["val"].dtype, node.meta["val"].stride())
     size = nbytes(node)

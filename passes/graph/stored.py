@@ -1,11 +1,12 @@
-"""Stored: a traced graph as a JSON body, and the same graph from it.
+"""Stored: converts a traced graph to a JSON body and back.
 
 Contract
-    On entry: a Traced of fixed sizes whose graph has inputs, small constants, ops of torch and elements of their results.
-    Anything else raises ValueError: symbols, nested graphs, kernels of Triton, inputs that are written or that are parts of
-    tensor subclasses.
-    On exit: a body of JSON's types; or a Traced that every pass reads as it reads the first one.  Stack traces are not kept.
-    Reading a body runs no code of it: an op is looked up by name among those that torch has registered.
+    On entry: a Traced of fixed sizes.  Its graph may contain inputs, small constants, torch ops and elements of their
+    results.  Everything else raises ValueError: symbols, nested graphs, Triton kernels, and inputs that are written to or
+    are parts of tensor subclasses.
+    On exit: a body of JSON-compatible values, or a Traced that is equivalent to the original for all passes.  Stack traces
+    are not stored.  Reading a body does not execute code from it: ops are looked up by name among the ops registered in
+    torch.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from chunkflow_compile.passes.problem import Parameter, Source
 
 from .traced import Traced
 
-# Most elements of a constant that is written with its values, such as the masks that a forward sets an element to.
+# The maximum number of elements of a constant that is stored with its values, such as a mask.
 _SMALL = 1024
-# Constants of torch among the arguments of ops, by the name of their type; the text of each is torch's name for it.
+# The types of torch constants among the arguments of ops, by name.  A constant is stored under its name in torch.
 _CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
 def body_of(traced: Traced) -> dict[str, Any]:
-    """A body from which :func:`traced_from` makes an equal Traced.  Raises ValueError if it cannot hold all of it."""
+    """A body from which :func:`traced_from` makes an equal Traced.  Raises ValueError if the Traced cannot be stored
+    completely."""
     if traced.sizes or traced.unknown or traced.repeats is not None:
         raise ValueError("The graph has symbols, or is one block of a model.")
-    writer = _Writer(traced)
+    writer = _BodyWriter(traced)
     nodes = [writer.node(node) for node in traced.graph.graph.nodes]
     return {
         "parameters": [asdict(p) for p in traced.parameters],
@@ -48,9 +50,9 @@ def body_of(traced: Traced) -> dict[str, Any]:
 
 
 def traced_from(body: Mapping[str, Any]) -> Traced:
-    """The Traced of a body.  Raises KeyError, ValueError, TypeError or AttributeError if it is none, and a RuntimeError of
-    torch for tensors that cannot exist."""
-    reader, graph = _Reader(body["tensors"]), Graph()
+    """The Traced from a body.  Raises KeyError, ValueError, TypeError or AttributeError if the body is invalid, and
+    RuntimeError (from torch) for tensors that cannot exist."""
+    reader, graph = _BodyReader(body["tensors"]), Graph()
     for row in body["nodes"]:
         reader.add(graph, row)
     return Traced(
@@ -68,8 +70,8 @@ def _parameter(*, names: Sequence[str], source: Mapping[str, Any], **more: Any) 
     return Parameter(names=tuple(names), source=Source(**source), **more)
 
 
-class _Writer:
-    """Writes the nodes of a graph in program order.  ``tensors``: the descriptions of all tensors, each once."""
+class _BodyWriter:
+    """Writes the nodes of a graph in program order.  ``tensors``: descriptions of all tensors, without duplicates."""
 
     def __init__(self, traced: Traced) -> None:
         self.tensors: dict[tuple[Any, ...], int] = {}
@@ -77,7 +79,8 @@ class _Writer:
         self._numbers = {node: number for number, node in enumerate(traced.graph.graph.nodes)}
 
     def node(self, node: Node) -> list[Any]:
-        """Operation, name, target, arguments, value, and the block: None where no module is known, "" outside blocks."""
+        """A node as a row: operation, name, target, arguments, value and block.  The block is None if no module is known,
+        and "" outside blocks."""
         users = [self._numbers[user] for user in node.users]
         if users != sorted(users):
             raise ValueError(f"The users of {node.name} are not in program order.")
@@ -99,7 +102,8 @@ class _Writer:
         return [*row, _name_of(node), *arguments, self.value(node.meta["val"]), self._block(node)]
 
     def value(self, value: Any) -> Any:
-        """An argument or a result: itself where JSON has it, else an object with one key, its type."""
+        """An argument or a result as a JSON-compatible value.  Types that JSON lacks become an object with one key, the
+        type."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, Node):
@@ -125,8 +129,8 @@ class _Writer:
         return next((self._blocks[key] for key in keys if key in self._blocks), "")
 
 
-class _Reader:
-    """Adds the nodes of a body to a graph.  ``root``: a module with the constants seen so far.  ``blocks``: the names of the
+class _BodyReader:
+    """Adds the nodes of a body to a graph.  ``root``: module with the constants seen so far.  ``blocks``: names of the
     blocks."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
@@ -137,7 +141,7 @@ class _Reader:
             self._tensors = [_tensor(*description) for description in tensors]
 
     def add(self, graph: Graph, row: Sequence[Any]) -> None:
-        """Add the node of a row, and to ``root`` the tensor of a constant."""
+        """Add the node of a row to the graph.  The tensor of a constant is added to ``root``."""
         op, name, *rest = row
         if op == "placeholder":
             node = graph.create_node(op, name, name=name)
@@ -163,7 +167,7 @@ class _Reader:
         self._nodes.append(node)
 
     def value(self, written: Any) -> Any:
-        """The value that :meth:`_Writer.value` has written."""
+        """The value from its form written by :meth:`_BodyWriter.value`."""
         if isinstance(written, list):
             return [self.value(v) for v in written]
         if not isinstance(written, dict):
@@ -194,7 +198,7 @@ def _description(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _tensor(shape: Sequence[int], stride: Sequence[int], offset: int, dtype: str, device: str) -> torch.Tensor:
-    """A fake tensor; runs under a fake mode."""
+    """Make a fake tensor.  Runs under FakeTensorMode."""
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if not offset:
         return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
@@ -220,7 +224,7 @@ def _name_of(node: Node) -> str:
 
 
 def _op(name: str) -> Any:
-    """The op of a name that :func:`_name_of` gave."""
+    """The op with a name from :func:`_name_of`."""
     if name == "getitem":
         return operator.getitem
     namespace, op, overload = name.split(".")

@@ -1,4 +1,4 @@
-"""Traced: the input of the first pass.  Frozen; after tracing, no pass queries the model or a process group."""
+"""Traced: the input of the first pass.  Frozen.  After tracing, no pass accesses the model or a process group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from chunkflow_compile.passes.problem import Parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """The blocks of one structure, whose programs run in turns: ``count`` of them.  ``goal``: of the model.  ``share``:
-    their share of the model's weights.  ``tables``: bytes on the device of what is hoisted of them."""
+    """``count`` blocks of the same structure, whose programs run one after the other.  ``goal``: goal for the whole model.
+    ``share``: their share of the model's weights.  ``tables``: bytes on the device for the tables of their hoisted
+    products."""
 
     count: int
     goal: Goal = DEFAULT_GOAL
@@ -22,22 +23,22 @@ class Repeats:
     tables: int = 0
 
     def weights(self, live_bytes: int = 0) -> int:
-        """Bytes of the budget for their weights, next to ``live_bytes`` of activations."""
+        """The part of the budget for their weights in bytes, if there are ``live_bytes`` bytes of activations."""
         assert self.goal.memory is not None, "there is a budget"
         return int(self.share * (self.goal.memory - self.goal.counted(live_bytes))) - self.tables
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """An ATen inference graph from AOTAutograd, and the facts that its nodes do not carry.
+    """An ATen inference graph from AOTAutograd, and facts that are not stored in its nodes.
 
-    ``blocks``: module key in ``nn_module_stack`` -> name of the block, for modules that are blocks.  ``ranks``: name of
-    a process group that the graph's collectives use -> its size.  ``sizes``: of the symbols in its metadata (sizes.py);
-    ``unknown``: the bounds of those among them that no call gives.  ``large``: names and bytes of the weights that are
-    offloaded, in the order of the model, used or not; empty if the model is not known.  ``fused``: whether Inductor will
-    fuse its ops.  ``repeats``: of a graph of one block of a model; None for any other.  ``together``: the ranks that run it
-    at the same time, see :class:`Problem`.  ``slow``: the indices of the inputs of the Dynamo graph that take few values
-    (hoist.py); None if they are to be found.
+    ``blocks``: names of blocks by their module key in ``nn_module_stack``.  ``ranks``: sizes of the process groups that the
+    graph's collectives use, by name.  ``sizes``: values of the symbols in its metadata (sizes.py); ``unknown``: bounds of
+    the symbols that are not given by a call.  ``large``: names and bytes of the offloaded weights, used or not, in the
+    order of the model; empty if the model is not known.  ``fused``: whether Inductor will fuse its ops.  ``repeats``:
+    blocks with the same structure if the graph is a block of a model, otherwise None.  ``together``: number of ranks that
+    run it at the same time, see :class:`Problem`.  ``slow``: indices of the inputs of the Dynamo graph that take few values
+    (hoist.py), or None to find them.
     """
 
     graph: GraphModule

@@ -1,5 +1,5 @@
-"""Placement.  Input: a Problem, a Hardware and a goal.  Output: a Plan.
+"""Placement: makes a Plan from a Problem, a Hardware and a goal.
 
-Read timeline, which plays the step (passes/step.py) of a placement; windows, residency, policies and search, which find one;
-slots, reasons and place, which turn it into a Plan; then curve, which plans for every memory size.
+Start with timeline, which simulates the step (passes/step.py) of a placement.  windows, residency, policies and search find
+a placement; slots, reasons and place turn it into a Plan; curve plans for every memory size.
 """

@@ -1,18 +1,20 @@
-"""Choice: which weights are packed, and which lie in pieces on the devices of the ranks, by the predicted step.
+"""Choice: decides which weights are packed, and which are sharded over the devices of the ranks, by the predicted step.
 
 Contract
-    On entry: a Cut at its finest, and how its problems are planned, within a byte budget or for a step.
-    On exit: all weights that can take the form, or a share of them, or none.  None unless the predicted step,
-    or for a step the bytes on the device, is less than 1 / ``AS_GOOD`` of that with none.
+    On entry: the finest Cut, and a function that plans its problems, within a budget or for a step time.
+    On exit: all weights that can be packed or sharded, or a share of them, or none.  Weights are selected only if this
+    reduces the predicted step (or, when planning for a step time, the bytes on the device) below 1 / ``AS_GOOD`` of the
+    value without it.
 
-Packing pays where the link is the bound: it has three quarters of the bytes to copy, and more of the weights fit the device.
-Where copies are hidden anyway, unpacking only takes time.  A share of the weights is best in between: by position in the
-block, so equal blocks stay equal.
+Packing helps if copies are the bottleneck: only three quarters of the bytes are copied, and more weights fit on the device.
+If copies are hidden anyway, unpacking only costs time.  In between, it is best to pack a share of the weights.  They are
+selected by position in the block, so that equal blocks stay equal.
 
-Pieces take memory of the device whatever the plan does, so a weight that stays there whole should have none: all weights get
-pieces, and then those that the plan keeps lose theirs, which leaves room for more to stay.  Where copies from host memory
-have a link of their own, so many weights lose them, too, as that link can bring in a step, spread over it: these take no
-memory, and nothing of the peers' link.
+Shards occupy device memory under every plan, so a weight that stays on the device as a whole should not be sharded.
+Therefore all weights are sharded first, and then the weights that the plan keeps on the device lose their shards, which
+frees memory for more weights to stay.  If copies from host memory do not share an interconnect with pulls, further weights
+lose their shards, as many as can be copied from the host per step, spread evenly over the step.  These occupy no memory and
+do not use the peers' interconnect.
 """
 
 from __future__ import annotations
@@ -33,24 +35,26 @@ from chunkflow_compile.passes.problem import Problem
 
 from .coarsest import AS_GOOD
 
-# Shares of the weights that are packed: half and a quarter gain up to 5 % of a step where the link is about to be hidden.
+# The shares of the weights for which packing is tried.  If copies are nearly hidden, packing a half or a quarter gains up
+# to 5 % of a step.
 _SHARES = (1.0, 0.5, 0.25)
-# Each round, what more can stay is the bytes of the pieces lost before: after this many, less than 1 % of the weights.
+# In each round, the bytes of the dropped shards are available for further weights to stay.  After this number of rounds,
+# less than 1 % of the weights can be gained.
 _ROUNDS = 4
-# A share of the weights in pieces, by which these are fewer in each try.
+# The share of the weights by which the number of sharded weights is reduced in each try.
 _SHARE_STEP = 1 / 32
-# If pieces of all weights have no room, the largest share of which they have is found to one part in 2 to this power.
+# If not all weights can be sharded within the budget, the largest possible share is found by this number of bisections.
 _HALVINGS = 4
-# Of what the host's link could bring in a step, how much it gets to bring beside pulls: the more, the fewer bytes for those,
-# but the last tenth leaves it no slack (predicted for FLUX.1-dev on four H100 in 9.5 GiB: 1.092 of a resident step with a
-# half, 1.083 with nine tenths).
+# The share of the host's copy bandwidth per step that is used while other weights are pulled.  With a higher share, fewer
+# bytes are pulled, but using the last tenth would leave copies no slack.  (Predicted for FLUX.1-dev on four H100 in 9.5
+# GiB: 1.092 times the baseline with a half, 1.083 with nine tenths.)
 _HOST_SHARE = 0.9
 
 _Item = TypeVar("_Item", bound=Hashable)
 
 
 def to_pack(cut: Cut, plan: Callable[[Problem], Plan]) -> frozenset[str]:
-    """The names of the weights to pack.  Raises ChunkflowError if the budget of ``plan`` has room for none of the sets."""
+    """The names of the weights to pack.  Raises ChunkflowError if no choice of weights fits in the budget of ``plan``."""
     tries = _Tries(cut, plan, packed)
     if not tries.hidden:
         for names in _positioned(cut):
@@ -61,11 +65,11 @@ def to_pack(cut: Cut, plan: Callable[[Problem], Plan]) -> frozenset[str]:
 def to_peers(
     cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool = True, host_rate: float = 0.0
 ) -> frozenset[str]:
-    """The names of the weights that are to lie in pieces on the devices of so many ranks.
+    """The names of the weights to shard over the devices of ``ranks`` ranks.
 
-    ``budget``: whether there is one; without, a plan is the smallest for its step, and bytes on the device are compared.
-    ``host_rate``: bytes/s that copies from host memory bring beside pulls, 0 if they share a link.
-    Raises as :func:`to_pack`.
+    ``budget``: whether plans are made for a budget.  Otherwise a plan is the smallest one for a step time, and the bytes on
+    the device are compared.  ``host_rate``: bytes/s of copies from host memory during pulls, or 0 if both share an
+    interconnect.  Raises like :func:`to_pack`.
     """
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget)
     if tries.hidden:
@@ -73,19 +77,19 @@ def to_peers(
     names = streamable(cut)
     tried = tries.add(names)
     if tried is None:
-        names = _with_room(cut, names, tries)
+        names = _largest_share(cut, names, tries)
         tried = tries.add(names)
     names, tried = _without_kept(names, tried, tries)
-    if tried is not None and host_rate and (beside := _beside(cut, names, tried, host_rate)):
-        _without_kept(names - beside, tries.add(names - beside), tries)
+    if tried is not None and host_rate and (copied := _from_host(cut, names, tried, host_rate)):
+        _without_kept(names - copied, tries.add(names - copied), tries)
     return tries.best
 
 
 def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool = True) -> frozenset[str]:
-    """The names of those weights in pieces that keep them in a cut coarser than that for which they were chosen.
+    """The names of the sharded weights that stay sharded in a cut that is coarser than the one for which they were chosen.
 
-    There each gap has to bring more, and what fit it no longer does.  Without its pieces, a weight takes no time of the
-    peers' link: it stays on the device as long as there is memory.  Arguments as in to_peers.
+    In a coarser cut, more bytes have to be pulled in each gap, and may no longer fit in it.  A weight without shards uses
+    no time of the peers' interconnect; it stays on the device as long as there is memory.  Arguments as in to_peers.
     """
     names = frozenset(w.name for w in cut.problem.weights if w.source.sharded)
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget, names)
@@ -99,7 +103,7 @@ def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget
 
 
 def _without_kept(names: frozenset[str], tried: Plan | None, tries: _Tries) -> tuple[frozenset[str], Plan | None]:
-    """The weights without those that their plan keeps, and the plan that has no pieces of these."""
+    """The weights to shard without the ones that their plan keeps on the device, and the plan for this choice."""
     for _ in range(_ROUNDS):
         kept = _kept(tried, names) if tried is not None else frozenset[str]()
         if not kept:
@@ -109,10 +113,11 @@ def _without_kept(names: frozenset[str], tried: Plan | None, tries: _Tries) -> t
     return names, tried
 
 
-def _beside(cut: Cut, names: frozenset[str], plan: Plan, rate: float) -> frozenset[str]:
-    """Of the weights those that the host's link brings beside the pulls of the others, spread over the order of reading.
+def _from_host(cut: Cut, names: frozenset[str], plan: Plan, rate: float) -> frozenset[str]:
+    """The weights that are copied from the host instead, while the others are pulled, spread over the order in which they
+    are read.
 
-    Of a block in turns, its share stands for that of all turns.
+    For a block that is planned with several repetitions, the share is computed over all repetitions.
     """
     assert plan.predicted is not None
     streamed = sum(plan.streamed_bytes(weight) for weight in plan.weights if weight.home == "peers")
@@ -127,7 +132,7 @@ def _by_use(cut: Cut, names: frozenset[str]) -> tuple[list[str], dict[str, int]]
 
 
 def _kept(plan: Plan, names: frozenset[str]) -> frozenset[str]:
-    """Those of the weights that stay on the device whole, of blocks in turns in most of the turns."""
+    """The weights that stay on the device as a whole.  For repeated blocks, this must hold in most of the repetitions."""
     turns, kept = Counter[str](), Counter[str]()
     for weight in plan.weights:
         name = weight.name if weight.name in names else before_repeating(weight.name)
@@ -136,8 +141,8 @@ def _kept(plan: Plan, names: frozenset[str]) -> frozenset[str]:
     return frozenset(name for name in names if 2 * kept[name] > turns[name])
 
 
-def _with_room(cut: Cut, able: frozenset[str], tries: _Tries) -> frozenset[str]:
-    """The largest share of the weights whose pieces have room, spread over the order in which they are read."""
+def _largest_share(cut: Cut, able: frozenset[str], tries: _Tries) -> frozenset[str]:
+    """The largest share of the weights whose shards fit in the budget, spread over the order in which they are read."""
     order, nbytes = _by_use(cut, able)
     fits, low, high = frozenset[str](), 0.0, 1.0
     for _ in range(_HALVINGS):
@@ -151,7 +156,8 @@ def _with_room(cut: Cut, able: frozenset[str], tries: _Tries) -> frozenset[str]:
 
 
 class _Tries:
-    """Sets of weights in a form, the best of which is kept.  ``hidden``: whether the cut as it is needs no other."""
+    """Tries sets of weights to pack or shard, and keeps the best one.  ``hidden``: whether the unchanged cut already hides
+    all copies, so that nothing has to be tried."""
 
     def __init__(
         self,
@@ -161,17 +167,18 @@ class _Tries:
         budget: bool = True,
         names: frozenset[str] = frozenset(),
     ) -> None:
-        """``budget``: see :func:`to_peers`.  ``names``: those in the form in the cut."""
+        """``form``: packs or shards a set of weights.  ``budget``: see :func:`to_peers`.  ``names``: weights that are
+        already packed or sharded in the cut."""
         self.best, self.hidden, self._least = names, False, math.inf
         self._cut, self._plan, self._form, self._budget = cut, plan, form, budget
-        with contextlib.suppress(ChunkflowError):  # packed, the regions may find room
+        with contextlib.suppress(ChunkflowError):  # it may fit when it is packed
             given = plan(cut.problem)
             assert given.predicted is not None
             self.hidden = budget and given.predicted.step_s <= AS_GOOD * given.predicted.resident_step_s
             self._least = self._measure(given) / AS_GOOD
 
     def add(self, names: frozenset[str]) -> Plan | None:
-        """The plan with these weights in the form; None if there is none within the budget."""
+        """Try a set of weights.  Return its plan, or None if there is no plan within the budget."""
         with contextlib.suppress(ChunkflowError):
             plan = self._plan(self._form(self._cut, names).problem)
             if (measured := self._measure(plan)) < self._least:
@@ -185,7 +192,7 @@ class _Tries:
 
 
 def peers_of(cut: Cut, plan: Plan) -> frozenset[str]:
-    """The weights that lie in pieces in a plan for this cut."""
+    """The weights that are sharded in a plan for this cut."""
     return streamable(cut) & {w.name for w in plan.weights if w.source.sharded}
 
 
@@ -196,7 +203,7 @@ def planned_for(cut: Cut, plan: Plan) -> frozenset[str]:
 
 
 def _positioned(cut: Cut) -> Iterator[frozenset[str]]:
-    """Sets of weights: all, and shares of them that are spread over each block."""
+    """Sets of weights: all of them, and shares that are spread over each block."""
     able = packable(cut)
     positions = _positions(cut.problem)
     order = list(dict.fromkeys(positions[w.name] for w in cut.problem.weights if w.name in able))
@@ -207,7 +214,7 @@ def _positioned(cut: Cut) -> Iterator[frozenset[str]]:
 
 
 def _positions(problem: Problem) -> dict[str, tuple[str, str]]:
-    """The name of a weight -> its block's list, and its name in the block."""
+    """For each weight name, the list that contains its block, and its name inside the block."""
     positions = dict[str, tuple[str, str]]()
     for region in problem.regions:
         for name in region.weights:
@@ -218,7 +225,7 @@ def _positions(problem: Problem) -> dict[str, tuple[str, str]]:
 
 
 def _spread(order: Sequence[_Item], nbytes: Mapping[_Item, int], share: float) -> Iterator[_Item]:
-    """Those that have about this share of the bytes of all, spread over their order."""
+    """Items with about this share of all bytes, spread over their order."""
     due = 0.0
     for item in order:
         due += share * nbytes[item]

@@ -1,12 +1,12 @@
-"""Coarsest: how coarse a cut may be before its plan gets worse.
+"""Coarsest: finds the coarsest cut whose plan is not worse.
 
 Contract
-    On entry: a Cut at its finest, and how its problems are planned.
-    On exit: the groups of regions (coarsen.py) of the coarsest cut whose predicted step is at most ``AS_GOOD`` times that of
-    the finest one.  If the finest one does not fit, the coarsest cut that fits with fewer activations.  Where no budget was
-    given, so that a plan is the smallest for its step, its bytes on the device may also be no more than that share of the
-    weights above the finest one's.
-    A part of a model is judged as its blocks in turns, at most ``MOST_REGIONS`` regions of them.
+    On entry: the finest Cut, and a function that plans its problems.
+    On exit: the groups of regions (coarsen.py) of the coarsest cut whose predicted step is at most ``AS_GOOD`` times as
+    long as with the finest cut.  If the finest cut does not fit, the coarsest cut that fits because it has fewer
+    activations.  Without a budget, a plan is the smallest one for a step time; then the cut may also need more memory on
+    the device than the finest one, but only by the same share of the weights.  A block of a model is judged by planning
+    several of its repetitions, with at most ``MOST_REGIONS`` regions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from chunkflow_compile.passes.graph.traced import Repeats
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
-# A tenth of what predictions are off by.
+# The margin, 0.5 %, is a tenth of the error of predictions.
 AS_GOOD = 1.005
-# Bytes of streamed weights in a region, coarse first: a block whole, then halves and quarters of the large ones.
+# The maximum bytes of streamed weights per region, coarse first: whole blocks, then halves and quarters of large ones.
 _MOST = (None, 256 << 20, 128 << 20)
-# Planning them takes a third of a second on a slow core.
+# Planning this number of regions takes a third of a second on a slow core.
 MOST_REGIONS = 72
 
 
@@ -40,10 +40,11 @@ class MakePlan(Protocol):
 
 
 def judged(finest: Problem, repeats: Repeats | None, goal: Goal, plan: MakePlan) -> Callable[[Problem], Plan]:
-    """Plans a problem of the cuts of a graph as it is going to run: by itself, or in turns with others of its kind.
+    """A function that plans a problem in the way in which the graph will run: by itself, or repeatedly with other blocks of
+    its type.
 
-    ``finest``: the problem of the finest cut.  ``repeats``: of a program that runs in turns, which is planned for the goal of
-    all of them; any other is planned for ``goal``.
+    ``finest``: problem of the finest cut.  ``repeats``: blocks of the same type, if the graph is one of them; then plans
+    are made for their common goal.  Otherwise plans are made for ``goal``.
     """
     if repeats is None:
         return partial(plan, goal=goal)
@@ -53,7 +54,7 @@ def judged(finest: Problem, repeats: Repeats | None, goal: Goal, plan: MakePlan)
 def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> Groups:
     """The groups of the coarsest cut that is about as good as the finest one.
 
-    ``planned``: see :func:`judged`.  ``budget``: whether there is one.
+    ``planned``: see :func:`judged`.  ``budget``: whether plans are made for a budget.
     """
     best: Plan | None = None
     for groups in candidates(finest):
@@ -65,7 +66,7 @@ def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> G
         except ChunkflowError:  # fewer activations may leave enough memory for larger regions
             if problem.live_bytes >= finest.problem.live_bytes:
                 break
-        with contextlib.suppress(ChunkflowError):  # too little memory for regions of this size
+        with contextlib.suppress(ChunkflowError):  # not enough memory for regions of this size
             plan = planned(problem)
             if best is None or _as_good(plan, best, budget):
                 return groups
@@ -73,7 +74,7 @@ def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> G
 
 
 def candidates(finest: Cut) -> Iterator[Groups]:
-    """The cuts that are tried, coarse first."""
+    """The groupings to try, coarsest first."""
     yield from dict.fromkeys(grouped(finest, most) for most in _MOST)
 
 
@@ -85,10 +86,10 @@ def _as_good(plan: Plan, best: Plan, budget: bool) -> bool:
 
 
 def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Problem) -> Plan:
-    """The plan of programs of this problem in turns."""
+    """The plan for several programs of this problem, one after the other."""
     count, goal = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.goal
     if goal.memory is not None:
-        # activations, and what weights stream through, do not grow with their number
+        # activations and the memory for streamed weights do not grow with the number of repetitions
         through, live = 2 * max(streamed_bytes(finest)), problem.live_bytes
         memory = through + max(0, repeats.weights(live) - through) * count // repeats.count
         goal = replace(goal, memory=min(goal.memory, goal.counted(live) + memory))

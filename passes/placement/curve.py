@@ -1,8 +1,9 @@
 """Curve: predicted step time against memory, one point per chunk of memory.
 
-Candidates are built for every number of residents without a limit on the others, and for no residents under ever lower
-limits.  Each is played and its slots are assigned.  A plan that fits a budget fits every larger one: a point of the
-curve is the best step of all plans that fit, so the curve never rises.  It ends with all weights resident.
+Candidates are built for every number of resident chunks without a limit on the memory for the others, and for no resident
+chunks under lower and lower limits.  Each is simulated and its slots are assigned.  A plan that fits in a budget fits in
+every larger one, so each point of the curve is the best step of all plans that fit, and the curve never rises.  It ends
+with all weights resident.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from dataclasses import dataclass
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.problem import Problem
 
-from .place import Builder
+from .place import PlanBuilder
 from .search import ROUNDING, Planner
 from .timeline import Simulator
 
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """A step takes ``step_s`` with ``memory`` weight bytes on the device, ``resident_step_s`` with all of them."""
+    """A point of the curve.  ``memory``: bytes of weights on the device.  ``step_s``: step time with this memory.
+    ``resident_step_s``: step time with all weights resident."""
 
     memory: int
     step_s: float
@@ -28,11 +30,10 @@ class Point:
 
 
 def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int, arena: int = 0) -> Iterator[Point]:
-    """The points of all plans tried, in no order; one at a time, so that a caller can show progress.  ``arena``: as for
-    place."""
-    outside = problem.unpacked_bytes  # as for place
+    """Yield the points of all plans tried, in arbitrary order, so that a caller can show progress.  ``arena``: see place."""
+    outside = problem.unpacked_bytes  # as in place
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside, arena=arena)
-    builder = Builder(planner, arena=arena)
+    builder = PlanBuilder(planner, arena=arena)
     resident = planner.resident.step_s
     natural = planner.candidate(0, None)
     assert natural is not None
@@ -52,8 +53,9 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int, arena: i
 
 
 def on_grid(plans: Iterable[Point], chunk_bytes: int) -> list[Point]:
-    """The curve: points one chunk apart from the least memory up, each with the best step; the last all resident."""
-    ordered = sorted(plans, key=lambda p: (p.memory, -p.step_s))  # at the end all resident, the best of its memory
+    """The curve: points one chunk apart, from the minimum memory on, each with the best step.  At the last point, all
+    weights are resident."""
+    ordered = sorted(plans, key=lambda p: (p.memory, -p.step_s))  # the last is all resident
     points, best, i = [], ordered[0].step_s, 0
     memory, end = ordered[0].memory, ordered[-1]
     while memory < end.memory:

@@ -1,10 +1,10 @@
-"""Place: turn a Problem and a Hardware into a Plan, for a goal: a byte budget, or a step time.
+"""Place: turns a Problem and a Hardware into a Plan for a goal, which is a memory budget or a step time.
 
 Contract
-    On entry: a Problem and a Hardware.  Nothing else is read: no tensors, no clock, no device.
-    On exit: every weight has a home and a reason.  A streamed weight has a slot and a window for each streamed chunk,
-    and no two chunks alive in the same window share bytes.  The same arguments give the same Plan, byte for byte.
-    ``memory`` is a hard limit: if no plan fits it, place raises ChunkflowError and names the least that is enough.
+    On entry: a Problem and a Hardware.  The result depends on nothing else: no tensors, clocks or devices.
+    On exit: every weight has a home and a reason.  A streamed weight has a slot and a window for each streamed chunk.
+    Chunks that are live in the same window never share bytes.  The same arguments give the same Plan, byte for byte.
+    ``memory`` is a hard limit: if no plan fits, place raises ChunkflowError with the minimum memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from .slots import Lifetime, Piece, assign_slots
 from .timeline import Simulator, Timeline
 from .windows import as_windows
 
-# Policies whose plan depends on the byte budget.
+# The policies whose plans depend on the budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
-# Regions by which copies are ahead of compute, most first, in a call in which every weight streams and memory is short.
+# The numbers of regions by which copies may be ahead of compute, in the order in which they are tried, for a call in which
+# every weight is streamed and memory is limited.
 _WINDOWS_AHEAD = (8, 4, 2, 1)
 
 
@@ -50,21 +51,23 @@ def place(
 ) -> Plan:
     """Decide the home, slot and windows of every weight.
 
-    ``part``: the program is a part of a model, and other parts run in the same arena before it runs again, so every weight
-    streams and no copy serves the next call.
-    ``like``: a plan for the same goal of a problem of the same structure (other sizes); its placement is taken over if it
-    meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
-    in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
-    ``outside``: bytes of the model's weights on the device that the program does not read; they count against the budget, and
-    so do the largest weight that a region unpacks, this rank's pieces of weights, and activations if the goal has them.
-    ``arena``: bytes that the arena has in any case, because another program of the model runs in it.
-    ``timings``: measurements of the problem, in place of the profile's rates.  ``joins``: of the plan.
-    Raises ChunkflowError if the budget is below the least that the program needs, or if the timings are of another problem.
+    ``part``: whether the program is a part of a model, so that other parts run in the same arena before it runs again.
+    Then every weight is streamed, and no copy is for the next call.  ``like``: a plan for the same goal and a problem of
+    the same structure (with other sizes).  Its placement is reused if it meets the goal, so that the two programs can
+    alternate without a cold start.  ``inside``: whether resident weights are placed in the arena, too.  Other programs also
+    use the arena, so the total of all weights never exceeds the largest plan.  ``outside``: bytes of weights on the device
+    that the program does not read.  They count against the budget, as do the largest weight that a region unpacks, this
+    rank's shards, and activations if the budget covers them.  ``arena``: size in bytes that the arena has in any case,
+    because another program of the model runs in it.  ``timings``: measurements of the problem, used instead of the rates in
+    the profile.  ``joins``: joins of the plan.
+
+    Raises ChunkflowError if the budget is below the minimum that the program needs, or if the timings belong to another
+    problem.
     """
     outside += problem.unpacked_bytes + goal.counted(problem.live_bytes)
     simulator = Simulator(problem, hardware, chunk_bytes, timings)
     planner = Planner(problem, simulator, goal, outside, joins, 0 if inside else arena)
-    builder = Builder(planner, inside, arena)
+    builder = PlanBuilder(planner, inside, arena)
     if goal.policy == "chunkflow":
         taken = None if like is None else _taken_over(planner, builder, like)
         if taken is not None:
@@ -90,10 +93,10 @@ def place(
 def least_memory(
     problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0, arena: int = 0, part: bool = False
 ) -> int:
-    """The least weight bytes on the device for which there is a plan.  ``outside``, ``arena``, ``part``: see place."""
+    """The minimum weight bytes on the device for which there is a plan.  ``outside``, ``arena``, ``part``: see place."""
     outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
-    return Builder(planner, arena=arena).least(part)[1]
+    return PlanBuilder(planner, arena=arena).minimal(part)[1]
 
 
 def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
@@ -107,8 +110,8 @@ def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier
     return windows, next_block_barriers(planner.problem, streamed) if policy == "layerwise-barrier" else ()
 
 
-def _prefix(planner: Planner, builder: Builder) -> Plan:
-    """Layerwise, with as many of the first blocks resident as fit the budget."""
+def _prefix(planner: Planner, builder: PlanBuilder) -> Plan:
+    """The layerwise plan with as many of the first blocks resident as fit in the budget."""
     if planner.goal.memory is None:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give weight_memory=BYTES.")
     placed = layerwise(planner.problem, planner.chunks)
@@ -122,14 +125,15 @@ def _prefix(planner: Planner, builder: Builder) -> Plan:
     return builder.candidate(streamed)
 
 
-def _smallest(planner: Planner, builder: Builder) -> Plan:
+def _smallest(planner: Planner, builder: PlanBuilder) -> Plan:
     smallest = planner.smallest(planner.goal.longest * planner.resident.step_s)
-    # Slots are rounded up and resident weights are not, so the plan with all weights resident may be smaller.
-    return builder.candidate(min(smallest, planner.everything, key=builder.slots))
+    # The sizes of slots are rounded up, but not the sizes of resident weights, so the plan with all weights resident may be
+    # smaller.
+    return builder.candidate(min(smallest, planner.all_resident, key=builder.slots))
 
 
-def _taken_over(planner: Planner, builder: Builder, like: Plan) -> Plan | None:
-    """The placement of ``like`` for this problem, None if it misses the goal here."""
+def _taken_over(planner: Planner, builder: PlanBuilder, like: Plan) -> Plan | None:
+    """The placement of ``like`` for this problem, or None if it does not meet the goal."""
     kept = as_windows(planner.chunks, [None] * len(planner.chunks), planner.count)
     slots = {w.name: w.offset for w in like.streamed if w.offset is not None}
     plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers, slots)
@@ -140,24 +144,25 @@ def _taken_over(planner: Planner, builder: Builder, like: Plan) -> Plan | None:
     return plan if plan.predicted.step_s <= target * (1 + ROUNDING) else None
 
 
-def _within_call(planner: Planner, builder: Builder) -> Plan:
-    """Every weight streams, in time where that is possible without a copy in the call before."""
+def _within_call(planner: Planner, builder: PlanBuilder) -> Plan:
+    """A plan in which every weight is streamed, and arrives in time where that is possible without copies in the previous
+    call."""
     memory = planner.goal.memory
     wanted = planner.latest(planner.chunks)
     early = planner.play([max(0, window) for window in wanted])
     if memory is None or builder.slots(early) <= memory:
         return builder.candidate(early)
-    # as early as fits: while a region computes, the weights of the next ones are copied
+    # as early as memory allows: while a region computes, the weights of the following ones are copied
     for ahead in _WINDOWS_AHEAD:
         later = [max(0, c.first - ahead, w) for c, w in zip(planner.chunks, wanted, strict=True)]
         if builder.slots(candidate := planner.play(later)) <= memory:
             return builder.candidate(candidate)
-    return builder.candidate(_barely(planner, builder, memory, part=True))
+    return builder.candidate(_minimal(planner, builder, memory, part=True))
 
 
-def _barely(planner: Planner, builder: Builder, memory: int, part: bool = False) -> Candidate:
+def _minimal(planner: Planner, builder: PlanBuilder, memory: int, part: bool = False) -> Candidate:
     """The smallest placement.  Raises BudgetError if it exceeds ``memory``.  ``part``: see place."""
-    barely, floor = builder.least(part)
+    smallest, floor = builder.minimal(part)
     if memory < floor:
         finer = "cut finer regions with a smaller group_bytes"
         if floor == planner.kept_bytes:
@@ -175,28 +180,28 @@ def _barely(planner: Planner, builder: Builder, memory: int, part: bool = False)
             f"streamed weights that one region reads. Give {option}={enough(floor)!r} or more, or {finer}.",
             floor,
         )
-    return barely
+    return smallest
 
 
-def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
-    fitting = [c for c in (_barely(planner, builder, memory), planner.everything) if builder.slots(c) <= memory]
+def _fastest(planner: Planner, builder: PlanBuilder, memory: int) -> Plan:
+    fitting = [c for c in (_minimal(planner, builder, memory), planner.all_resident) if builder.slots(c) <= memory]
     fastest = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
     while fastest is not None and planner.rank_key(fastest) < min(map(planner.rank_key, fitting)):
-        over = builder.slots(fastest, quick=True) - memory  # a thorough one takes half a second for 2,000 chunks
+        over = builder.slots(fastest, quick=True) - memory  # a thorough assignment takes half a second for 2,000 chunks
         if over <= 0:
             fitting.append(fastest)
             break
         if not cut and (slotted := planner.slotted(fastest, memory)) is not None:
             fitting += [slotted] if builder.slots(slotted) <= memory else []
-        # Gaps between slots take some percent of the arena: search again with that much less memory.
+        # Gaps between slots take some percent of the arena: search again with correspondingly less memory.
         cut = max(2 * cut, over)
         fastest = planner.smaller(fastest, memory - cut)
     return builder.candidate(min(fitting, key=planner.rank_key))
 
 
-class Builder:
-    """Builds plans from placements: slots, prediction, reasons."""
+class PlanBuilder:
+    """Builds plans from placements: assigns slots, and adds predictions and reasons."""
 
     def __init__(self, planner: Planner, inside: bool = False, arena: int = 0) -> None:
         """``inside``, ``arena``: see place."""
@@ -212,21 +217,23 @@ class Builder:
         return self.plan(windows, hard, candidate.slots)
 
     def slots(self, candidate: Candidate, quick: bool = False) -> int:
-        """Weight bytes on the device of a candidate with its slots; ``quick``: assigned with fewer tries."""
+        """Weight bytes on the device for a candidate, including gaps between slots.  ``quick``: whether to assign slots
+        with fewer tries."""
         windows = as_windows(self.planner.chunks, candidate.placed, self.planner.count)
         streamed = self._streamed(windows)
         return self._arena(windows, streamed, candidate.slots, quick)[1] + self._outside(streamed)
 
-    def least(self, part: bool = False) -> tuple[Candidate, int]:
-        """The placement in which each copy starts in its first reader's window, and the least bytes of any plan; of those in
-        which every weight streams, for a ``part`` (see place)."""
-        barely = self.planner.play([c.first for c in self.planner.chunks])
-        return barely, min(map(self.slots, (barely,) if part else (barely, self.planner.everything)))
+    def minimal(self, part: bool = False) -> tuple[Candidate, int]:
+        """The placement in which each copy starts in the window of its first reader, and the minimum bytes of any plan.  For
+        a ``part`` (see place), only plans in which every weight is streamed are considered."""
+        smallest = self.planner.play([c.first for c in self.planner.chunks])
+        return smallest, min(map(self.slots, (smallest,) if part else (smallest, self.planner.all_resident)))
 
     def plan(
         self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], slots: Mapping[str, int] | None = None
     ) -> Plan:
-        """``slots``: of a candidate or a plan with the same windows; None to assign them."""
+        """Build a plan.  ``hard``: barriers.  ``slots``: slots of a candidate or a plan with the same windows, or None to
+        assign them."""
         streamed = self._streamed(windows)
         at, arena = self._arena(windows, streamed, slots)
         held = {w: b.collective for b in reversed(hard) for w in b.weights}
@@ -269,7 +276,7 @@ class Builder:
         return [w for w, chunks in placed if chunks and (self.inside or any(k is not None for k in chunks))]
 
     def _outside(self, streamed: list[Weight]) -> int:
-        """Bytes of the weights without a slot, of those that the program does not read, and of this rank's pieces."""
+        """Bytes of weights without a slot, of weights that the program does not read, and of this rank's shards."""
         problem = self.problem
         return self.planner.outside + problem.piece_bytes + problem.total_bytes - sum(w.nbytes for w in streamed)
 
@@ -280,7 +287,7 @@ class Builder:
         slots: Mapping[str, int] | None,
         quick: bool = False,
     ) -> tuple[dict[str, int], int]:
-        """The offset of each weight in the arena, and its size.  Weights without a slot lie above the others."""
+        """The offset of each weight in the arena, and the size of the arena.  Weights without a slot are above the others."""
         if slots is None:
             lifetimes = [self._lifetime(w, windows[w.name]) for w in streamed]
             offsets, arena = assign_slots(lifetimes, self.planner.count, quick)
@@ -293,7 +300,7 @@ class Builder:
         return at, max(arena, self.least_arena)
 
     def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
-        """The lifetime of a weight: each chunk from the opening of its window to the end of its last reader."""
+        """The lifetime of a weight: each chunk is live from the opening of its window to the end of its last reader."""
         count, chunk_bytes = self.planner.count, self.planner.simulator.chunk_bytes
         first, last = weight.uses[0], weight.uses[-1]
         pieces = []

@@ -1,11 +1,10 @@
 """Policies: the placements of other systems, expressed as windows, for comparison.
 
-``layerwise``: while a block computes, the whole next block is fetched (SGLang; diffusers' group offload does more in each
-call: simulate/group_offload.py).
-``layerwise-barrier``: also, compute waits for the next block before the first collective of the current one, so no copy
-runs beside a collective after it (the baseline of the paper's reference code).
-``layerwise-prefix``: layerwise, with as many of the first blocks resident as fit the budget.  Weights outside blocks are
-resident.
+``layerwise``: while a block computes, the whole next block is prefetched (SGLang; diffusers' group offload copies more in
+each call, see simulate/group_offload.py).  ``layerwise-barrier``: in addition, compute waits for the next block before the
+first collective of the current one, so that no copy overlaps with this and later collectives (the baseline in the paper's
+reference code).  ``layerwise-prefix``: layerwise, with as many of the first blocks resident as fit in the budget.  Weights
+outside blocks are resident.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .windows import Chunk
 
 
 def block_regions(problem: Problem) -> list[tuple[int, int]]:
-    """First and last region of each block, in order."""
+    """The first and the last region of each block, in order."""
     bounds = []
     for name, group in groupby(problem.regions, key=lambda r: r.block):
         members = [r.index for r in group]
@@ -30,9 +29,10 @@ def block_regions(problem: Problem) -> list[tuple[int, int]]:
 
 
 def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
-    """A window for each chunk: the first of the block before its own; for the first block, that of the last block.
+    """A window for each chunk: the first window of the previous block.  For the first block, it is the first window of the
+    last block.
 
-    None for a chunk whose readers are not all in one block.
+    The window is None for a chunk whose readers are not all in one block.
     """
     blocks = block_regions(problem)
     home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}
@@ -45,12 +45,12 @@ def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
             continue
         before = blocks[block - 1][0]
         placed.append(before if block else before - count)
-    # A single block is its own next block: its copy cannot start before its last reader has finished.
+    # A single block is its own next block: its copies cannot start before its last reader has finished.
     return [None if w is None else max(w, c.last + 1 - count) for w, c in zip(placed, chunks, strict=True)]
 
 
 def next_block_barriers(problem: Problem, streamed: Sequence[Weight]) -> tuple[Barrier, ...]:
-    """A barrier at the first collective of each block, for the weights of the next block."""
+    """Barriers at the first collective of each block, for the weights of the next block."""
     blocks = block_regions(problem)
     barriers = []
     for b, (first, last) in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""Reasons: why a weight is where it is, as a sentence for the reader of a plan."""
+"""Reasons: explains the placement of a weight in a sentence, for readers of a plan."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .search import Planner
 def reason(planner: Planner, weight: Weight, windows: Windows, slack: float | None, barrier: str | None = None) -> str:
     """The reason for the placement of ``weight``.
 
-    ``slack``: predicted seconds from its arrival to its first reader; negative if the reader waits.  ``barrier``: the
-    collective that waits until the weight has arrived.
+    ``slack``: predicted seconds from its arrival to its first reader; negative if the reader waits.  ``barrier``:
+    collective that is delayed until the weight has arrived.
     """
     if weight.keep is not None:
         return weight.keep

@@ -1,9 +1,9 @@
-"""Residency: the order in which chunks should become resident, by the stall that each saves.
+"""Residency: the order in which chunks should become resident, by the stall time that each saves.
 
-A resident weight shortens its region's stall by the weight's copy time.  If the stall is longer than all copies of the
-region's own weights, the rest is charged to the regions before it, whose copies hold up the queue.  Weights that save
-equally are ordered by a golden-ratio sequence over the step, so every prefix is spread evenly over the blocks.  Weights in
-host memory come before those on the devices of the ranks: they save more seconds of the queue of copies for each byte.
+A resident weight shortens the stall of its region by the copy time of the weight.  If the stall is longer than all copies
+of the region's own weights, the rest is charged to the previous regions, whose copies delay the queue.  Weights that save
+the same are ordered by a golden-ratio sequence over the step, so that every prefix of the order is spread evenly over the
+blocks.  Weights in host memory come before weights on the devices of the ranks, because they save more copy time per byte.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from itertools import groupby
 
 from .windows import Chunk
 
-# frac(i * this) is the sequence whose prefixes leave the most even gaps (three-distance theorem).
+# The sequence frac(i * _GOLDEN) has the most evenly spread prefixes (three-distance theorem).
 _GOLDEN = 0.6180339887498949
 
 
 def rank(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> list[int]:
-    """Indices of ``chunks``, the first to become resident first; the chunks of one weight are adjacent.
+    """The indices of ``chunks`` in the order in which they should become resident.  The chunks of a weight are adjacent.
 
-    ``chunks``: in order of use.  ``stalls``: region -> seconds that it waits for its weights when little is fetched
-    ahead.
+    ``chunks``: chunks in order of use.  ``stalls``: for each region, the seconds that it waits for its weights if little is
+    prefetched.
     """
     share = _useful_share(chunks, stalls)
     keyed: list[tuple[bool, float, list[int]]] = []
@@ -34,12 +34,12 @@ def rank(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> list[int]:
 
 
 def _useful_share(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> dict[int, float]:
-    """Region -> share of its weights' copy time that would save stall if they were resident."""
+    """For each region, the share of its weights' copy time that would reduce stalls if the weights were resident."""
     copy: dict[int, float] = {}
     for chunk in chunks:
         copy[chunk.first] = copy.get(chunk.first, 0.0) + chunk.seconds
     useful, owed = dict.fromkeys(copy, 0.0), 0.0
-    for _ in range(2):  # twice around the step, so that what is left at its first region reaches its last
+    for _ in range(2):  # twice around the step, so that the rest at the first region is charged to the last one
         for k in sorted(copy, reverse=True):
             owed += stalls.get(k, 0.0) if useful[k] == 0.0 else 0.0
             taken = min(owed, copy[k] - useful[k])

@@ -1,24 +1,26 @@
-"""Resources: the machine as a table of what ops occupy, and how two uses of a resource meet.
+"""Resources: a table of the resources of a machine, the ops that use them, and the effect of concurrent uses.
 
-    resource      occupied by                          how uses meet
-    SMs           regions; the latency of a            regions one after the other; a copy in flight stretches regions
-                  collective, in which ranks meet      and latencies by ``compute_slowdown``, a pull by
-                                                       ``compute_pull_slowdown``
-                                                       attention and a collective by kernels stretch each other by
+    resource      used by                              effect of concurrent uses
+    SMs           regions; the latency of a            regions run one after the other; a copy in flight slows down
+                  collective (ranks synchronize)       regions and latencies by ``compute_slowdown``, a pull by
+                                                       ``compute_pull_slowdown``;
+                                                       attention and a collective by kernels slow each other down by
                                                        ``attention_slowdown``, in both phases of the collective
-    collectives   collectives                          one at a time, in the order of their start
-    link          copies; the bytes of a collective    at once: a collective stretches a copy by ``copy_slowdown``, a copy
-                                                       a collective by ``collective_slowdown``; 2 for both is a fair share
-                                                       of a link that either fills alone, 1 for both a link for each
+    collectives   collectives                          run one at a time, in the order of their start
+    link          copies; the bytes of a collective    run concurrently: a collective slows down a copy by
+                                                       ``copy_slowdown``, a copy slows down a collective by
+                                                       ``collective_slowdown``; 2 for both means that they share a link
+                                                       that either could fill alone, 1 that they use separate links
     peers' link   pulls; the bytes of a collective     the same, by ``pull_slowdown`` and ``collective_pull_slowdown``
-    copy engines  copies; pulls; the bytes of a        copies one at a time, in the order of issue, and so pulls, on another
-                  collective by such an engine; a      engine; a collective waits for those under way, and goes before the
-                  user's copies                        next; a pull over the link of copies takes half of it beside one
-    drive         reads                                one at a time, in the order of their copies
+    copy engines  copies; pulls; the bytes of a        copies run one at a time, in the order of issue; pulls do so on
+                  collective by such an engine; a      another engine; a collective waits for running copies and comes
+                  user's copies                        before the next one; a pull over the same link as copies gets half
+                                                       of its bandwidth while a copy runs
+    SSD           reads                                run one at a time, in the order of their copies
     ring          a read, until its copy has ended     a read waits for the copies out of its slot, a copy for its read
 
-A user's own copies to the device queue with ours (docs/benchmarks/h200.md).  No profile says when they come, so the
-timeline plays none.  A copy is from host memory, a pull from the devices of the other ranks.
+A user's own copies to the device queue with ours (docs/benchmarks/h200.md).  It is not known when they occur, so the
+timeline does not simulate them.  A copy is from host memory, a pull from the devices of the other ranks.
 """
 
 from __future__ import annotations
@@ -34,16 +36,17 @@ from chunkflow_compile.passes.step import Copy
 
 IDLE = float("inf")
 
-# What occupies a resource.  A collective is a latency, then an exchange of bytes.
+# The uses of a resource.  A collective consists of a latency and an exchange of bytes.
 Use = Literal["region", "latency", "exchange", "copy", "pull"]
 Phase = Literal["latency", "exchange"]
 Op = TypeVar("Op")
 
 
 def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
-    """The factor by which the first of two uses takes longer while the second is in flight, for pairs that meet.
+    """For pairs of uses that slow each other down, the factor by which the first takes longer while the second is in
+    flight.
 
-    A region and a collective meet only if the region is attention and kernels move the bytes of the collective.
+    A region and a collective are such a pair only if the region is attention and kernels move the bytes of the collective.
     """
     beside, together = 2.0 if hardware.shared_link else 1.0, hardware.attention_slowdown
     return {
@@ -65,8 +68,9 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer:
-    """What a copy occupies: the copy engine and the link of its ``use`` for ``copy_s``."""
+class CopyUse:
+    """A copy as a use of resources: it occupies the copy engine and the interconnect of its lane ``use`` for ``copy_s``
+    seconds."""
 
     op: Copy
     name: str
@@ -76,8 +80,8 @@ class Transfer:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
-    """What a read occupies: the drive for ``read_s``."""
+class ReadUse:
+    """A read as a use of resources: it occupies the SSD for ``read_s`` seconds."""
 
     name: str
     read_s: float
@@ -86,8 +90,8 @@ class Reading:
 class Queue(Generic[Op]):
     """Ops that occupy a resource one at a time, in the order of issue.
 
-    ``left``: seconds that the first still takes with nothing else in flight, IDLE if there is none or it waits for another
-    resource.  ``newest``: weight or collective -> the number of its newest op.
+    ``left``: remaining seconds of the first op with nothing else in flight; IDLE if there is none, or if it waits for
+    another resource.  ``newest``: number of the newest op by weight or collective.
     """
 
     def __init__(self) -> None:
@@ -109,31 +113,32 @@ class Queue(Generic[Op]):
 
 
 class Drive:
-    """Reads that are issued, one after the other, each after the copies that free its bytes of the ring.
+    """The queue of reads from the SSD.  They run one after the other, each after the copies that free its bytes of the
+    ring.
 
-    ``ops``: each with how many copies must have ended before.  ``left``: seconds of the first, IDLE while it waits.
-    ``ready``: reads that have ended before their copies have.
+    ``ops``: reads, each with the number of copies that must have ended before it.  ``left``: remaining seconds of the first
+    read, IDLE while it waits.  ``ready``: number of reads that have ended and whose copies have not ended.
     """
 
     def __init__(self) -> None:
-        self.ops: deque[tuple[Reading, int]] = deque()
+        self.ops: deque[tuple[ReadUse, int]] = deque()
         self.ready = 0
         self.start = 0.0
         self.left = IDLE
 
-    def issue(self, read: Reading, after: int) -> None:
+    def issue(self, read: ReadUse, after: int) -> None:
         self.ops.append((read, after))
 
     def begin(self, now: float, copied: int) -> None:
-        """Begin the next read, if none is under way and it need not wait.  ``copied``: copies that have ended."""
+        """Begin the next read, if no read is running and it need not wait.  ``copied``: number of copies that have ended."""
         if self.left == IDLE and self.ops and self.ops[0][1] <= copied:
             self.start, self.left = now, self.ops[0][0].read_s
 
-    def end(self) -> Reading:
+    def end(self) -> ReadUse:
         self.ready += 1
         self.left = IDLE
         return self.ops.popleft()[0]
 
     def leave(self) -> None:
-        """The copy of a read has ended."""
+        """Note that the copy of a read has ended."""
         self.ready -= 1

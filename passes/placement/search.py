@@ -1,8 +1,8 @@
-"""Search: for a goal, how many chunks are resident and how much memory the others stream through.
+"""Search: finds the number of resident chunks, and the memory for streaming the others, for a goal.
 
-A candidate is (residents, limit, hard): the first ``residents`` chunks of the ranking are resident, the others get
-windows with at most ``limit`` bytes alive at once, and ``hard`` adds a barrier before each collective, so no copy runs
-beside it.  Candidates are compared only by playing them on the timeline.
+A candidate is defined by (residents, limit, hard): the first ``residents`` chunks of the ranking are resident.  The others
+get windows such that at most ``limit`` bytes are live at the same time.  ``hard`` adds a barrier before each collective, so
+that no copy overlaps with it.  Candidates are compared only by simulating them on the timeline.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from .residency import rank
 from .timeline import Simulator, Timeline
 from .windows import Chunk, Link, as_windows, chunks_of, fit, fit_slots, latest, link_of, live_bytes
 
-# Steps closer than this share of the resident step are equal: strain decides, then memory.
+# Steps that differ by less than this share of the resident step count as equal.  Then strain decides, then memory.
 SAME_STEP = 1e-3
-# Predictions are off by some percent.  Of equal steps, the one that is shortest with copies STRAIN times as slow wins;
-# such times closer than SAME_STRAIN of the resident step are equal.
+# Predictions have an error of some percent.  Of equal steps, the one that is shortest if copies take STRAIN times as long
+# is chosen.  For this comparison, times that differ by less than SAME_STRAIN of the resident step count as equal.
 STRAIN = 1.2
 SAME_STRAIN = 5e-3
-# Relative error of sums of a thousand spans in floating point.
+# The relative floating-point error of sums of a thousand spans.
 ROUNDING = 1e-9
 _SAMPLES = 8
 _HALVINGS = 6
-# Candidates with slots have as many residents as the fastest without, give or take one chunk in so many.
+# Candidates with slots are searched within 1/32 of the chunks around the number of residents of the fastest candidate
+# without slots.
 _NEAR = 32
 
 
@@ -43,10 +44,10 @@ _NEAR = 32
 class Candidate:
     """A placement of all chunks and its timeline.
 
-    ``placed``: for each chunk its window (negative: of the step before), None if it is resident.  ``residents``: how
-    many chunks of the ranking are resident, None for a placement not built from the ranking.  ``nbytes``: weight bytes
-    on the device, without gaps between slots.  ``slots``: the offset of each weight with streamed chunks, None if the
-    windows were chosen without slots.
+    ``placed``: window of each chunk (negative for the previous step), or None if it is resident.  ``residents``: number of
+    resident chunks from the ranking, or None for a placement that does not follow the ranking.  ``nbytes``: weight bytes on
+    the device, without gaps between slots.  ``slots``: offset of each weight with streamed chunks, or None if the windows
+    were chosen without slots.
     """
 
     placed: tuple[int | None, ...]
@@ -62,7 +63,8 @@ class Candidate:
 
 
 class Planner:
-    """Builds and plays candidates for a problem on a machine.  Of the goal, they depend on how copies yield only."""
+    """Builds and simulates candidates for a problem on a machine.  The only part of the goal that affects a candidate is
+    how copies avoid collectives (``yields``)."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class Planner:
         joins: tuple[int, ...] = (),
         arena: int = 0,
     ) -> None:
-        """``outside``, ``arena``: see place.  ``joins``: of the plan."""
+        """``outside``, ``arena``: see place.  ``joins``: joins of the plan."""
         self.problem = problem
         self.scheduler = Scheduler(problem, simulator.chunk_bytes)
         self.joins = joins
@@ -91,7 +93,7 @@ class Planner:
         self.resident = simulator.play(self.scheduler.step({}))
         self.links: dict[Lane, Link] = {use: link_of(self.resident, simulator, joins, use) for use in LANES}
         longest = max((c.seconds for c in self.chunks), default=0.0)
-        self.margin = longest  # one chunk: the delay of a copy by a neighbour that the plan did not foresee
+        self.margin = longest  # one chunk: an unforeseen neighbouring copy may cause this delay
         self.ranking = self._rank()
         self._resident_sums = [0, *accumulate(self.chunks[i].nbytes for i in self.ranking)]
         self._whole_sums = self._sums_of_whole_weights()
@@ -101,14 +103,15 @@ class Planner:
         self._slower = simulator.with_slower_copies(STRAIN)
 
     def floor(self, residents: int = 0) -> int:
-        """The fewest weight bytes on the device with which the program can run, before slots are assigned."""
+        """The minimum weight bytes on the device with which the program can run, before slots are assigned."""
         streaming = self._resident_sums[residents] + self._least(residents)
         return self.kept_bytes + max(streaming, self._whole_sums[residents] + self.arena)
 
     def candidate(
         self, residents: int, limit: int | None, hard: bool = False, slotted: bool = False
     ) -> Candidate | None:
-        """The candidate, None if ``limit`` is less than one region reads; ``slotted``: with slots, None if they need more."""
+        """The candidate, or None if a single region reads more than ``limit``.  ``slotted``: whether to choose windows by
+        slots; then the result is None if the slots need more than ``limit``."""
         key = (residents, limit, hard, slotted)
         if key not in self._known:
             wanted = self._latest(residents)
@@ -120,7 +123,8 @@ class Planner:
         return self._known[key]
 
     def within(self, memory: int, residents: int, hard: bool = False, slotted: bool = False) -> Candidate | None:
-        """The candidate with ``residents`` whose other chunks stream through the rest of ``memory``."""
+        """The candidate with ``residents`` resident chunks, whose other chunks are streamed through the rest of
+        ``memory``."""
         room = memory - self.kept_bytes
         if room < self._whole_sums[residents] + self.arena:
             return None
@@ -134,7 +138,7 @@ class Planner:
         residents: int | None = None,
         slots: Mapping[str, int] | None = None,
     ) -> Candidate:
-        """Play any placement of the chunks."""
+        """Simulate an arbitrary placement of the chunks."""
         hard = hard or self.goal.yields == "hard"
         timeline = self.simulator.play(self._step(placed, hard, self.joins), spans=False)
         return Candidate(
@@ -152,12 +156,12 @@ class Planner:
         return self.scheduler.step(windows, self.barriers(step), joins) if hard else step
 
     @cached_property
-    def everything(self) -> Candidate:
-        """All weights resident."""
+    def all_resident(self) -> Candidate:
+        """The candidate with all weights resident."""
         return self.play([None] * len(self.chunks))
 
     def _nbytes(self, placed: Sequence[int | None]) -> int:
-        """Weight bytes on the device of a placement, if slots fit without gaps."""
+        """Weight bytes on the device for a placement, assuming that there are no gaps between slots."""
         streamed = [(c, w) for c, w in zip(self.chunks, placed, strict=True) if w is not None]
         kept = sum(c.nbytes for c, w in zip(self.chunks, placed, strict=True) if w is None)
         live = live_bytes([c for c, _ in streamed], [w for _, w in streamed], self.count) if streamed else 0
@@ -166,7 +170,8 @@ class Planner:
         return self.kept_bytes + max(kept + live, resident + self.arena)
 
     def fastest(self, memory: int) -> Candidate:
-        """The fastest candidate within ``memory`` bytes; of equals the shortest under strain, then the smallest."""
+        """The fastest candidate within ``memory`` bytes.  Of equally fast ones, the shortest under strain, then the
+        smallest."""
         natural = self.candidate(0, None)
         if natural is not None and natural.nbytes <= memory and self._hides_all(natural):
             return natural
@@ -174,10 +179,10 @@ class Planner:
         candidates = self._search(lambda m: self.within(memory, m), 0, most, (_SAMPLES, _SAMPLES // 2))
         ordered = sorted(candidates, key=self.rank_key)
         hard = [self.play(c.placed, True, c.residents) for c in ordered[:2] if self._contended(c)]
-        return min([ordered[0], *hard, *self._others(memory)], key=self.rank_key)
+        return min([ordered[0], *hard, *self._baselines(memory)], key=self.rank_key)
 
     def slotted(self, candidate: Candidate, memory: int) -> Candidate | None:
-        """The fastest candidate with slots within ``memory`` and about as many residents; None if there is none."""
+        """The fastest candidate with slots within ``memory`` and with about as many residents as ``candidate``, or None."""
         residents, near = candidate.residents or 0, max(len(self.chunks) // _NEAR, _SAMPLES)
         low, high = max(0, residents - near), min(len(self.chunks), residents + near)
         samples = [_SAMPLES // 2] * _HALVINGS
@@ -187,7 +192,7 @@ class Planner:
     def _search(
         self, candidate: Callable[[int], Candidate | None], low: int, high: int, samples: Sequence[int]
     ) -> list[Candidate]:
-        """Candidates with ``low`` to ``high`` residents: at first spread evenly, then around the fastest so far."""
+        """Candidates with ``low`` to ``high`` residents: first evenly spread, then around the fastest so far."""
         candidates: list[Candidate] = []
         for number in samples:
             grid = _spread(low, high, number)
@@ -203,9 +208,9 @@ class Planner:
         return candidates
 
     def smaller(self, candidate: Candidate, memory: int) -> Candidate | None:
-        """The fastest candidate within ``memory`` among variants of ``candidate``; None if there is none.
+        """The fastest candidate within ``memory`` among variants of ``candidate``, or None.
 
-        The variants have less room to fetch ahead or fewer residents.
+        The variants have less memory for prefetching, or fewer residents.
         """
         residents = candidate.residents or 0
         kept = max(0, self._resident_sums[residents] - max(0, candidate.nbytes - memory))
@@ -216,7 +221,8 @@ class Planner:
         return min((c for c in tried if c is not None), key=self.rank_key, default=None)
 
     def smallest(self, step_s: float) -> Candidate:
-        """The candidate with the fewest bytes whose step takes at most ``step_s``; all resident if none does."""
+        """The smallest candidate whose step takes at most ``step_s``, or the candidate with all weights resident if there
+        is none."""
         total = len(self.chunks)
         step_s *= 1 + ROUNDING
         enough = _bisect(0, total, lambda m: self._meets(self.candidate(m, None), step_s))
@@ -227,11 +233,12 @@ class Planner:
             if least is not None and self.floor(residents) >= least:
                 continue
             candidates += self._shrink(residents, step_s)
-        candidates += [c for c in self._others(None) if c.step_s <= step_s]
-        return min(candidates, key=lambda c: (c.nbytes, c.step_s)) if candidates else self.everything
+        candidates += [c for c in self._baselines(None) if c.step_s <= step_s]
+        return min(candidates, key=lambda c: (c.nbytes, c.step_s)) if candidates else self.all_resident
 
     def _shrink(self, residents: int, step_s: float) -> list[Candidate]:
-        """Candidates with ``residents`` that meet the step, under ever lower limits, soft and hard."""
+        """Candidates with ``residents`` resident chunks that meet the step time, under lower and lower limits, soft and
+        hard."""
         natural = self.candidate(residents, None)
         if natural is None or natural.step_s > step_s:
             return []
@@ -253,13 +260,13 @@ class Planner:
                     low = middle
         return candidates
 
-    def _others(self, memory: int | None) -> list[Candidate]:
-        """The layerwise placement of other systems, so that no plan is slower than theirs."""
+    def _baselines(self, memory: int | None) -> list[Candidate]:
+        """The layerwise placement of other systems, as a candidate, so that no plan is slower than theirs."""
         candidate = self.play(layerwise(self.problem, self.chunks))
         return [candidate] if memory is None or candidate.nbytes <= memory else []
 
     def _hides_all(self, candidate: Candidate) -> bool:
-        """Whether the step is as short as the resident one, also under strain."""
+        """Whether the step is as short as the resident one, even under strain."""
         least = self.resident.step_s
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
@@ -271,13 +278,13 @@ class Planner:
         return candidate is not None and candidate.step_s <= step_s
 
     def rank_key(self, candidate: Candidate) -> tuple[int, int, int, float]:
-        """Sort key: fastest first; of steps within SAME_STEP the shorter under strain, then the smaller."""
+        """A sort key: fastest first; of steps within SAME_STEP, the shorter under strain, then the smaller."""
         unit = self.resident.step_s or 1.0
         strained = round(self.strained(candidate) / (SAME_STRAIN * unit))
         return round(candidate.step_s / (SAME_STEP * unit)), strained, candidate.nbytes, candidate.step_s
 
     def strained(self, candidate: Candidate) -> float:
-        """Seconds of the step if copies take STRAIN times as long as predicted."""
+        """The step time in seconds if copies take STRAIN times as long as predicted."""
         key = candidate.placed, candidate.hard
         if key not in self._strained:
             step = self._step(candidate.placed, candidate.hard, self.joins)
@@ -285,7 +292,8 @@ class Planner:
         return self._strained[key]
 
     def _sums_of_whole_weights(self) -> list[int]:
-        """For each number of residents, the bytes of the weights of which no chunk streams: the arena has no part of them."""
+        """For each number of residents, the bytes of the weights without streamed chunks.  These weights are not in the
+        arena."""
         sizes, left, sums = Counter[str](), Counter(c.weight for c in self.chunks), [0]
         for chunk in (self.chunks[i] for i in self.ranking):
             sizes[chunk.weight] += chunk.nbytes
@@ -294,13 +302,14 @@ class Planner:
         return sums
 
     def _least(self, residents: int) -> int:
-        """The most streamed bytes that one region reads."""
+        """The maximum of the streamed bytes that a single region reads."""
         kept = set(self.ranking[:residents])
         streamed = [c for i, c in enumerate(self.chunks) if i not in kept]
         return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0
 
     def _latest(self, residents: int) -> list[int | None]:
-        """For each chunk the latest window that hides its copy, None for the first ``residents`` of the ranking."""
+        """For each chunk, the latest window that hides its copy, or None for the first ``residents`` chunks of the
+        ranking."""
         if residents not in self._late:
             kept = set(self.ranking[:residents])
             windows = iter(self.latest([c for i, c in enumerate(self.chunks) if i not in kept]))
@@ -308,7 +317,7 @@ class Planner:
         return self._late[residents]
 
     def latest(self, chunks: Sequence[Chunk]) -> list[int]:
-        """The latest window for each chunk that hides its copy, in the free time of the link of its lane."""
+        """For each chunk, the latest window that hides its copy in the free time of its lane's interconnect."""
         answer = [0] * len(chunks)
         for use, link in self.links.items():
             mine = [i for i, chunk in enumerate(chunks) if chunk.use == use]
@@ -317,16 +326,17 @@ class Planner:
         return answer
 
     def barriers(self, step: Step) -> tuple[Barrier, ...]:
-        """Those by which no copy of a step runs while a collective uses its link; while any runs, if none shares a link."""
+        """The barriers with which no copy of a step runs while a collective uses the same interconnect.  If no collective
+        does, no copy runs during any collective."""
         uses = [use for use in LANES if self.simulator.taking_the_link(use)] or LANES
         lanes = [[w.name for w in self.weights if self.simulator.use(w.name) == use] for use in uses]
         return barriers(self.problem, step, lanes)
 
     def _rank(self) -> list[int]:
-        """Indices of chunks, in the order in which they become resident.
+        """The indices of chunks in the order in which they become resident.
 
-        Stalls are those of a step in twice the least memory, in which little is fetched ahead, without joins: what compute
-        waits for there counts for no region.
+        It depends on the stalls of a step with twice the minimum memory, in which little is prefetched, and without joins,
+        because waiting at a join belongs to no region.
         """
         if not self.chunks:
             return []
@@ -343,7 +353,8 @@ class Planner:
         return self._drive_first(rank(self.chunks, stalls))
 
     def _drive_first(self, ranking: list[int]) -> list[int]:
-        """The ranking, with chunks on the drive first, until the drive can read the others within the resident step."""
+        """The ranking, but first come as many chunks on the SSD as necessary, so that the SSD can read the others within
+        the resident step."""
         seconds = {i: self.simulator.read_seconds(c.weight, c.index, c.index + 1) for i, c in enumerate(self.chunks)}
         over, first = sum(seconds.values()) - self.resident.step_s, list[int]()
         for i in ranking:
@@ -355,9 +366,10 @@ class Planner:
 
 
 def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> tuple[Barrier, ...]:
-    """Before each collective, a wait for the newest copy issued before it in each lane; earlier ones finish before that.
+    """Barriers that wait, before each collective, for the newest copy issued before it in each lane.  Earlier copies finish
+    before that copy.
 
-    For the first collective of a step, the newest copy may be one of the step before.  ``lanes``: the weights of each.
+    For the first collective of a step, the newest copy may be from the previous step.  ``lanes``: weights of each lane.
     """
     lane_of = {name: lane for lane, names in enumerate(lanes) for name in names}
     moved = [(copy.window or 0, copy.weight) for copy in copies(step) if copy.weight in lane_of]
@@ -367,7 +379,7 @@ def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> 
     for collective in sorted(problem.collectives, key=lambda c: c.before):
         while (
             at < len(moved) and moved[at][0] < collective.before
-        ):  # a window opens after the collectives before its region
+        ):  # a window opens only after the collectives before its region
             newest[lane_of[moved[at][1]]] = moved[at][1]
             at += 1
         if newest:
@@ -378,13 +390,14 @@ def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> 
 
 
 def _spread(low: int, high: int, samples: int) -> Sequence[int]:
-    """Whole numbers from ``low`` to ``high``, both included, at most ``samples`` + 1 of them."""
+    """At most ``samples`` + 1 integers, evenly spread from ``low`` to ``high``, including both."""
     steps = min(samples, max(high - low, 0)) or 1
     return sorted({low + (high - low) * i // steps for i in range(steps + 1)})
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The lowest number for which ``holds`` is true, ``high`` if there is none; ``holds`` must stay true above it."""
+    """The lowest number for which ``holds`` is true, or ``high`` if there is none.  ``holds`` must be true for all numbers
+    above it."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

@@ -1,10 +1,10 @@
-"""Slots: offsets in the arena for weights whose chunks come and go on a circular time axis.
+"""Slots: assigns offsets in the arena to weights whose chunks come and go on a circular time axis.
 
 A step is a circle of windows, because the last windows of a step prefetch the first weights of the next.  A slot is one
 range of bytes, but its chunks arrive in different windows: each run of chunks is an arc on the circle, and arcs that
-overlap must not share bytes.  First fit by offset is tried in a few orders, then a ring; the smallest arena wins.  Ties
-go to the earlier try, so the result depends on the input alone.  Where the size of the arena is given, Room gives slots
-before there are windows, and the windows follow from them.
+overlap must not share bytes.  First fit by offset is tried in a few orders, then a ring buffer, and the smallest arena is
+used.  If there are several, the earliest is used, so the result depends on the input alone.  If the size of the arena is
+given, ArenaSpace assigns slots first, and the windows follow from them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from dataclasses import dataclass
 
 from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 
-# Pairs of pieces to compare per order.  With 500 pieces that is a dozen rounds and takes a few tenths of a second.
+# The maximum number of pairs of pieces to compare per order.  With 500 pieces, this is a dozen rounds and takes a few
+# tenths of a second.
 _MOST_WORK = 3_000_000
 _MOST_ROUNDS = 40
-# Rings are tried from the most bytes alive upward, in steps of a percent, each from this many first weights.
+# Ring sizes are tried from the peak of live bytes upward, in steps of 1 %, with _RING_TURNS different first weights each.
 _RING_SIZES = 100
 _RING_TURNS = 8
-# Pieces are indexed by spans of 16 windows, here as a bit mask.  A piece alive in many spans is compared with all.
+# Pieces are indexed by spans of 16 windows; this is the bit mask of a span.  A piece that is live in many spans is compared
+# with all pieces.
 _SPAN = (1 << 16) - 1
 _MANY_SPANS = 6
 _LEAST_ROUNDS = 2
@@ -32,7 +34,7 @@ _Packing = tuple[tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes ``[begin, end)`` of a weight, alive in windows ``start .. start + length - 1`` modulo the step."""
+    """Bytes ``[begin, end)`` of a weight, live in windows ``start .. start + length - 1`` modulo the step."""
 
     begin: int
     end: int
@@ -60,9 +62,9 @@ class Lifetime:
 
 
 def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = False) -> tuple[tuple[int, ...], int]:
-    """Offsets in bytes (multiples of 256), one per lifetime, and the size of the arena that holds them.
+    """Assign offsets in bytes (multiples of 256), one per lifetime.  Return them and the size of the arena.
 
-    ``quick``: few tries, for a caller that calls this hundreds of times.
+    ``quick``: whether to make few tries only, for a caller that calls this hundreds of times.
     """
     if not lifetimes:
         return (), 0
@@ -79,7 +81,7 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
     best = min(packings, key=lambda packing: packing[1])
     for turns in (
         (_LEAST_ROUNDS,) if quick else (_LEAST_ROUNDS, _RING_TURNS)
-    ):  # all quick tries first: never worse than those
+    ):  # all quick tries come first, so that the result is never worse than with quick
         best = _ring(lifetimes, masks, windows, least, best, turns)
     return best
 
@@ -87,7 +89,8 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
 def _lifted(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int], least: int, rounds: int
 ) -> _Packing:
-    """The best of several rounds of first fit; each places first what ended at the arena's top in the round before."""
+    """The best of several rounds of first fit.  Each round first places the weights that were at the top of the arena in
+    the previous round."""
     best: _Packing | None = None
     for _ in range(rounds):
         offsets, arena = _first_fit(lifetimes, masks, order)
@@ -104,7 +107,7 @@ def _lifted(
 def _ring(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Packing, turns: int
 ) -> _Packing:
-    """The smallest ring buffer that fits, or ``best`` if none is smaller.  Partly resident weights lie below it."""
+    """The smallest ring buffer that works, or ``best`` if none is smaller.  Partly resident weights are placed below it."""
     stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.pieces)]
     offsets, base = [0] * len(lifetimes), 0
     for i in stay:
@@ -127,7 +130,7 @@ def _ring(
 
 
 def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], offsets: Sequence[int]) -> bool:
-    """Whether no two pieces alive in the same window share bytes, by a sweep over the arena's bytes."""
+    """Whether no two pieces that are live in the same window share bytes, checked by a sweep over the arena."""
     pieces = sorted(
         (offset + piece.begin, offset + aligned(piece.end), mask)
         for offset, life, mine in zip(offsets, lifetimes, masks, strict=True)
@@ -143,7 +146,7 @@ def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], off
 
 
 def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
-    """The most bytes alive in one window, a lower bound of the arena."""
+    """The peak of live bytes over all windows, which is a lower bound for the size of the arena."""
     alive = [0] * windows
     for life in lifetimes:
         for piece in life.pieces:
@@ -154,11 +157,11 @@ def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
 
 def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int]) -> _Packing:
     offsets = [0] * len(lifetimes)
-    placed = _Placed()
+    placed = _PlacedPieces()
     arena = 0
     for i in order:
         life = lifetimes[i]
-        forbidden = [  # open intervals of offsets at which a piece would overlap a placed one
+        forbidden = [  # open intervals of offsets at which a piece would overlap with a placed one
             (begin - aligned(piece.end), end - piece.begin)
             for piece, mask in zip(life.pieces, masks[i], strict=True)
             for windows, begin, end in placed.near(mask)
@@ -175,7 +178,7 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
     return tuple(offsets), arena
 
 
-class _Placed:
+class _PlacedPieces:
     """Pieces (windows, begin, end) placed in the arena, indexed by spans of windows."""
 
     def __init__(self) -> None:
@@ -188,7 +191,7 @@ class _Placed:
             self.spans.setdefault(span, []).append(piece)
 
     def near(self, mask: int) -> list[tuple[int, int, int]]:
-        """At least every piece that shares a window with ``mask``; a piece may come more than once."""
+        """All pieces that share a window with ``mask``, and perhaps others.  A piece may occur more than once."""
         spans = self._spans(mask)
         if len(spans) > _MANY_SPANS:
             return self.all
@@ -205,27 +208,28 @@ class _Placed:
 
 
 def _mask(piece: Piece, windows: int) -> int:
-    """A bit mask of the windows in which the piece is alive."""
+    """A bit mask of the windows in which the piece is live."""
     arc = (1 << min(piece.length, windows)) - 1
     turned = arc << piece.start
     return (turned | turned >> windows) & ((1 << windows) - 1)
 
 
-class Room:
-    """Bytes that weights enter in order of first use, and leave after their last reader.
+class ArenaSpace:
+    """A range of the arena.  Weights are placed in it in order of first use, and leave after their last reader.
 
-    ``stretches``: (begin, end, free) without gaps; ``free`` is the window after the last reader so far.
+    ``stretches``: adjacent intervals (begin, end, free), where ``free`` is the window after the last reader so far.
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
-        """``count``: windows of a step.  Bytes without a reader so far have been free since the step before."""
+        """``count``: windows per step.  Bytes without a reader so far have been free since the previous step."""
         self.nbytes = nbytes - nbytes % ALIGNMENT
         self.stretches = [(0, self.nbytes, -count)]
 
     def offset(self, nbytes: int, first: int, wanted: int) -> int | None:
-        """Where a weight may arrive soonest, but not before window ``wanted``; None if nowhere in time for region ``first``.
+        """The offset at which a weight can arrive earliest, but not before window ``wanted``.  None if it cannot arrive
+        anywhere in time for region ``first``.
 
-        Of equals, where the fewest bytes are late, each counted once for every window, then the lowest.
+        Of several such offsets, the one with the smallest sum of late bytes over all windows, then the lowest.
         """
         best: tuple[int, int, int] | None = None
         ends = {at for begin, end, _ in self.stretches for at in (begin, end - nbytes)}
@@ -245,11 +249,11 @@ class Room:
         return None if best is None else best[2]
 
     def free(self, begin: int, end: int) -> int:
-        """The window in which all of the bytes are free."""
+        """The first window in which all of the bytes are free."""
         return max(free for _, _, free in self._across(begin, end))
 
     def take(self, at: int, nbytes: int, free: int) -> None:
-        """Give bytes to a weight until window ``free``."""
+        """Reserve bytes for a weight until window ``free``."""
         end = at + nbytes
         low, high = self._bounds(at, end)
         below, above = self.stretches[low], self.stretches[high - 1]

@@ -1,12 +1,12 @@
-"""Splitting: into how many slices the tokens of each type of block are split, by the predicted step.
+"""Splitting: chooses the number of slices for the tokens of each block type, by the predicted step.
 
 Contract
-    On entry: a Cut with one region for each run of regions in a block, and how its problems are planned.
-    On exit: the Cut with some of its blocks split into slices of their tokens: as few as it takes until weights and
-    activations fit the budget, or more of them if the predicted step is then less than 1 / ``AS_GOOD`` of that, because
-    fewer bytes of activations leave more for weights.  If none fits, the Cut that needs least.
+    On entry: a Cut with one region for each run of regions in a block, and a function that plans its problems.
+    On exit: the Cut with some of its blocks split into slices of their tokens.  The number of slices is the minimum with
+    which weights and activations fit in the budget, or larger if this reduces the predicted step below 1 / ``AS_GOOD`` of
+    that, because smaller activations leave more memory for weights.  If none fits, the Cut with the smallest minimum.
 
-Types of blocks need not be split alike: one whose activations are below those of others anyway has fewer slices.
+Block types may have different numbers of slices: a type with smaller activations than others needs fewer slices.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from chunkflow_compile.passes.plan import Plan
 
 from .coarsest import AS_GOOD
 
-# Numbers of slices.  With 16, slices of the longest videos still have thousands of tokens, and what is left of a block is its
-# residual stream with K and V.
+# The numbers of slices to try.  With 16, slices of the longest videos still have thousands of tokens, and the memory of a
+# block consists of little more than its residual stream, K and V.
 REPEATS = (1, 2, 4, 8, 16)
 
-# Keys of the regions of a block, in program order.
+# The keys of the regions of a block, in program order.
 BlockType = tuple[str, ...]
 
 
 def best_split(cuts: Iterable[Cut], plan: Callable[[Cut], Plan], least: Callable[[Cut], int]) -> Cut:
-    """Of the cuts of a graph, with fewer and fewer bytes of activations, the one with the best plan within a budget.
+    """The cut with the best plan within a budget.  ``cuts``: cuts of a graph, with smaller and smaller activations.
 
-    ``plan``: raises ChunkflowError if the budget is too little.  If it is for all of them, the one that needs ``least``: the
-    error then states the minimum.
+    ``plan``: raises ChunkflowError if the budget is too small.  If it is too small for all cuts, the cut with the smallest
+    ``least`` is returned, so that the error then states the minimum.
     """
     best: Cut | None = None
     least_s, refused = math.inf, list[Cut]()
@@ -52,12 +52,12 @@ def best_split(cuts: Iterable[Cut], plan: Callable[[Cut], Plan], least: Callable
 
 
 def split_into(cut: Cut, repeat: int) -> Cut:
-    """The cut with its blocks in so many slices, or in fewer where they cannot be split into so many."""
+    """The cut with its blocks in ``repeat`` slices, or in fewer if a block cannot be split into this number."""
     return _split(cut, dict.fromkeys(_types(cut).values(), repeat), _Able(cut))
 
 
 def splits(cut: Cut) -> Iterator[Cut]:
-    """The cuts with more and more slices, each with fewer bytes of activations than those before."""
+    """The cuts with more and more slices, each with smaller activations than the previous ones."""
     able, types, least = _Able(cut), _types(cut), cut.problem.live_bytes
     peaks: dict[BlockType, dict[int, int]] = {kind: {} for kind in types.values()}
     for repeat in REPEATS:
@@ -78,7 +78,7 @@ def splits(cut: Cut) -> Iterator[Cut]:
 
 
 def _types(cut: Cut) -> dict[str, BlockType]:
-    """The type of each block.  A graph of one block, which is compiled by itself, is one without a name."""
+    """The type of each block.  If the graph is a block that is compiled separately, its name is empty."""
     types: dict[str, BlockType] = {}
     for region in cut.problem.regions:
         if region.block or cut.traced.repeats is not None:
@@ -87,14 +87,14 @@ def _types(cut: Cut) -> dict[str, BlockType]:
 
 
 class _Able:
-    """Into how many slices regions can be split."""
+    """Finds out into how many slices regions can be split."""
 
     def __init__(self, cut: Cut) -> None:
         self._regions = {region.info.key: region for region in cut.regions}
         self._known: dict[tuple[str, int], bool] = {}
 
     def most(self, key: str, repeat: int) -> int:
-        """The most slices, at most ``repeat``, into which a region can be split."""
+        """The maximum number of slices, at most ``repeat``, into which a region can be split."""
         return next(k for k in reversed(REPEATS) if k <= repeat and (k == 1 or self._can(key, k)))
 
     def _can(self, key: str, repeat: int) -> bool:

@@ -1,9 +1,10 @@
-"""Timeline: play a step on a hardware profile, as a discrete-event simulation, until its repetitions are equal.
+"""Timeline: a discrete-event simulation of a step on a hardware profile, repeated until the repetitions are equal.
 
-Compute runs the ops in order, as a device stream does, and issues copies and collectives on its way.  What each of them
-occupies, and how they meet, is in ``resources.py``.  The timeline knows no policy: it sees only the step.
+Compute runs the ops in order, like a device stream, and issues copies and collectives on its way.  ``resources.py`` defines
+the resources that they occupy, and how they slow each other down.  The timeline does not depend on the policy, only on the
+step.
 
-The opening of a window takes no time here: compute issues its copies when it opens the window.
+Opening a window takes no time in this model: compute issues the copies of a window when it opens.
 """
 
 from __future__ import annotations
@@ -39,21 +40,22 @@ from chunkflow_compile.passes.step import (
     reads,
 )
 
-from .resources import IDLE, Drive, Phase, Queue, Reading, Transfer, Use, stretches
+from .resources import IDLE, CopyUse, Drive, Phase, Queue, ReadUse, Use, stretches
 
-# A step settles in two or three repetitions; if it still drifts after this many, the last one is reported.
+# A step becomes stationary in two or three repetitions.  If it still changes after this number, the last one is reported.
 MOST_STEPS = 12
 _SETTLED = 1e-9
-# Name of the span in which compute waits at a join.
+# The name of the span in which compute waits at a join.
 END_OF_CALL = "end of the call"
 
 
 @dataclass(kw_only=True)
 class Timeline:
-    """One step: its sums while it is played, then those in the steady state.  Fields and ``spans`` as in :class:`Prediction`.
+    """The times of one step: running sums during the simulation, then the steady state.  Fields and ``spans`` as in
+    :class:`Prediction`.
 
-    ``slack``: weight -> seconds from its arrival to its first reader, negative if the reader waited.  ``peak_bytes``:
-    most streamed bytes in slots at once.
+    ``slack``: for each weight, seconds from its arrival to its first reader; negative if the reader waited.
+    ``peak_bytes``: peak of streamed bytes in slots.
     """
 
     step_s: float = 0.0
@@ -68,28 +70,28 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Stall:
-    """Compute waits, in a span on ``lane``.  ``weights``: those whose newest copies it waits for, one after the other.
-    ``events``: those whose marks it waits for, in a join."""
+class ComputeWait:
+    """Compute waits, in a span on ``lane``.  ``weights``: weights whose newest copies it waits for, one after the other.
+    ``events``: events that it waits for in a join."""
 
     lane: Literal["stall", "barrier", "join"]
     weights: tuple[str, ...] = ()
     events: tuple[int, ...] = ()
 
 
-# What is played of a step.
-Played = Transfer | Reading | Stall | Run | Start | Finish | Evict | Record
+# The items of a step that are simulated.
+Played = CopyUse | ReadUse | ComputeWait | Run | Start | Finish | Evict | Record
 
 
 class Simulator:
-    """Plays steps of one problem on one machine."""
+    """Simulates steps of one problem on one machine."""
 
     def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
-        """``hardware``: as one of the ranks finds it that all copy at once, see :meth:`Hardware.shared_by`.
-        ``timings``: measurements, in place of the profile's rates.
+        """``hardware``: machine as seen by one rank while all ranks copy, see :meth:`Hardware.shared_by`.  ``timings``:
+        measurements that are used instead of the rates in the profile.
 
-        Raises ChunkflowError if they are of another problem, or if weights lie in pieces on the devices of ranks that cannot
-        pull from each other there.
+        Raises ChunkflowError if the timings belong to another problem, or if weights are sharded over ranks that cannot
+        pull from each other on this machine.
         """
         self.problem = problem
         hardware = hardware.shared_by(problem.ranks)
@@ -118,27 +120,27 @@ class Simulator:
         self._pulls: dict[tuple[str, int, int], float] = {}
 
     def taking_the_link(self, use: Lane = "copy") -> frozenset[str]:
-        """The collectives that slow or hold copies, or pulls, in flight: on a link that both share all, else those on copy
-        engines."""
+        """The collectives that slow down or delay copies (or pulls) in flight: all of them if they use the same
+        interconnect, otherwise only collectives on copy engines."""
         shared = self.hardware.shared_link or use == "pull"
         return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
 
     def use(self, weight: str) -> Lane:
-        """The lane of the weight's copies."""
+        """The lane of the copies of a weight."""
         return self.sources[weight].lane
 
     def with_slower_copies(self, factor: float) -> Simulator:
-        """The same simulator with copies that take ``factor`` times as long."""
+        """A copy of this simulator in which copies take ``factor`` times as long."""
         other = copy.copy(self)
         other.strain = factor * self.strain
         return other
 
     def nbytes(self, weight: str, first: int, end: int) -> int:
-        """Bytes of chunks ``[first, end)`` of a weight."""
+        """The size of chunks ``[first, end)`` of a weight in bytes."""
         return min(end * self.chunk_bytes, self.sizes[weight]) - first * self.chunk_bytes
 
     def copy_seconds(self, weight: str, first: int, end: int) -> float:
-        """Seconds that chunks ``[first, end)`` of a weight take with nothing else on the link."""
+        """Seconds for copying chunks ``[first, end)`` of a weight if nothing else uses the interconnect."""
         if self.sources[weight].sharded:
             return self.strain * self._pull_seconds(weight, first, end)
         seconds = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
@@ -153,27 +155,27 @@ class Simulator:
         return self._pulls[key]
 
     def read_seconds(self, weight: str, first: int, end: int) -> float:
-        """Seconds that the drive reads chunks ``[first, end)`` of a weight; 0 if they are not there."""
+        """Seconds for reading chunks ``[first, end)`` of a weight from the SSD; 0 if they are not on the SSD."""
         return (
             self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if self.sources[weight].reads_file else 0.0
         )
 
-    def transfer(self, op: Copy) -> Transfer:
-        """What a copy occupies."""
+    def transfer(self, op: Copy) -> CopyUse:
+        """A copy as a use of resources."""
         nbytes = self.nbytes(op.weight, op.first, op.end)
         copy_s = self.copy_seconds(op.weight, op.first, op.end)
-        return Transfer(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, op.stream)
+        return CopyUse(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, op.stream)
 
-    def reading(self, op: Copy | Read) -> Reading:
-        """What a read occupies, or that of a copy."""
-        return Reading(span_name(op.weight, op.first, op.end), self.read_seconds(op.weight, op.first, op.end))
+    def reading(self, op: Copy | Read) -> ReadUse:
+        """A read, or the read that belongs to a copy, as a use of resources."""
+        return ReadUse(span_name(op.weight, op.first, op.end), self.read_seconds(op.weight, op.first, op.end))
 
     def play(self, step: Step, spans: bool = True) -> Timeline:
-        """The steady state of a step after a cold start; ``spans``: whether to record them."""
+        """Simulate a step from a cold start to its steady state.  ``spans``: whether to record spans."""
         return Playback(self, step, spans).play()
 
     def step_under(self, plan: Plan) -> float:
-        """Seconds of a step under a plan of this problem, or of the same problem at other sizes."""
+        """The time of a step in seconds under a plan for this problem, or for the same problem at other sizes."""
         windows = {w.name: w.windows for w in plan.streamed}
         return self.play(
             Scheduler(self.problem, self.chunk_bytes).step(windows, plan.barriers, plan.joins), spans=False
@@ -181,41 +183,39 @@ class Simulator:
 
 
 class Playback:
-    """Plays one step.  ``simulate/sharded.py`` adds gathers to it."""
+    """The simulation of one step.  ``simulate/sharded.py`` adds gathers to it."""
 
     def __init__(self, simulator: Simulator, step: Step, spans: bool) -> None:
         self.simulator = simulator
         self.recording = spans
         self.stretch = stretches(simulator.hardware)
         self.items = list(_played(simulator, step))
-        transfers = [item for item in self.items if isinstance(item, Transfer)]
-        self.lanes: dict[Lane, Queue[Transfer]] = {moves: Queue() for moves in LANES}
-        self.moving: tuple[Lane, ...] = ()  # the lanes in which one is in flight
+        transfers = [item for item in self.items if isinstance(item, CopyUse)]
+        self.lanes: dict[Lane, Queue[CopyUse]] = {moves: Queue() for moves in LANES}
+        self.moving: tuple[Lane, ...] = ()  # the lanes with a copy in flight
         self.collectives: Queue[int] = Queue()
-        self.phase: Phase = "latency"  # of the first collective
+        self.phase: Phase = "latency"  # phase of the first collective
         self.drive = Drive()
-        ahead = reads_ahead(step, 0) if simulator.reads_files else ()  # before the first step
+        ahead = reads_ahead(step, 0) if simulator.reads_files else ()  # the reads before the first step
         self.ahead = [simulator.reading(read) for read in reads(ahead)]
         self.now = 0.0
-        self.region_end = IDLE  # of the region under way
-        self.attending = False  # whether that is attention
-        self.attended_s = 0.0  # by which attention has stretched the first collective
+        self.region_end = IDLE  # end of the running region
+        self.attending = False  # whether the running region is attention
+        self.attended_s = 0.0  # seconds by which attention has slowed down the first collective
         self.step = Timeline()
         self.spans: list[Span] = []
-        # Bytes of streamed weights: of each weight in a step, and those in slots now.
+        # Streamed bytes: per weight and step, and the bytes that are in slots now.
         self.streamed: dict[str, int] = {}
         for transfer in transfers:
             weight = transfer.op.weight
             self.streamed[weight] = self.streamed.get(weight, 0) + transfer.nbytes
         self.live = 0
         self.arrival: dict[str, float] = {}
-        self.marks: dict[
-            int, tuple[Queue[Transfer], int]
-        ] = {}  # event of a join -> the copies that it marks, by number
+        self.marks: dict[int, tuple[Queue[CopyUse], int]] = {}  # the number of the copy that each event of a join marks
 
     def play(self) -> Timeline:
         for item in self.items:
-            if isinstance(item, Transfer) and item.op.next_step:
+            if isinstance(item, CopyUse) and item.op.next_step:
                 if item.op.ring is not None:
                     self._read(self.simulator.reading(item.op))
                 self._issue(item)
@@ -227,12 +227,13 @@ class Playback:
             self.spans.clear()
             for item in self.items:
                 self._run(item)
-            # A copy that ends with the step belongs to it, despite rounding errors.
+            # A copy that ends together with the step belongs to it, despite rounding errors.
             for moves in self.moving:
                 if self.lanes[moves].left <= _SETTLED * self.lanes[moves].ops[0].copy_s:
                     self._end_copy(moves)
             length = self.now - begin
-            # Compare more than the length: if collectives determine it, it settles while copies still catch up.
+            # Compare more than the length of the step: if collectives determine it, it is constant while copies are still
+            # catching up.
             rest = [queue.left for queue in self.lanes.values()] + [self.drive.left]
             left = [0.0 if seconds == IDLE else seconds for seconds in rest]
             sums = (self.step.exposed_s, self.step.copy_s, self.step.inflation_s)
@@ -244,21 +245,21 @@ class Playback:
         return replace(self.step, step_s=length, spans=spans)
 
     def _run(self, item: Played) -> None:
-        if isinstance(item, Transfer):
+        if isinstance(item, CopyUse):
             self._issue(item)
-        elif isinstance(item, Stall):
+        elif isinstance(item, ComputeWait):
             self._stall(item)
         elif isinstance(item, Run):
             self._compute(item.region)
         elif isinstance(item, Evict):
-            self.live -= self.streamed.get(item.weight, 0)  # nothing, if all of it stays
+            self.live -= self.streamed.get(item.weight, 0)  # nothing if all of it is resident
         elif isinstance(item, Start):
             self.collectives.issue(item.collective, item.collective)
             if len(self.collectives.ops) == 1:
                 self._start_collective()
         elif isinstance(item, Finish):
             self._advance_to(self.collectives, item.collective)
-        elif isinstance(item, Reading):
+        elif isinstance(item, ReadUse):
             self._read(item)
         else:
             lane = self.lanes[_moves(item)]
@@ -268,17 +269,17 @@ class Playback:
         if self.recording:
             self.spans.append(Span(lane, name, start, self.now))
 
-    def _issue(self, transfer: Transfer) -> None:
+    def _issue(self, transfer: CopyUse) -> None:
         self.lanes[transfer.use].issue(transfer, transfer.op.weight)
         self._start_copy(transfer.use)
 
-    def _read(self, reading: Reading) -> None:
-        """A read is issued, which waits for all copies issued so far."""
+    def _read(self, reading: ReadUse) -> None:
+        """Issue a read, which waits for all copies issued so far."""
         copied = self.lanes["copy"]
         self.drive.issue(reading, copied.issued)
         self.drive.begin(self.now, copied.ended)
 
-    def _stall(self, item: Stall) -> None:
+    def _stall(self, item: ComputeWait) -> None:
         for weight in item.weights:
             self._wait(weight, item.lane)
         if not item.events:
@@ -310,14 +311,14 @@ class Playback:
         self.step.compute_s += self.now - start
         self._record("compute", self.simulator.problem.regions[region].name, start)
 
-    def _advance_to(self, queue: Queue[Transfer] | Queue[int], name: str | int) -> None:
-        """Advance to the end of the newest op of a weight or collective."""
+    def _advance_to(self, queue: Queue[CopyUse] | Queue[int], name: str | int) -> None:
+        """Advance the time to the end of the newest op of a weight or collective."""
         number = queue.newest.get(name, 0)
         while queue.ended < number:
             self._advance()
 
     def _advance(self) -> None:
-        """Advance to the next end: of the region under way, or of what is first in a queue."""
+        """Advance the time to the next event: the end of the running region, or the end of the first op in a queue."""
         collectives, drive, moving = self.collectives, self.drive, self.moving
         busy, overlaps = collectives.left != IDLE, self._overlaps
         slower_collective = self._stretched(self.phase) if busy else 1.0
@@ -341,12 +342,12 @@ class Playback:
             self._end_read()
         if collective_s == delta:
             self._end_phase()
-        if self.moving != moving or self._overlaps != overlaps:  # the rest of the region runs at another rate
+        if self.moving != moving or self._overlaps != overlaps:  # the rest of the region runs at a different speed
             left = (self.region_end - self.now) / region_rate
             self.region_end = self.now + left * self._stretched("region")
 
     def _stretched(self, use: Use) -> float:
-        """The factor by which what is in flight stretches a region, or a phase of a collective."""
+        """The factor by which ops in flight slow down a region or a phase of a collective."""
         factor = 1.0
         for moves in self.moving:
             factor *= self.stretch[use, moves]
@@ -356,12 +357,12 @@ class Playback:
 
     @property
     def _overlaps(self) -> bool:
-        """Whether attention and a collective by kernels are in flight."""
+        """Whether attention and a collective that uses kernels are in flight."""
         ops = self.collectives.ops
         return self.attending and bool(ops) and not self.simulator.by_engine[ops[0]]
 
     def _slower(self, moves: Lane, collective: object) -> float:
-        """The factor by which the rest of what is in flight stretches a copy.  ``collective``: whether one is."""
+        """The factor by which other ops in flight slow down a copy.  ``collective``: whether a collective is in flight."""
         factor = self.stretch.get((moves, self.phase), 1.0) if collective else 1.0
         for other in self.moving if len(self.moving) > 1 else ():
             factor *= self.stretch.get((moves, other), 1.0)
@@ -369,13 +370,13 @@ class Playback:
 
     @property
     def _wants_engine(self) -> bool:
-        """Whether the first collective has, or waits for, the copy engine."""
+        """Whether the first collective uses, or waits for, the copy engine."""
         if self.phase == "latency" or not self.collectives.ops:
             return False
         return self.simulator.by_engine[self.collectives.ops[0]]
 
     def _start_copy(self, moves: Lane) -> None:
-        """Start the first copy of a lane, if it waits, its bytes are read and the engine is free."""
+        """Start the first copy of a lane if it is waiting, its bytes have been read and the copy engine is free."""
         lane = self.lanes[moves]
         if lane.left != IDLE or not lane.ops:
             return
@@ -413,7 +414,7 @@ class Playback:
             self._start_exchange()
 
     def _start_exchange(self) -> None:
-        """The latency is over: the bytes of the first collective cross the link, once they have what they occupy."""
+        """End the latency of the first collective.  Its bytes are transferred as soon as the resources are free."""
         self.phase = "exchange"
         waits = self._wants_engine and bool(self.moving)
         self.collectives.left = IDLE if waits else self.simulator.link_s[self.collectives.ops[0]]
@@ -434,8 +435,8 @@ class Playback:
 
 
 def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
-    """What is played of a step.  Waits that stand together are played weight by weight, in the order of their names: a stall
-    counts for the same weight, whatever the lanes are."""
+    """The items of a step to simulate.  Consecutive waits are simulated weight by weight, in the order of names, so that a
+    stall is attributed to the same weight whatever the lanes are."""
     joins = {op.event for op in step if isinstance(op, Wait) and op.stream == "compute" and not op.weights}
     waits: list[Wait] = []
     for op in step:
@@ -457,17 +458,17 @@ def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
     yield from _stalls(waits, None)
 
 
-def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[Stall]:
-    """What compute waits for before an op; at a barrier, in the order of the waits."""
+def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
+    """The stalls before an op; at a barrier, in the order of the waits."""
     for readable, group in groupby(waits, key=lambda wait: bool(wait.weights)):
         together = list(group)
         weights = chain.from_iterable(wait.weights for wait in together)
         if not readable:
-            yield Stall("join", events=tuple(wait.event for wait in together))
+            yield ComputeWait("join", events=tuple(wait.event for wait in together))
         elif isinstance(before, Start):
-            yield Stall("barrier", tuple(weights))
+            yield ComputeWait("barrier", tuple(weights))
         else:
-            yield Stall("stall", tuple(weights if len(together) == 1 else sorted(weights)))
+            yield ComputeWait("stall", tuple(weights if len(together) == 1 else sorted(weights)))
 
 
 def _moves(record: Record) -> Lane:

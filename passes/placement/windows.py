@@ -1,13 +1,14 @@
-"""Windows: which window starts each chunk, so that it arrives in time, beside no collective, and is not alive for long.
+"""Windows: chooses the window that starts each chunk, so that the chunk arrives in time, is not copied during a collective,
+and is not live for long.
 
-Two passes over the step, the second in one of two ways.  The step is a circle, because its last windows fetch the first
-weights of the next:
+There are two passes over the step, and two variants of the second.  The step is a circle, because its last windows prefetch
+the first weights of the next:
 
-    latest     backward: each chunk as late as still hides its copy, while the link carries no collective
+    latest     backward: each chunk as late as possible with its copy still hidden and outside collectives
     fit        forward: each chunk no earlier than that, and no earlier than the memory limit allows
     fit_slots  forward, slots first: each chunk no earlier than that, and no earlier than the bytes of its slot are free
 
-The memory limit has priority: a chunk without room early enough starts late, and its reader waits.
+The memory limit has priority: if there is no memory for a chunk early enough, it starts late, and its reader waits.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from chunkflow_compile.passes.names import Lane
 from chunkflow_compile.passes.plan import Windows, aligned, chunk_count
 from chunkflow_compile.passes.problem import Weight
 
-from .slots import Room
+from .slots import ArenaSpace
 from .timeline import Simulator, Timeline
 
-# Laps around the circle.  The first places all chunks; later ones make the end of the step agree with its beginning.
+# The numbers of laps around the circle.  The first lap places all chunks; later laps make the end of the step consistent
+# with its beginning.
 BACKWARD_LAPS = 4
 FORWARD_LAPS = 3
-# Rounding to whole chunks loses up to one chunk per gap; a stretch of 2 % is a tenth of what the coarsest gaps lose.
+# Rounding to whole chunks wastes up to one chunk per gap.  Stretching by 2 % costs a tenth of the loss in the coarsest
+# gaps.
 _STRETCH = 1.02
 _STRETCHES = 24
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a weight.  ``seconds``: copy time alone on the link.  ``first``, ``last``: regions that read it.
-    ``use``: its lane."""
+    """A chunk of a weight.  ``seconds``: copy time if nothing else uses the interconnect.  ``first``, ``last``: first and
+    last region that read it.  ``use``: its lane."""
 
     weight: str
     index: int
@@ -47,9 +50,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Link:
-    """The free time of the link in a step of ``length`` seconds with all weights resident.
+    """The free time of an interconnect in a step of ``length`` seconds with all weights resident.
 
-    ``gaps``: free intervals, ascending, none of which has a join inside.  ``opens``: the time at which each window opens.
+    ``gaps``: free intervals, ascending, with no join inside an interval.  ``opens``: time at which each window opens.
     """
 
     length: float
@@ -58,10 +61,10 @@ class Link:
 
 
 def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = (), use: Lane = "copy") -> Link:
-    """The free time of the link of a lane in the resident step.  ``joins``: as in a Plan.
+    """The free time of a lane's interconnect in the resident step.  ``joins``: as in a Plan.
 
-    A copy that lies in one gap ends before the next join, as before the end of the step.  A collective's latency does not
-    count as free, because it is shorter on a rank that reaches the collective late.
+    A copy inside a gap ends before the next join and before the end of the step.  The latency of a collective does not
+    count as free time, because it is shorter on a rank that reaches the collective late.
     """
     opens = tuple(s.start for s in resident.spans if s.lane == "compute")
     gaps, begin = list[tuple[float, float]](), 0.0
@@ -89,7 +92,7 @@ def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
 
 
 def stretched(link: Link, factor: float) -> Link:
-    """The link of a step in which all time between collectives is ``factor`` times as long, as if compute stalled."""
+    """The free time in a step in which all time between collectives is ``factor`` times as long, as if compute stalled."""
     begins = [a for a, _ in link.gaps]
     before, free = [0.0], 0.0
     for a, b in link.gaps:
@@ -109,11 +112,11 @@ def stretched(link: Link, factor: float) -> Link:
 
 
 def latest(chunks: Sequence[Chunk], link: Link, margin: float) -> list[int]:
-    """The latest window for each chunk in which its copy is hidden with ``margin`` seconds to spare.
+    """For each chunk, the latest window with which its copy is hidden with ``margin`` seconds to spare.
 
-    A negative window is one of the step before.  Chunks are copied one at a time, none beside a collective.  If the
-    link has too little free time, the step is stretched by the least factor that makes it enough.  Then every gap is
-    full, and the link is never idle while a copy could run.
+    A negative window belongs to the previous step.  Chunks are copied one at a time, and not during collectives.  If there
+    is too little free time, the step is stretched by the smallest sufficient factor.  Then every gap is full, and the
+    interconnect is never idle while a copy could run.
     """
     free = sum(b - a for a, b in link.gaps)
     factor = max(1.0, sum(c.seconds for c in chunks) / free) if free else 1.0
@@ -126,7 +129,7 @@ def latest(chunks: Sequence[Chunk], link: Link, margin: float) -> list[int]:
 
 
 def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int], bool]:
-    """One backward packing, and whether the end of the step agrees with its beginning."""
+    """Place all chunks backward.  Also return whether the end of the step is consistent with its beginning."""
     count, answer, limit = len(link.opens), [0] * len(chunks), float("inf")
     for _ in range(BACKWARD_LAPS):
         cursor = _Cursor(link)
@@ -134,7 +137,7 @@ def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int]
         for i in range(len(chunks) - 1, -1, -1):
             chunk = chunks[i]
             begin = cursor.place(min(begin, link.opens[chunk.first] - margin), chunk.seconds)
-            earliest = chunk.last + 1 - count  # alive for longer than a step, it would overlap itself
+            earliest = chunk.last + 1 - count  # if it were live for longer than a step, it would overlap with itself
             answer[i] = max(_open_window(link, begin), earliest)
             if answer[i] == earliest and begin < _opening(link, earliest):
                 begin, cramped = _opening(link, earliest), True
@@ -145,7 +148,7 @@ def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int]
 
 
 class _Cursor:
-    """A backward walk over the gaps of the link, through earlier and earlier steps."""
+    """A backward walk over the free gaps, through earlier and earlier steps."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -154,10 +157,10 @@ class _Cursor:
         self.longest = max((b - a for a, b in link.gaps), default=0.0)
 
     def place(self, end: float, seconds: float) -> float:
-        """The start of the latest ``seconds`` of free time that end by ``end``.
+        """The latest start of ``seconds`` seconds of free time that end by ``end``.
 
-        A chunk longer than the gap before ``end`` goes to the latest gap that holds it.  If none does, it runs beside
-        collectives.
+        A chunk that is longer than the gap before ``end`` is moved to the latest gap in which it fits.  If there is none,
+        it overlaps with collectives.
         """
         if seconds > self.longest:
             return end - seconds
@@ -171,7 +174,7 @@ class _Cursor:
 
 
 def _open_window(link: Link, time: float) -> int:
-    """The window that opened last at ``time``."""
+    """The window that is the last to open up to ``time``."""
     lap = int(time // link.length) if link.length else 0
     return lap * len(link.opens) + bisect_right(link.opens, time - lap * link.length + 1e-12) - 1
 
@@ -184,10 +187,11 @@ def _opening(link: Link, window: int) -> float:
 def fit(
     chunks: Sequence[Chunk], wanted: Sequence[int | None], count: int, limit: int | None
 ) -> list[int | None] | None:
-    """Windows no earlier than ``wanted`` that keep at most ``limit`` bytes alive at once; None if there are none.
+    """Windows no earlier than ``wanted`` with which at most ``limit`` bytes are live at the same time, or None if there are
+    none.
 
-    ``wanted``: None for a resident chunk.  Chunks get room in order of use.  A chunk is alive from its window to its last
-    reader.
+    ``wanted``: window of each chunk, None if it is resident.  Memory is given to chunks in order of use.  A chunk is live
+    from its window to its last reader.
     """
     streamed = {i: window for i, window in enumerate(wanted) if window is not None}
     moving = [chunks[i] for i in streamed]
@@ -221,15 +225,16 @@ def fit(
 def fit_slots(
     chunks: Sequence[Chunk], wanted: Sequence[int | None], count: int, limit: int
 ) -> tuple[list[int | None], dict[str, int]] | None:
-    """Windows no earlier than ``wanted``, and slots that leave ``limit`` bytes to streamed chunks; None if there are none.
+    """Windows no earlier than ``wanted``, and slots with which streamed chunks take ``limit`` bytes, or None if there are
+    none.
 
-    ``chunks``: all chunks of each weight.  ``wanted``: None for a resident chunk.  A slot is the offset of a weight with
-    streamed chunks.  Weights get slots in order of first use, large ones before small ones, which fill gaps.  Only readers
-    decide when bytes are free, so windows follow from slots.
+    ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, None if it is resident.  A slot is the offset
+    of a weight with streamed chunks.  Slots are assigned in order of first use, to large weights before small ones, which
+    fill gaps.  The readers determine when bytes become free, so windows follow from slots.
     """
     streamed = _streamed(chunks, wanted)
     kept = sum(chunks[i].nbytes for members in streamed for i in members if wanted[i] is None)
-    room, slots = Room(limit + kept, count), dict[str, int]()
+    room, slots = ArenaSpace(limit + kept, count), dict[str, int]()
     windows = {i: window for i, window in enumerate(wanted) if window is not None}
     spans: dict[int, tuple[int, int]] = {}
     for members in streamed:
@@ -239,7 +244,7 @@ def fit_slots(
         if at is None:
             return None
         slots[weight.weight] = at
-        if len(starts) < len(members):  # some of it never leaves, and nothing else gets the rest
+        if len(starts) < len(members):  # a part is resident, and nothing else may use the rest
             room.take(at, nbytes, count)
             continue
         for i in members:
@@ -247,14 +252,15 @@ def fit_slots(
             spans[i] = begin, begin + chunks[i].nbytes
             windows[i] = max(windows[i], room.free(*spans[i]))
         room.take(at, nbytes, weight.last + 1)
-    # Bytes without an earlier reader in this step had their last one in the step before.
+    # Bytes without an earlier reader in this step had their last reader in the previous step.
     for i, (begin, end) in spans.items():
         windows[i] = max(windows[i], room.free(begin, end) - count)
     return [windows.get(i) for i in range(len(chunks))], slots
 
 
 def _streamed(chunks: Sequence[Chunk], wanted: Sequence[int | None]) -> list[list[int]]:
-    """The chunks of each weight with streamed ones, in the order of slots: first weights that are resident in part."""
+    """The chunks of each weight that has streamed chunks, in the order in which slots are assigned: partly resident weights
+    first."""
     members: dict[str, list[int]] = {}
     for i, chunk in enumerate(chunks):
         members.setdefault(chunk.weight, []).append(i)
@@ -266,7 +272,7 @@ def _streamed(chunks: Sequence[Chunk], wanted: Sequence[int | None]) -> list[lis
 
 
 def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int) -> dict[str, Windows]:
-    """Windows modulo the step, by weight; None for a resident chunk.  ``chunks``: all chunks of each weight."""
+    """Windows modulo the step, by weight.  The window of a resident chunk is None.  ``chunks``: all chunks of each weight."""
     by_weight: dict[str, list[int | None]] = {}
     for chunk, window in zip(chunks, placed, strict=True):
         by_weight.setdefault(chunk.weight, []).append(None if window is None else window % count)
@@ -274,7 +280,7 @@ def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int
 
 
 def live_bytes(chunks: Sequence[Chunk], placed: Sequence[int], count: int) -> int:
-    """The most bytes of streamed chunks alive in one window."""
+    """The peak of live bytes of streamed chunks, over all windows."""
     live = [0] * count
     for chunk, window in zip(chunks, placed, strict=True):
         for k in range(window, chunk.last + 1):

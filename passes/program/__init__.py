@@ -1,5 +1,5 @@
-"""Program.  Input: a Cut and a Plan.  Output: a Program, proved safe.
+"""Program: builds a Program from a Cut and a Plan, and proves it safe.
 
-Read rewrite (builds it) with lifetimes, happens_before (orders its ops) and memory, verify (proves it)
-with collectives; then contracts, which checks the stages before it.
+Start with rewrite (builds the program), which uses lifetimes.  Then read happens_before (the order of its ops), memory, and
+verify (the proof) with collectives.  contracts checks the earlier stages.
 """

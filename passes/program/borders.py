@@ -1,15 +1,15 @@
-"""Borders: prove that a jump to a call of a cycle finds the arena as a pass without jumps leaves it there.
+"""Borders: proves that after a jump to a call of a cycle, the arena is in the same state as in a pass without jumps.
 
-A pass without jumps is proved by verify.  At the border before a call, some chunks are on their way or in use.  A jump
-first fetches just these, in the order in which the pass would have issued them.  What is read from there on waits for one
-of these, for a later copy, or for a chunk that stays.  So the call, and every call after it, finds what it would have found
-in the pass, and the proof of the pass holds.
+A pass without jumps is proved by verify.  At the border before a call, some chunks are in flight or in use.  A jump first
+copies exactly these chunks, in the order in which the pass would have issued them.  Every later read waits for one of these
+copies, for a later copy, or for a resident chunk.  So the call, and every call after it, finds the same data as in the
+pass, and the proof of the pass holds.
 
-A captured call after a jump waits for all that the jump fetches, and an eager one as where all calls are eager.  So the
-order of eager calls is enough.
+A captured call after a jump waits for all copies of the jump.  An eager call waits as in a sequence of eager calls.  So it
+is enough to check the order of eager calls.
 
 Contract
-    Reads a cycle and its order only: what is alive at a border follows from the ops, not from the plan.
+    Reads a cycle and its order only: which chunks are live at a border is derived from the ops, not from the plan.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from chunkflow_compile.passes.step import Op, copies, weights_of
 from .cycle import Cycle
 from .happens_before import HappensBefore, Issued
 
-# The readers of a weight and its evict, by the weight and the pass.
+# The indices of the readers and the evict of a weight, by the weight and the pass.
 _Uses = Mapping[tuple[str, int | None], list[int]]
 
 
 def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check that a jump to each call first fetches what is on its way or in use there in the second of two passes."""
+    """Check that a jump to each call first copies the chunks that are in flight or in use there in the second of two
+    passes."""
     begins: dict[int, int] = {}
     uses: dict[tuple[str, int | None], list[int]] = {}
     waits: dict[str, list[_Wait]] = {}
-    kept: dict[str, int] = {}  # weight -> the newest copy of its chunks that stay
+    kept: dict[str, int] = {}  # for each weight, the newest copy of its resident chunks
     for i, each in enumerate(order.ops):
         if each.copy is not None and each.serves is None:
             kept[each.copy.weight] = i
@@ -44,7 +45,7 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
                         waits.setdefault(weight, []).append(_Wait(i, copy))
         for weight in (*each.reads, *each.evicts):
             uses.setdefault((weight, each.step), []).append(i)
-    alive = list[tuple[int, int]]()  # each copy whose last use is still to come, after the index of that use
+    alive = list[tuple[int, int]]()  # copies whose last use is still to come, each after the index of this use
     seen = 0
     for call in range(1, len(cycle.calls)):
         begin, first = begins[call], cycle.prologue(call, jumps=True)
@@ -55,7 +56,7 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
         if fetched != expected:
             odd = next(a or b for a, b in zip_longest(fetched, expected) if a != b)
             yield f"{odd[0]}: a jump to call {call} does not fetch what is on its way there in a pass, see chunk {odd[1]}"
-        if first[-1].stream == "compute":  # it waits for all of it
+        if first[-1].stream == "compute":  # compute waits for all copies of the jump
             continue
         due = kept | {weights_of(order.ops[i].op)[0]: i for _, i in alive if order.ops[i].serves == 1}
         marked = {i for _, i in alive} | set(kept.values())
@@ -69,10 +70,10 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 
 
 class _Wait(NamedTuple):
-    """A wait, and the copy whose arrival it awaits.
+    """The index of a wait, and the index of the copy for whose arrival it waits.
 
-    A jump records the arrival of a copy again only if it fetches those bytes; that of any other copy from before the jump
-    says nothing of what the jump fetches.
+    A jump records the arrival of a copy again only if it copies these bytes.  The arrival of any other copy before the jump
+    does not imply the arrival of the copies of the jump.
     """
 
     at: int
@@ -80,12 +81,13 @@ class _Wait(NamedTuple):
 
 
 def _chunks(ops: Iterable[Op]) -> list[tuple[str, int]]:
-    """The weights and chunks of the copies among ops."""
+    """The weights and chunks of all copies among ops."""
     return [(op.weight, chunk) for op in copies(ops) for chunk in range(op.first, op.end)]
 
 
 def _last_use(order: HappensBefore, uses: _Uses, copy: Issued) -> int:
-    """The index of the last op that uses the chunks of a copy; after all ops, if that is in a pass that is not unrolled."""
+    """The index of the last op that uses the chunks of a copy, or the number of ops if this op is in a pass that is not
+    unrolled."""
     if copy.serves is not None and copy.serves >= order.steps:
         return len(order.ops)
     (weight,) = weights_of(copy.op)

@@ -1,11 +1,11 @@
-"""Collectives: prove that compute and the collectives, which run beside it, keep out of each other's memory.
+"""Collectives: proves that compute and concurrent collectives do not conflict in memory.
 
 * Every collective is completed, unless it completes itself.
-* No op reads the result of a collective before its completion, and no two ops of which one writes use the same memory
-  at once: a collective uses its operands and its results from its start to its end.  In-place ops count by the schemas
-  of their ops (memory.py).  Of two ops on the same memory, the first is the one that is first in the traced graph.
+* No op reads the result of a collective before its completion.  Two ops of which one writes never use the same memory at the
+  same time; a collective uses its operands and its results from its start to its end.  Writes of in-place ops are taken from
+  their schemas (memory.py).  Two ops on the same memory must be in the order of the traced graph.
 * No value is released while a collective may use it, and no op reads a value after its release, except the region that
-  takes it.  The releases are those that the executor carries out.
+  takes it over.  The releases that are checked are the ones that the executor carries out.
 
 Contract
     Reads a program and its order only; it does not trust the passes that made them.
@@ -27,7 +27,8 @@ from .rewrite import Program, issued, source_of
 
 
 def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
-    """The violations of a program around its collectives, as sentences.  ``order``: of the program alone, if computed."""
+    """The violations of a program that concern its collectives, as sentences.  ``order``: order of the program by itself,
+    if it has been computed."""
     yield from _check_readers_of_released(program)
     if not any(collective_kind(node) is not None for node in program.module.graph.nodes):
         return
@@ -46,7 +47,7 @@ def check_collectives(program: Program, memory: Memory, order: HappensBefore | N
 
 
 def _check_readers_of_released(program: Program) -> Iterator[str]:
-    """Check that no op reads a value after its release, except a region that takes it as it begins."""
+    """Check that no op reads a value after its release, except a region that takes over the value when it begins."""
     names = {node.name for node in program.module.graph.nodes}
     for at, values in program.releases.items():
         for value in values:
@@ -54,7 +55,7 @@ def _check_readers_of_released(program: Program) -> Iterator[str]:
                 yield f"{value}: its release comes after {at}, and one of these is not in the program"
     released: dict[str, Node] = {}
     for node, ops in issued(program):
-        taken: tuple[str, ...] = ()  # by the region, if it runs next
+        taken: tuple[str, ...] = ()  # values taken over by the region that runs next, if any
         for op in ops:
             if values := released_by(op):
                 taken = values
@@ -67,7 +68,7 @@ def _check_readers_of_released(program: Program) -> Iterator[str]:
 
 
 def _late(value: str, reader: str, at: Node) -> str:
-    """A sentence on a reader of a value after its release ``at`` a node."""
+    """A sentence on an op that reads a value after its release.  ``at``: node at which it is released."""
     if at.op == "call_module":
         return f"{value}: {reader} reads it after {at.name} has taken it; missing edge: {reader} -> {at.name}"
     return (
@@ -78,9 +79,10 @@ def _late(value: str, reader: str, at: Node) -> str:
 
 @dataclass(frozen=True)
 class _StepCollectives:
-    """One step.  ``completions``: collective -> what completes it first.  ``ops``: node -> index of its op.
+    """The checks of one step.  ``completions``: for each collective, the first node that completes it.  ``ops``: index of
+    the op of each node.
 
-    ``reported``: pairs of nodes, in the order that is missing, that a sentence was already yielded for.
+    ``reported``: pairs of nodes (first, then) for which a violation was already reported.
     """
 
     program: Program
@@ -97,9 +99,9 @@ class _StepCollectives:
                 yield f"{name}: nothing completes {self.order.ops[op]}; missing edge: {name} -> wait_tensor"
 
     def check_readers(self) -> Iterator[str]:
-        """Check that what reads a result of a collective comes after its completion.
+        """Check that readers of a collective's result come after its completion.
 
-        Only the completion and what takes an element, which read no bytes, may come before.
+        Only the completion and nodes that take an element may come before, because they read no bytes.
         """
         order = self.order
         for node in self.program.module.graph.nodes:
@@ -118,7 +120,7 @@ class _StepCollectives:
                     )
 
     def check_memory(self) -> Iterator[str]:
-        """Check the order of each collective and every other op on the same memory, if one of the two writes there."""
+        """Check that each collective is ordered with every other op on the same memory, if one of the two writes to it."""
         users: dict[str, list[str]] = {}
         for name in self.ops:
             if uses := self.memory.uses.get(name):
@@ -138,7 +140,7 @@ class _StepCollectives:
                         yield from self._check_pair(first, then, place)
 
     def _sorted(self, one: str, other: str, turns: Mapping[str, tuple[int, int, int]]) -> tuple[str, str]:
-        """Two nodes in the order of the traced graph; in the order of issue, if one of them is not in that graph."""
+        """Two nodes in the order of the traced graph, or in the order of issue if one of them is not in the traced graph."""
         if one in turns and other in turns:
             return (one, other) if turns[one] < turns[other] else (other, one)
         return (one, other) if self.ops[one] < self.ops[other] else (other, one)
@@ -157,12 +159,12 @@ class _StepCollectives:
             yield f"{value}: {ops[after]} may read it before {ops[before]} has written it; {edge}"
 
     def _value(self, collective: str, place: str) -> str:
-        """The operand or result of a collective that lies in some memory."""
+        """The operand or result of a collective that is stored in the memory ``place``."""
         node = next(n for n in self.program.module.graph.nodes if n.name == collective)
         return next((n.name for n in (*node.all_input_nodes, node) if place in self.memory.of[n.name]), place)
 
     def check_releases(self, step: int) -> Iterator[str]:
-        """Check that a value is released only when every collective that uses it is over."""
+        """Check that a value is released only after every collective that uses it has ended."""
         order = self.order
         nodes = {node.name: node for node in self.program.module.graph.nodes}
         for i, each in enumerate(order.ops):
@@ -178,7 +180,7 @@ class _StepCollectives:
                         )
 
     def _end(self, op: int) -> str:
-        """What must be over for ``op`` to be over: for an op on the collective stream, its completion."""
+        """A phrase for the end of an op.  For an op on the collective stream, this is its completion."""
         used = self.order.ops[op]
         if used.stream != "collective":
             return used.label
@@ -186,7 +188,7 @@ class _StepCollectives:
 
 
 def _turns(program: Program) -> dict[str, tuple[int, int, int]]:
-    """Regions and collectives of a program -> their places in the traced graph, to compare."""
+    """Sort keys for the regions and collectives of a program, in the order of the traced graph."""
     places = {r.name: (r.index, 1, 0) for r in program.problem.regions}
     places |= {c.name: (c.before, 0, i) for i, c in enumerate(program.problem.collectives)}
     sources = {node.name: source_of(node) for node in program.module.graph.nodes}

@@ -1,7 +1,8 @@
-"""Contracts: what must hold of each stage before the next pass runs; ``verify`` checks the program itself.
+"""Contracts: checks the conditions that each stage must meet before the next pass runs.  ``verify`` checks the program
+itself.
 
-Each check raises FindingError for the first violation.  The checks cost little beside the passes, but they find only
-bugs in ChunkFlow itself, so they run only on request (``--verify-each``).
+Each check raises FindingError for the first violation.  The checks take little time compared with the passes, but they only
+find bugs in ChunkFlow itself, so they run only on request (``--verify-each``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from chunkflow_compile.passes.problem import Problem
 
 
 def check_traced(traced: Traced) -> None:
-    """Check that the graph is sound, every placeholder names its input, and every collective's group has a size."""
+    """Check that the graph is valid, every placeholder identifies its input, and the size of every collective's group is
+    known."""
     traced.graph.graph.lint()
     for node in traced.graph.graph.nodes:
         if node.op == "placeholder" and node.meta.get("desc") is None:
@@ -34,9 +36,10 @@ def check_traced(traced: Traced) -> None:
 
 
 def check_cut(cut: Cut) -> None:
-    """Check that no op is lost, none but views and what is computed again is repeated, and regions read earlier results.
+    """Check that no op is lost, that only views and recomputed values are repeated, and that regions read only earlier
+    results.
 
-    Of a cut with split regions, the ops are those of the cut before.
+    For a cut with split regions, the ops of the unsplit cut are checked.
     """
     _check_computed(cut.whole or cut)
     ready = {n for n in cut.source.graph.nodes if n.op in ("placeholder", "get_attr")}
@@ -63,7 +66,7 @@ def check_cut(cut: Cut) -> None:
 
 
 def _check_computed(cut: Cut) -> None:
-    """Check that every op of the graph is in one region; views, and what is computed again, may be in several."""
+    """Check that every op of the graph is in exactly one region.  Views and recomputed values may be in several."""
     expected, computed = Counter[str](), Counter[str]()
     top = {item for item in cut.sequence if isinstance(item, Node)}
     for counts, nodes in (
@@ -82,7 +85,7 @@ def _computed(region: CutRegion) -> list[Node]:
 
 
 def check_plan(plan: Plan, problem: Problem, goal: Goal) -> None:
-    """Check that the plan has this problem's weights, chunks and windows, within its arena and the budget."""
+    """Check that the plan covers the weights, chunks and windows of this problem, within its arena and the budget."""
     plan.check_problem(problem)
     count = len(problem.regions)
     if len(plan.regions) != count:
@@ -91,7 +94,7 @@ def check_plan(plan: Plan, problem: Problem, goal: Goal) -> None:
         _broken("planned", f"{plan.device_bytes} bytes on the device, above the budget of {goal.memory}")
     weights = {w.name: w for w in problem.weights}
     for weight in plan.weights:
-        expected = weights[weight.name]  # equal digests, so the names are the same
+        expected = weights[weight.name]  # the digests are equal, so the names are the same
         if weight.nbytes != expected.nbytes:
             _broken("planned", f"{weight.name} has {weight.nbytes} bytes, in the model {expected.nbytes}")
         ranks, expected_ranks = weight.source.ranks, expected.source.ranks

@@ -1,8 +1,8 @@
-"""Cycle: programs that run one after the other, again and again, under one plan.
+"""Cycle: programs that run one after the other, repeatedly, under one plan.
 
-A whole model is a cycle of one call.  Blocks that are compiled one by one, the frames around a graph break, and models
-that run in turns are cycles of several.  The calls of a cycle are one Problem: its windows lie on one circle, so the
-last windows of a call fetch for the next calls, and those of the last call for the first.
+A whole model is a cycle of one call.  Blocks that are compiled separately, the frames around a graph break, and models that
+alternate form cycles of several calls.  The calls of a cycle are planned as one Problem.  Its windows form a circle, so the
+last windows of a call prefetch for the next calls, and the last windows of the last call prefetch for the first.
 
     problem_of  the Problem of the calls, in their order
     write       the program of each call, with the transfers of its windows
@@ -29,17 +29,18 @@ from chunkflow_compile.passes.step import Copy, Step, Transfers, marks, order, t
 
 from .rewrite import CyclePlace, Program, rewrite
 
-# The name of an element of an outermost ModuleList, at the start of the name of a weight inside.
+# Matches the name of an element of an outermost ModuleList at the beginning of a weight's name.
 _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a cycle: the regions of a graph, on weights that another call may read too.
+    """A call of a cycle: the regions of a graph, and weights that other calls may read, too.
 
-    ``names``: name of a weight in the graph -> its name in the cycle.  ``keep``: name in the cycle -> why it must stay
-    on the device, for those that the graph could stream.  ``in_files``: names in the cycle of those in files on the SSD.
-    ``live``: bytes of activations of the call at other sizes, of which each region is planned with at least so many.
+    ``names``: names of the weights in the cycle, by their names in the graph.  ``keep``: for weights that the graph could
+    stream but that must stay on the device, the reason, by name in the cycle.  ``in_files``: names in the cycle of the
+    weights in files on the SSD.  ``live``: activation bytes of the call at other sizes; each region is planned with at
+    least this number.
     """
 
     cut: Cut
@@ -49,7 +50,7 @@ class Call:
     live: int = 0
 
     def problem(self) -> Problem:
-        """The problem of the graph, with the names of the cycle."""
+        """The problem of the graph, with the names that weights have in the cycle."""
         problem = self.cut.problem
         regions = tuple(self._region(r) for r in problem.regions)
         return replace(problem, regions=regions, weights=tuple(self._weight(w) for w in problem.weights))
@@ -59,7 +60,8 @@ class Call:
         return replace(region, weights=weights, block=self._block(region), live=max(region.live, self.live))
 
     def _block(self, region: Region) -> str:
-        """The block of a region, by the names of its weights: the graph may be that of a block, compiled for another."""
+        """The block of a region, derived from the names of its weights, because the graph may have been compiled for
+        another block."""
         blocks = {block_of(self.names[name]) for name in region.weights}
         return blocks.pop() if len(blocks) == 1 else region.block
 
@@ -72,7 +74,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Cycle:
-    """The programs of a cycle, in order, with the problem and the plan of the whole.  ``starts``: first window of each."""
+    """The programs of a cycle, in order, with the problem and the plan of the whole cycle.  ``starts``: first window of
+    each program."""
 
     problem: Problem
     plan: Plan
@@ -81,19 +84,19 @@ class Cycle:
 
     @staticmethod
     def of(program: Program | Cycle) -> Cycle:
-        """A program alone, as a cycle of one call."""
+        """A single program as a cycle of one call."""
         if isinstance(program, Cycle):
             return program
         return Cycle(program.problem, program.plan, (program,), (0,))
 
     @cached_property
     def step(self) -> Step:
-        """The step that the plan orders: the ops of all calls."""
+        """The step of the plan: the ops of all calls."""
         return order(self.problem, self.plan)
 
     @cached_property
     def transfers(self) -> Transfers:
-        """The transfer ops of this step, by what they are next to."""
+        """The transfer ops of this step, grouped by the op that they precede or follow."""
         return transfers(self.step)
 
     @cached_property
@@ -103,18 +106,19 @@ class Cycle:
 
     @cached_property
     def events(self) -> CallEvents:
-        """The events at the beginnings and ends of calls."""
+        """The events at the beginning and the end of calls."""
         return CallEvents.of(self._issued)
 
     @property
     def signals(self) -> Step:
-        """What records and awaits each event: equal in programs that can share their events."""
+        """The ops that record events or wait for them.  They are equal for programs that can share events."""
         return marks(self._issued)
 
     def prologue(
         self, call: int, lanes: Sequence[Lane] = LANES, stale: Collection[str] | None = None, *, jumps: bool = False
     ) -> Step:
-        """What is issued before a call at a cold start, at a jump and after writes to weights, see :func:`forms.prologue`."""
+        """The ops to issue before a call at a cold start, at a jump and after writes to weights, see
+        :func:`forms.prologue`."""
         begin = sum(map(len, self.ops[:call]))
         return prologue(self._issued, begin, self._kept, lanes, self.events, stale, jumps=jumps)
 
@@ -127,18 +131,18 @@ class Cycle:
         return resident(self.plan)
 
     def at(self, call: int, program: Program) -> Cycle:
-        """The cycle with another program in the place of a call."""
+        """The cycle with the program of a call replaced."""
         return replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
 
 
 def block_of(weight: str) -> str:
-    """The name of the block that a weight is in, by its own name; empty if it is in none."""
+    """The name of the block that contains a weight, derived from the weight's name; empty if it is not in a block."""
     prefix = _BLOCK_PREFIX.match(weight)
     return prefix[0] if prefix is not None else ""
 
 
 def problem_of(calls: Sequence[Call]) -> Problem:
-    """The problem of several calls in their order.  A weight that several calls read is one weight."""
+    """The problem of several calls, in order.  A weight that several calls read is a single weight of the problem."""
     regions, collectives = list[Region](), list[Collective]()
     weights: dict[str, Weight] = {}
     ranks = 1
@@ -167,7 +171,7 @@ def ends_of(calls: Sequence[Call]) -> tuple[int, ...]:
 
 
 def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
-    """The programs of ``calls`` under a plan of the problem of all of them."""
+    """Write the programs of ``calls`` under a plan for their joint problem."""
     problem = problem_of(calls)
     plan.check_problem(problem, ends_of(calls))
     cycle = Cycle(problem, plan, (), (0, *ends_of(calls)[:-1]))
@@ -176,7 +180,7 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
 
 
 def rewritten(cycle: Cycle, number: int, call: Call, *, share: bool = True) -> Program:
-    """The program of a call of another graph, with the same regions on the same weights, in the place of a call."""
+    """Write the program of a call that replaces call ``number``: another graph, with the same regions and weights."""
     index = {c.name: i for i, c in enumerate(cycle.problem.collectives)}
     names = {c.name: collective_name(number, c.name) for c in call.cut.problem.collectives}
     collectives = {name: index[of_cycle] for name, of_cycle in names.items() if of_cycle in index}

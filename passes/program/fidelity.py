@@ -1,4 +1,4 @@
-"""Fidelity: a program computes what the traced graph computes, in its order and on the same values.
+"""Fidelity: checks that a program computes the same as the traced graph, in the same order and from the same values.
 
 Contract
     Reads programs only; it does not trust the passes that made them.
@@ -25,7 +25,7 @@ from .rewrite import Program, issued, source_of
 
 
 def check_order(program: Program) -> Iterator[str]:
-    """Check that regions, their weights and collectives are those of the traced graph, in its order."""
+    """Check that the program has the same regions, weights and collectives as the traced graph, in the same order."""
     nodes = program.module.graph.nodes
     calls = [n for n in nodes if n.op == "call_module"]
     regions, expected = [n.name for n in calls], [r.name for r in program.problem.regions]
@@ -44,10 +44,11 @@ def check_order(program: Program) -> Iterator[str]:
 
 
 def check_readers(program: Program, memory: Memory) -> Iterator[str]:
-    """Check that only regions read streamed weights, as waits and evicts order no other reader; and only these move.
+    """Check that streamed weights are read by regions only, because waits and evicts order no other readers, and that no
+    other weights are copied.
 
-    No region writes one: its slot is filled from host memory only, and the next copy would undo the write.
-    Each is copied in the lane that the plan has for it.
+    Also check that no region writes to a streamed weight, because the next copy from host memory would undo the write, and
+    that each is copied in the lane given by the plan.
     """
     moved = {w.name for w in program.plan.streamed}
     streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
@@ -70,7 +71,7 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
 
 
 def _kernels(program: Program, name: str) -> str:
-    """The users' kernels by which a region writes what it is given, to name them beside it."""
+    """A phrase that names the user's kernels with which a region writes to its inputs; empty if there are none."""
     call = next(n for n in program.module.graph.nodes if n.name == name)
     region = program.regions.get(str(call.target))
     nodes = () if region is None else region.module.graph.nodes
@@ -79,7 +80,7 @@ def _kernels(program: Program, name: str) -> str:
 
 
 def check_operands(program: Program) -> Iterator[str]:
-    """Check that every operand comes before its readers: the other checks follow operands to where they come from."""
+    """Check that every operand comes before its readers, because the other checks follow operands to their origin."""
     before = set[Node]()
     for node in program.module.graph.nodes:
         for operand in node.all_input_nodes:
@@ -89,9 +90,10 @@ def check_operands(program: Program) -> Iterator[str]:
 
 
 def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) -> Iterator[str]:
-    """Check that every input, region, output, constant, collective, completion and result is that of the traced graph.
+    """Check that the inputs, regions, outputs, constants, collectives, completions and results are the same as in the
+    traced graph.
 
-    ``keys``: the structural keys of regions that other calls have too.
+    ``keys``: structural keys of regions that are shared with other calls; new ones are added.
     """
     for target, region in program.regions.items():
         held = getattr(program.module, target)
@@ -115,7 +117,7 @@ def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) ->
 
 
 def _flow(program: Program, node: Node) -> str:
-    """The line of a node, as :meth:`Cut.data_flow` writes it."""
+    """The line of a node, in the format of :meth:`Cut.data_flow`."""
     if node.op == "get_attr":
         return flow_line("constant", str(node.target))
     if node.op == "output":

@@ -1,30 +1,35 @@
-"""Happens-before: which ops of programs are ordered on the device, whatever the speed of its streams.
+"""Happens-before: determines which ops of programs are ordered on the device, whatever the speed of its streams.
 
-Programs that share an arena are unrolled turn by turn: their ops (step.py), in the order in which the host issues them.  A
-turn is the prologue of a cold start and some steps of one program, or some passes over the calls of a cycle.
+Programs that share an arena are unrolled turn by turn: their ops (step.py) are listed in the order in which the host issues
+them.  A turn consists of the prologue of a cold start and several steps of one program, or several passes over the calls of
+a cycle.
 
-:func:`edges` says what each op means for the order.  Compute, the lanes and the stream of reads are each in order.  A wait
-comes after the newest mark of its event.  A collective starts when compute has reached its start, and compute waits for its
-end at its finish.  Nothing else orders collectives: every NCCL communicator has a stream of its own, and gloo runs several at
-a time.  So the order of two collectives counts only if compute completes the first before it issues the second.
+:func:`edges` defines the effect of each op on the order.  Compute, the lanes and the stream of reads each run in order.  A
+wait comes after the newest mark of its event.  A collective starts when compute has reached its start, and compute waits
+for its end at its finish.  Nothing else orders collectives: every NCCL communicator has its own stream, and gloo runs
+several collectives at a time.  So two collectives are ordered only if compute completes the first before it issues the
+second.
 
-A call of a plan with joins runs in one of two *forms*, in any order: *eager*, as above, or *captured*, as one CUDA graph.
-A captured call has lanes and events of its own: its first copy in each lane waits for the opening of its window only.  Before
-it, compute waits for the *tail*, all copies that the eager lanes have been given, by whichever program: by a cold start, a
-jump, a rewritten weight, or an eager call.  At its end, the *join*, compute waits for all copies of the call.
+A call of a plan with joins runs in one of two *forms*, which may alternate arbitrarily: *eager*, as above, or *captured*,
+as one CUDA graph.  A captured call has its own lanes and events: its first copy in each lane waits only for the opening of
+its window.  Before a captured call, compute waits for the *tail*: all copies that any program has issued in the eager
+lanes, for a cold start, a jump, a rewritten weight or an eager call.  At the end of a captured call, the *join*, compute
+waits for all copies of the call.
 
-``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternations.  What follows
-from these holds for every sequence, because an order that is needed between ops of two calls depends on the forms of these
-two and of the calls between them only:
+``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternating sequences.  A
+property that holds for these holds for every sequence, because the order between ops of two calls depends only on the forms
+of these two calls and of the calls between them:
 
-* from compute to a copy: it leads through the opening of the copy's window, which is in the copy's call in both forms;
-* from a copy to compute, in one call: by an arrival there, the same one in both forms, as the order of a lane is;
-* from a copy to compute in a later call: if all calls from the one to the other are eager, as where all calls are;
-  else by the join of the first, if that is captured, or else by the tail of the next captured one;
-* between copies: of two eager calls by the order of their lane, otherwise through compute, as before.
+* from compute to a copy: through the opening of the copy's window, which is part of the copy's call in both forms;
+* from a copy to compute in the same call: through an arrival in this call, which is the same in both forms, like the order of
+  a lane;
+* from a copy to compute in a later call: if all calls from the first to the second are eager, as in the all-eager sequence.
+  Otherwise through the join of the copy's call, if it is captured, or else through the tail of the next captured call;
+* between two copies: if both calls are eager, by the order of their lane; otherwise through compute, as above.
 
-One call once in each step is so unrolled in all four pairs of forms.  A jump or a rewritten weight before a captured call
-copies in the eager lanes, and the tail follows: it is a cold start that copies less (borders.py).
+With a single call per step, all four pairs of forms are unrolled in this way.  A jump or a rewritten weight before a
+captured call copies in the eager lanes, and then the tail follows.  It is equivalent to a cold start that copies less
+(borders.py).
 """
 
 from __future__ import annotations
@@ -60,17 +65,18 @@ from .cycle import Cycle
 from .rewrite import Program, issued
 
 PRIMING = -1
-# Whether calls are captured, one after the other and again from the first.
+# For consecutive calls, whether each is captured.  The sequence repeats from the start.
 Form = tuple[bool, ...]
 EAGER: Form = (False,)
 FORMS: tuple[Form, ...] = (EAGER, (True,), (False, True), (True, False))
 
 
 class Issued(NamedTuple):
-    """An op of the unrolled programs.  ``label``: like a line of the listing.  ``reads``: the weights that it reads.
-    ``collectives``: the nodes of those that it is, takes an element of the results of, or completes.
+    """An op of the unrolled programs.  ``label``: text in the style of the listing.  ``reads``: weights that it reads.
+    ``collectives``: nodes of the collectives that it is, completes, or takes a result from.
 
-    ``step``: -1 for the prologue.  ``call``: the call of a cycle that issues it.  ``captured``: whether in a CUDA graph.
+    ``step``: number of the step, -1 for the prologue.  ``call``: call of a cycle that issues it.  ``captured``: whether it
+    is part of a CUDA graph.
     """
 
     op: Op
@@ -98,12 +104,12 @@ class Issued(NamedTuple):
 
     @property
     def ring(self) -> int | None:
-        """The byte of the ring at which it begins, if it is a read or a copy out of the ring."""
+        """The byte of the ring at which it begins, if it is a read or a copy out of the ring, or None."""
         return getattr(self.op, "ring", None)
 
     @property
     def serves(self) -> int | None:
-        """The step whose readers are served by a copy; None for resident chunks, which serve all steps of their turn."""
+        """The step for whose readers a copy is made, or None for resident chunks, which are for all steps of their turn."""
         return self.step + self.op.next_step if isinstance(self.op, Copy) and self.op.window is not None else None
 
     @property
@@ -128,7 +134,7 @@ class Issued(NamedTuple):
 
     @property
     def planned(self) -> bool:
-        """Whether the plan orders it; all others are in the graph only."""
+        """Whether it is an op of the plan's step.  All other ops exist in the graph only."""
         return not isinstance(self.op, Evaluate | Release)
 
     @property
@@ -137,7 +143,7 @@ class Issued(NamedTuple):
         return isinstance(self.op, Run | Start | Finish | Evaluate)
 
     def of_chunk(self, chunk: int) -> str:
-        """The label of a copy, of one of its chunks."""
+        """The label of a copy, for one of its chunks."""
         assert isinstance(self.op, Copy)
         weight, window = self.op.weight, self.op.window
         if window is None:
@@ -145,7 +151,7 @@ class Issued(NamedTuple):
         return f"prefetch({weight!r}, chunk {chunk}, window={window})"
 
     def text(self, chunk: int | None = None) -> str:
-        """The op, and where it is.  ``chunk``: of a copy."""
+        """The op and its position, as text.  ``chunk``: a chunk of a copy, to name it."""
         turn = f"turn {self.turn}, " if self.turn else ""
         turn += f"call {self.call}, " if self.call else ""
         form = ", captured" if self.captured else ""
@@ -157,11 +163,12 @@ class Issued(NamedTuple):
 
 
 class _Clocks(NamedTuple):
-    """Where each op is on compute, which is in order: the newest op there that happens ``before`` it, and the first that
-    happens ``after`` it, both itself if it is there.  ``lane``: the first op of its lane, itself if it is in none.
+    """The position of each op relative to compute, which runs in order.  ``before``: the newest op of compute that happens
+    before it.  ``after``: the first op of compute that happens after it.  For an op of compute, both are the op itself.
+    ``lane``: first op of its lane, or the op itself if it is not in a lane.
 
-    Ops of two lanes are ordered through compute only, and so is a collective, which is in no order of its own.  For reads,
-    which wait for copies and copies for them, see :func:`newest`.
+    Ops of different lanes are ordered only through compute, and so are collectives, which do not run in order.  For reads,
+    which wait for copies and vice versa, see :func:`newest`.
     """
 
     before: list[int]
@@ -170,10 +177,11 @@ class _Clocks(NamedTuple):
 
 
 def edges(ops: Sequence[Issued]) -> Iterator[tuple[int, int]]:
-    """The order of unrolled ops: each pair of indices leads from an op to one that is issued after it and runs after it."""
-    newest: dict[Hashable, int] = {}  # stream -> the op issued there last
-    marks: dict[Hashable, int] = {}  # event -> the op that recorded it last
-    running: dict[str, list[int]] = {}  # collective -> its ops that nothing has completed yet
+    """The order of unrolled ops as pairs of indices.  The second op of a pair is issued later than the first, and runs
+    after it."""
+    newest: dict[Hashable, int] = {}  # for each stream, the last op issued in it
+    marks: dict[Hashable, int] = {}  # for each event, the op that recorded it last
+    running: dict[str, list[int]] = {}  # for each collective, its ops that have not been completed yet
     for i, each in enumerate(ops):
         op, stream = each.op, each.op.stream
         if stream == "collective":
@@ -182,7 +190,7 @@ def edges(ops: Sequence[Issued]) -> Iterator[tuple[int, int]]:
                 running[each.collectives[0]] = []
             running.setdefault(each.collectives[0], []).append(i)
             continue
-        # a captured call has lanes and events of its own
+        # a captured call has its own lanes and events
         where = (each.turn, each.step, each.call) if each.captured else None
         lane = stream if stream == "compute" else (stream, where)
         if lane in newest:
@@ -198,21 +206,21 @@ def edges(ops: Sequence[Issued]) -> Iterator[tuple[int, int]]:
 
 
 def newest(ops: Sequence[Issued], stream: Stream) -> list[int]:
-    """For each of unrolled ops, the newest op of a stream that happens before it, or that it is; -1 if there is none."""
+    """For each unrolled op, the newest op of a stream that happens before it or is the op itself; -1 if there is none."""
     found = [i if each.stream == stream else -1 for i, each in enumerate(ops)]
-    for first, then in edges(ops):  # by the second one
+    for first, then in edges(ops):  # sorted by the second op
         found[then] = max(found[then], found[first])
     return found
 
 
 class HappensBefore:
-    """The order of unrolled programs.  ``ops``: in the order of issue.  ``graph``: a DAG over their indices.
+    """The order of unrolled programs.  ``ops``: ops in the order of issue.  ``graph``: DAG over their indices.
 
-    ``turns``: the programs or cycles that hold the arena one after the other; each runs ``steps`` steps.
+    ``turns``: programs or cycles that use the arena one after the other; each runs ``steps`` steps.
     """
 
     def __init__(self, turns: Sequence[Program | Cycle], steps: int, form: Form = EAGER) -> None:
-        """``form``: of the calls of all turns; those of a plan without joins are eager."""
+        """``form``: forms of the calls of all turns.  Calls of a plan without joins are always eager."""
         self.turns = tuple(Cycle.of(turn) for turn in turns)
         self.steps = steps
         forms = repeat(form)
@@ -232,14 +240,15 @@ class HappensBefore:
         return first < then and (after[first] <= before[then] or lane[first] == lane[then])
 
     def awaited(self, wait: int) -> int | None:
-        """The copy whose arrival the wait at an index awaits; None if that was not recorded."""
+        """The index of the copy for whose arrival the wait at index ``wait`` waits, or None if the arrival was not
+        recorded."""
         at: int | None = wait
         while at is not None and self.ops[at].copy is None:
             at = next((i for i in self.graph.predecessors(at) if self.ops[i].stream in LANES), None)
         return at
 
     def _count(self) -> _Clocks:
-        """The order of issue is topological."""
+        """Compute the positions in one pass, because the order of issue is topological."""
         count = len(self.ops)
         before, after, lane = list(range(count)), list(range(count)), list(range(count))
         aside = [i for i, each in enumerate(self.ops) if each.stream != "compute"]
@@ -269,13 +278,13 @@ def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool], lanes: S
 
 
 def _captured(cycle: Cycle, call: Sequence[Issued]) -> list[Issued]:
-    """The ops of a call of a cycle in a CUDA graph."""
+    """The ops of a call of a cycle that is captured as a CUDA graph."""
     of = {each.op: each for each in call}
     return [of.get(op) or Issued(op, "join") for op in captured((each.op for each in call), cycle.events)]
 
 
 def issued_by(program: Program) -> Iterator[Issued]:
-    """The ops of one call of a program, as in its first step."""
+    """The ops of one call of a program, numbered as in its first step."""
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     shared = _shared(program)
     for node, ops in issued(program):
@@ -291,7 +300,7 @@ def issued_by(program: Program) -> Iterator[Issued]:
 
 
 def _label(op: Op, node: Node | None = None) -> str:
-    """The label of a transfer op.  ``node``: of a program, None for a prologue."""
+    """The label of a transfer op.  ``node``: its node in the program, or None in a prologue."""
     if isinstance(op, Copy):
         return f"prefetch({op.weight!r})"
     if isinstance(op, Read):
@@ -307,7 +316,7 @@ def _label(op: Op, node: Node | None = None) -> str:
 
 
 def _of(node: Node) -> tuple[str, ...]:
-    """The nodes of the collectives that a node is, takes an element of the results of, or completes."""
+    """The names of the collectives that a node is, completes, or takes a result from."""
     if collective_kind(node) is not None:
         return (node.name,)
     if (results := list_of(node)) is not None:
@@ -316,7 +325,7 @@ def _of(node: Node) -> tuple[str, ...]:
 
 
 def _shared(program: Program) -> set[str]:
-    """The values that the collective stream reads or makes: all others are released in the order of compute."""
+    """The values that the collective stream reads or makes.  All others are released in the order of compute."""
     shared: set[str] = set()
     for node in program.module.graph.nodes:
         if collective_kind(node) is not None or list_of(node) is not None:

@@ -1,6 +1,6 @@
-"""Lifetimes of the values of a step: at which node the executor drops each.
+"""Lifetimes: determines at which node the executor drops each value of a step.
 
-The table is part of the program.  The executor drops by it, and verify checks it.
+The table is part of the program.  The executor drops values according to it, and verify checks it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from chunkflow_compile.passes.ops import transfer_of
 
 
 def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Node -> the values that are dropped there, by name.
+    """The names of the values to drop at each node, by the name of the node.
 
-    The compute stream drops a value at its last reader: a region takes it along, so that its code frees the memory after
-    the last use inside; after any other node it is dropped.  If the collective stream reads or makes the value, compute
-    drops it at the collective's completion or later, and so after it has waited for the collective.  Outputs are not
-    dropped, because the caller gets them, nor what a region without outputs returns.
+    The compute stream drops a value at its last reader.  If this is a region, the region takes over the value, so that its
+    code frees the memory after the last use inside.  After any other node, the value is dropped.  If the collective stream
+    reads or makes the value, compute drops it at the collective's completion or later, after it has waited for the
+    collective.  Outputs of the graph are not dropped, because the caller gets them, and neither are the results of regions
+    without outputs.
     """
     number = {node: i for i, node in enumerate(graph.nodes)}
     release: dict[str, list[str]] = {}
@@ -33,9 +34,10 @@ def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def over(node: Node, number: Mapping[Node, int]) -> Node:
-    """The node after which ``node`` has read its operands and made its result, by the order ``number``.
+    """The node after which ``node`` has read its operands and made its result.  ``number``: positions of the nodes.
 
-    That is the last completion of its collective, if it is one or takes an element of its results; else ``node``.
+    If ``node`` is a collective or takes an element of its results, it is the last completion of the collective.  Otherwise
+    it is ``node``.
     """
     collective = list_of(node) or node
     if collective_kind(collective) is None:

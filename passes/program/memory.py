@@ -1,12 +1,13 @@
-"""Memory: which memory each value of a program may lie in, and which nodes read or write it.
+"""Memory: determines in which memory each value of a program may be stored, and which nodes read or write this memory.
 
-Writes are those that the schemas of the ops declare.  An op without a schema, such as ``cond``, writes what its nested
-graphs write; a call of a user's kernel what Triton finds in its source.  AOTAutograd makes inference graphs functional, so
-a graph that it traced holds no write; one that was built by hand may, as in a collective that writes the buffer it is given
-(``all_reduce_``).  Inductor adds none: it writes to an input of a region only where the region's graph does.
+Writes are taken from the schemas of the ops.  An op without a schema, such as ``cond``, writes whatever its nested graphs
+write.  For a call of a user's kernel, Triton finds the writes in its source.  AOTAutograd makes inference graphs
+functional, so a graph that it traced contains no writes.  A graph that was built by hand may contain some, for example a
+collective that writes to its input buffer (``all_reduce_``).  Inductor adds no writes: it writes to an input of a region
+only if the region's graph does.
 
 Contract
-    Reads a program only.  Where a schema leaves open whether values share memory, they do.
+    Reads a program only.  If a schema leaves open whether values share memory, it is assumed that they do.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from .rewrite import Program
 
 @dataclass(frozen=True)
 class Uses:
-    """The memory that a node reads, and that which it writes or allocates for its results.
+    """The memory that a node reads, and the memory that it writes to or allocates for its results.
 
-    A collective uses all of it from its start to its end.
+    A collective uses all of this memory from its start to its end.
     """
 
     reads: frozenset[str]
@@ -40,9 +41,10 @@ class Uses:
 
 @dataclass(frozen=True)
 class Memory:
-    """``of``: value -> the memory that it may lie in.  ``uses``: region, collective or other top-level op -> its uses.
+    """The memory of the values of a program.  ``of``: for each value, the memory in which it may be stored.  ``uses``: uses
+    by region, collective or other top-level op.
 
-    Memory goes by the name of the node that allocates it; inside a region, by those of the region and the node.
+    Memory is named after the node that allocates it or, inside a region, after the region and the node.
     """
 
     of: Mapping[str, frozenset[str]]
@@ -51,9 +53,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Effects:
-    """What a region does with memory: its inputs, by position, and what it allocates, by the name of a node.
+    """The effects of a region on memory.  Inputs are given by position, memory allocated inside by the name of a node.
 
-    ``outputs``: the memory of each output.  ``writes``: positions of the inputs that it writes to.
+    ``outputs``: memory of each output.  ``writes``: positions of the inputs to which it writes.
     """
 
     outputs: tuple[frozenset[int | str], ...]
@@ -75,10 +77,10 @@ def program_memory(program: Program) -> Memory:
         elif node.op != "call_function":
             continue
         elif node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
-            # the executor copies an output that lies in a slot
+            # the executor copies an output that is stored in a slot
             of[node.name] = _output(node, effects, of) - slots or of[node.name]
         elif is_wait_tensor(node) or list_of(node) is not None:
-            of[node.name] = taken  # the collective's own result
+            of[node.name] = taken  # the result of the collective itself
         else:
             of[node.name] = _result_memory(node, of[node.name], {n: of[n.name] for n in node.all_input_nodes})
             allocated = of[node.name] if collective_kind(node) is not None else frozenset()
@@ -110,7 +112,7 @@ def _effects(region: CutRegion) -> Effects:
 
 
 def effects_of(module: GraphModule) -> Effects:
-    """What a region, or a graph nested in one, does with memory."""
+    """The effects of a region, or of a graph nested in one, on memory."""
     of: dict[Node, frozenset[int | str]] = {}
     writes: set[int] = set()
     results: Any = ()
@@ -130,7 +132,7 @@ def effects_of(module: GraphModule) -> Effects:
 
 
 def _result_memory(node: Node, own: frozenset[Any], of: Mapping[Node, frozenset[Any]]) -> frozenset[Any]:
-    """The memory of an op's result.  ``own``: what it may allocate.  ``of``: the memory of its operands."""
+    """The memory of an op's result.  ``own``: memory that it may allocate.  ``of``: memory of its operands."""
     target: Any = node.target
     if is_view(node) or target is operator.getitem:
         return _union(of[n] for n in _marked(node) or node.all_input_nodes)
@@ -144,9 +146,9 @@ def _result_memory(node: Node, own: frozenset[Any], of: Mapping[Node, frozenset[
 
 
 def _written_operands(node: Node, module: GraphModule) -> list[Node]:
-    """The operands that an op writes to: those that its schema marks.
+    """The operands that an op writes to, according to its schema.
 
-    Without a schema, all of them if a nested graph writes to an input, else none.
+    Without a schema, all operands if a nested graph writes to an input, otherwise none.
     """
     if isinstance(node.target, torch._ops.OpOverload):
         return _marked(node, write=True)
@@ -159,7 +161,8 @@ def _written_operands(node: Node, module: GraphModule) -> list[Node]:
 
 
 def _marked(node: Node, write: bool = False) -> list[Node]:
-    """The operands that a result may share memory with, by the op's schema; with ``write``, those that it writes to."""
+    """The operands with which a result may share memory, according to the op's schema.  ``write``: only the operands to
+    which the op writes."""
     marked: list[Node] = []
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):

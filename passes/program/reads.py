@@ -1,19 +1,19 @@
-"""Reads: the proof that no copy finds other bytes in the ring than those of its own read.
+"""Reads: proves that a copy out of the ring always finds the bytes that its read has put there.
 
-It is proved for a cold start and the passes after it, and where programs take turns, that
+For a cold start and the following passes, and for programs that take turns, it is proved that
 
-* a read goes to a block of the ring, with room for all blocks of the file that it touches,
-* a read comes after every copy out of its bytes that was issued before it, and
-* a copy out of the ring comes after its read, which is the newest one that was issued into these bytes.
+* a read has a slot of the ring that is aligned to blocks and large enough for all blocks of the file that it touches,
+* a read comes after every earlier copy out of its bytes, and
+* a copy out of the ring comes after its read, which is the newest read into these bytes.
 
-Reads and copies wait for each other in one way only: a read is directly followed by its event, the copy out of its bytes
-directly follows the wait for that event, and a read waits for an event that a copy has just recorded.  So prologues find the
-event of each read, captured calls and weights in host memory need no reads, and a stream of the host knows where the event
-that it waits for was recorded.
+Reads and copies wait for each other in a fixed pattern: a read is directly followed by its event, the copy out of its bytes
+directly follows the wait for this event, and a read waits for an event that a copy has just recorded.  Because of this
+pattern, prologues can find the event of each read, captured calls and weights in host memory can leave out the reads, and a
+stream of the host can find out where the event that it waits for was recorded.
 
-A copy that waits for no read reads its file itself.  A jump to a call reads again what a pass has read there for later
-copies, in the same order, and so does a cold start.  All copies that were issued before it come before these reads.  Captured
-calls have no reads.
+A copy that does not wait for a read reads its file itself.  A jump to a call and a cold start repeat the reads that a pass
+has issued before this call for later copies, in the same order.  All copies issued earlier come before these reads.
+Captured calls have no reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from chunkflow_compile.passes.names import LANES
-from chunkflow_compile.passes.ring import BLOCK, room
+from chunkflow_compile.passes.ring import BLOCK, slot_bytes
 from chunkflow_compile.passes.step import Copy, Op, Read, Record, Wait
 
 from .cycle import Cycle
@@ -32,7 +32,8 @@ from .happens_before import HappensBefore, newest
 
 @dataclass
 class _Held:
-    """Bytes of the ring up to ``end``, after a read at an index.  ``copied``: the indices of the copies out of them."""
+    """Bytes of the ring up to ``end``, after a read.  ``index``: index of the read.  ``copied``: indices of the copies out
+    of these bytes."""
 
     read: Read
     index: int
@@ -41,7 +42,8 @@ class _Held:
 
 
 def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """The violations of a cycle in the ring, as sentences.  ``order``: its own, over a cold start and its steps."""
+    """The violations of a cycle in the ring, as sentences.  ``order``: order of this cycle, for a cold start and its
+    steps."""
     yield from _check_neighbours(cycle)
     yield from check_ring(order)
     if any(each.read for each in order.ops):
@@ -58,9 +60,9 @@ def check_ring(order: HappensBefore) -> Iterator[str]:
     for i, each in enumerate(order.ops):
         if (read := each.read) is not None:
             if (weight := weights[each.turn].get(read.weight)) is None:
-                continue  # check_readers tells of it
+                continue  # check_readers reports it
             nbytes = order.turns[each.turn].plan.nbytes(weight, read.first, read.end)
-            end = read.ring + room(nbytes)
+            end = read.ring + slot_bytes(nbytes)
             if read.ring < 0 or read.ring % BLOCK:
                 yield f"{read.weight}: {each} begins at byte {read.ring} of the ring, where no block does"
             over = [other for other in held if other.read.ring < end and read.ring < other.end]
@@ -90,11 +92,11 @@ def _serves(read: Read, copy: Copy) -> bool:
 
 
 def _check_neighbours(cycle: Cycle) -> Iterator[str]:
-    """Check, in each call, what is directly next to the reads, to the copies out of the ring and to their events."""
+    """Check, in each call, the ops directly before and after reads, copies out of the ring and their events."""
     neighbours = list(_neighbours(cycle))
     recorded = Counter(op.event for _, op, _ in neighbours if isinstance(op, Record))
     awaited = Counter(op.event for _, op, _ in neighbours if isinstance(op, Wait))
-    marked = dict[int, Read]()  # by its event
+    marked = dict[int, Read]()  # reads by their events
     for _, op, after in neighbours:
         if isinstance(op, Read):
             if isinstance(after, Record) and after.stream == "read" and recorded[after.event] == 1:
@@ -116,16 +118,16 @@ def _check_neighbours(cycle: Cycle) -> Iterator[str]:
 
 
 def _neighbours(cycle: Cycle) -> Iterator[tuple[Op | None, Op, Op | None]]:
-    """The ops that each call issues, with those before and after."""
+    """The ops that each call issues, each with its predecessor and successor."""
     for call in cycle.ops:
         yield from zip((None, *call), call, (*call[1:], None), strict=False)
 
 
 def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check that a start at each call reads again what is read ahead of its copies there in the second of two passes, with
-    the same events, after all copies that were issued before."""
+    """Check that a start at each call repeats the reads that are ahead of their copies there in the second of two passes,
+    with the same events, after all copies issued earlier."""
     marks = {op: after for _, op, after in _neighbours(cycle) if isinstance(op, Read)}
-    lanes = LANES if cycle.plan.pulled else LANES[:1]  # the fewest that the device may have
+    lanes = LANES if cycle.plan.pulled else LANES[:1]  # the minimum that a device may have
     ahead, expected = list[Read](), dict[int, list[Read]]()
     for each in order.ops:
         if each.step == 1:

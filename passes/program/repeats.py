@@ -1,10 +1,10 @@
-"""Repeats: prove that the calls of a repeated region (graph/split.py) keep out of each other's values.
+"""Repeats: proves that the calls of a repeated region (graph/split.py) do not overwrite each other's values.
 
-* Each call takes slices inside the values.  What several calls, or several regions, write of an output does not overlap, and
-  is all of it before anything reads it.
-* Memory that a call overwrites is read by no other call of the region: no input lies in it but the one that is overwritten,
-  of which each call reads the slice that it overwrites.
-* Overwritten memory is no input of the program, and what was in it is read by no later op and is no result.
+* Each call takes slices inside the values.  If several calls or regions write to an output, their parts do not overlap, and
+  they cover the whole output before anything reads it.
+* Memory that a call overwrites is not read by other calls of the region: it contains no input except the overwritten one, of
+  which each call reads only the slice that it overwrites.
+* Overwritten memory is not an input of the program.  Its old contents are not read by later ops, and are not results.
 
 Contract
     Reads a program and its memory only; it does not trust the passes that made them.
@@ -51,12 +51,12 @@ def _fit(node: Node, slicing: Slicing) -> bool:
     return written and len(slicing.inputs) == len(node.args)
 
 
-# The parts of a value that have been written: dimension, first element and end of each.
+# The parts of a value that have been written, as (dimension, first element, end).
 _Written = frozenset[tuple[int, int, int]]
 
 
 def _check_complete(node: Node, slicing: Slicing | None, written: Mapping[Node, _Written]) -> Iterator[str]:
-    """Check that all of what a node reads was written."""
+    """Check that everything that a node reads has been written."""
     overwritten = set() if slicing is None else {over for _, over in slicing.writes}
     for place, operand in enumerate(node.all_input_nodes if slicing is None else node.args):
         if not isinstance(operand, Node) or operand not in written or place in overwritten:
@@ -66,7 +66,7 @@ def _check_complete(node: Node, slicing: Slicing | None, written: Mapping[Node, 
 
 
 def _check_slices(node: Node, slicing: Slicing, written: dict[Node, _Written]) -> Iterator[str]:
-    """Check that slices lie in their values, and no element is written twice.  Adds to what is ``written``."""
+    """Check that slices are within their values, and that no element is written twice.  Updates ``written``."""
     for operand, part in zip(node.args, slicing.inputs, strict=True):
         if part is not None and isinstance(operand, Node) and not _inside(operand, part, slicing.repeat):
             yield f"{operand.name}: {node.name} takes slices of it beyond its end: {part}, {slicing.repeat} times"
@@ -79,14 +79,14 @@ def _check_slices(node: Node, slicing: Slicing, written: dict[Node, _Written]) -
         begin, end = part.offset, part.offset + part.size * slicing.repeat
         earlier = written.get(before, frozenset()) if isinstance(before, Node) else frozenset()
         if isinstance(before, Node) and (before not in written or _is_all(before, earlier)):
-            continue  # it has new values now
+            continue  # the call has overwritten it with new values
         if any(dim != part.dim or (first < end and begin < last) for dim, first, last in earlier):
             yield f"{element.name}: {node.name} writes {begin} to {end} of it, of which {_text(earlier)} is written already"
         written[element] = earlier | {(part.dim, begin, end)}
 
 
 def _is_all(value: Node, parts: _Written) -> bool:
-    """Whether parts, which do not overlap, are all of a value."""
+    """Whether parts, which do not overlap, cover a whole value."""
     dim = next(iter(parts))[0]
     size: int = value.meta["val"].shape[dim]
     return sum(end - begin for _, begin, end in parts) == size

@@ -1,4 +1,4 @@
-"""Rewrite: turn a Cut and a Plan into the program, a top-level FX graph with transfer ops.
+"""Rewrite: turns a Cut and a Plan into the program, a top-level FX graph with transfer ops.
 
     prefetch = torch.ops.chunkflow.prefetch.default('blocks.1.ffn.0.weight', 0, 2, 3, False, 'copy', after=5, then=9)
     wait = torch.ops.chunkflow.wait.default(4, ('blocks.0.attn1.to_q.weight',))
@@ -7,12 +7,12 @@
 
 Contract
     On entry: a Cut and a Plan of its Problem.
-    Preserved: regions and collectives are those of the Cut, in its order and with its operands; collectives keep the
-    names that they have in the source graph.  Only the transfer ops of the step (step.py) are added, with their events:
-    prefetches where their window opens, waits before the first reader and at barriers, evicts after the last reader.
-    Structurally equal regions share one submodule.  Each value is released at its last reader (lifetimes.py).
+    Preserved: the program has the same regions and collectives as the Cut, in the same order and with the same operands.
+    Collectives keep their names from the source graph.  Only the transfer ops of the step (step.py) are added, with their
+    events: prefetches where their window opens, waits before the first reader and at barriers, evicts after the last
+    reader.  Structurally equal regions share one submodule.  Each value is released at its last reader (lifetimes.py).
 
-:attr:`Program.ops` is the step, read from the graph again.
+:attr:`Program.ops` is the step as it is read back from the graph.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from chunkflow_compile.passes.step import Evaluate, Finish, Op, Release, Run, St
 
 from .lifetimes import releases
 
-# Key in a node's meta: the name of its node in the source graph, by which verify identifies it.
+# The key in a node's meta for the name of its node in the source graph, by which verify identifies it.
 SOURCE = "chunkflow_source"
 
 
 @dataclass(frozen=True)
 class Program:
-    """A rewritten graph.  ``module``: its placeholders are the inputs of the traced graph, weights included, in order.
+    """A rewritten graph.  ``module``: graph whose placeholders are the inputs of the traced graph, including weights, in
+    order.
 
-    ``weight_inputs``: name of a weight -> name of its placeholder.  ``regions``: name of a submodule -> the region that
-    it holds; equal regions share a submodule.  ``releases``: node -> the values that the executor drops there, by
-    name.  ``data_flow``: that of the Cut, for verify.  ``start``: its first window in the plan, if that is of a cycle
-    (cycle.py).
+    ``weight_inputs``: names of the placeholders of weights.  ``regions``: region by name of the submodule; equal regions
+    share a submodule.  ``releases``: names of the values that the executor drops at each node.  ``data_flow``: data flow of
+    the Cut, for verify.  ``start``: first window of the program in the plan, if the plan is for a cycle (cycle.py).
     """
 
     module: GraphModule
@@ -62,19 +62,19 @@ class Program:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """The weights that live in host memory: all that another plan could stream, so that it finds them there."""
+        """The weights that are kept in host memory: all weights that another plan could stream."""
         if self.plan.policy == "resident":
             return frozenset()
         return frozenset(w.name for w in self.problem.weights if w.keep is None)
 
     def same_as(self, other: Program) -> bool:
-        """Whether two programs compute the same on the same weights, with the same transfers."""
+        """Whether two programs compute the same with the same weights and the same transfers."""
         regions, others = self.problem.regions, other.problem.regions
         return self.plan == other.plan and [r.key for r in regions] == [r.key for r in others]
 
     @cached_property
     def ops(self) -> Step:
-        """The step that it issues.  It is read from the graph once, so what is proved is what is issued."""
+        """The step that the program issues.  It is read from the graph once, so the same ops are proved and issued."""
         return tuple(op for _, ops in issued(self) for op in ops)
 
     def __str__(self) -> str:
@@ -85,9 +85,9 @@ class Program:
 class CyclePlace:
     """The place of a program in a cycle.
 
-    ``problem``: that of the cut, with the names of the cycle.  ``names``: name of a weight in the cut -> in the cycle.
-    ``transfers``: of the whole cycle.  ``start``: the program's first window.  ``collectives``: name of a collective in the
-    cut -> its index in the cycle.
+    ``problem``: problem of the cut, with the names of the cycle.  ``names``: names of the weights in the cycle, by their
+    names in the cut.  ``transfers``: transfers of the whole cycle.  ``start``: first window of the program.
+    ``collectives``: indices of the collectives in the cycle, by their names in the cut.
     """
 
     problem: Problem
@@ -100,17 +100,18 @@ class CyclePlace:
 def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CyclePlace | None = None) -> Program:
     """Build the program of ``cut`` under ``plan``.  ``share``: whether equal regions share one submodule.
 
-    ``place``: if the plan is of a cycle.  Raises ChunkflowError if the plan was made for another problem.
+    ``place``: place in the cycle, if the plan is for a cycle.  Raises ChunkflowError if the plan was made for another
+    problem.
     """
     if place is None:
         plan.check_problem(cut.problem)
         names = {w.name: w.name for w in cut.problem.weights}
         collectives = {c.name: i for i, c in enumerate(cut.problem.collectives)}
         place = CyclePlace(cut.problem, names, transfers(order(cut.problem, plan)), 0, collectives)
-    return _Writer(cut, plan, share, place).write()
+    return _ProgramWriter(cut, plan, share, place).write()
 
 
-class _Writer:
+class _ProgramWriter:
     def __init__(self, cut: Cut, plan: Plan, share: bool, place: CyclePlace) -> None:
         self.cut = cut
         self.plan = plan
@@ -145,7 +146,7 @@ class _Writer:
         output = next(n for n in source.nodes if n.op == "output")
         self.graph.node_copy(output, self.values.__getitem__)
         self.graph.lint()
-        # lazy: the executor runs the graph node by node, so its Python code would be written for nothing
+        # lazy, because the executor runs the graph node by node and does not need its Python code
         module = _LazyGraphModule(self.root, self.graph, class_name="ChunkflowProgram")
         names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
         dropped, flow = releases(self.graph), self.cut.data_flow
@@ -154,7 +155,7 @@ class _Writer:
     def _placeholder(self, node: Node) -> None:
         name = self.weight_names.get(node)
         target = _identifier(name) if name else node.name
-        while target in self.inputs:  # a.b and a_b have the same identifier
+        while target in self.inputs:  # a.b and a_b would have the same identifier
             target += "_"
         self.inputs.add(target)
         new = self.graph.placeholder(target)
@@ -186,10 +187,10 @@ def _identifier(name: str) -> str:
 
 
 def issued(program: Program) -> Iterator[tuple[Node, Step]]:
-    """Every node of a program with its ops, none for inputs.
+    """Every node of a program with its ops.  Inputs have no ops.
 
-    Regions and collectives have their indices in the problem of the program, -1 for one that it does not have; windows and
-    events are those of its cycle.  The values that are released at a node come after it, but before a region.
+    The indices of regions and collectives refer to the problem of the program (-1 if they are not part of it); windows and
+    events refer to its cycle.  Values are released after the node, but for a region, before it.
     """
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
@@ -213,5 +214,5 @@ def issued(program: Program) -> Iterator[tuple[Node, Step]]:
 
 
 def source_of(node: Node) -> str:
-    """The name in the traced graph of the node that this one was made of."""
+    """The name of the node in the traced graph from which this node was made."""
     return str(node.meta.get(SOURCE, node.name))

@@ -1,26 +1,29 @@
-"""Verify: prove, before a program runs, that every reader of a weight sees that weight's bytes.
+"""Verify: proves, before a program runs, that every reader of a weight reads the bytes of this weight.
 
-A cold start and two consecutive steps are checked.  Every step runs the same program, so these two stand for every pair
-of neighbouring steps.  The same holds of a cycle, whose step is a pass over its calls.  If the plan has joins, they are
-checked in several sequences of eager and captured calls, which stand for all sequences (happens_before.py).
+A cold start and two consecutive steps are checked.  Every step runs the same program, so these two represent every pair of
+consecutive steps.  The same holds for a cycle, whose step is a pass over its calls.  If the plan has joins, several
+sequences of eager and captured calls are checked, which represent all sequences (happens_before.py).
 
-* Slots lie inside the arena, are aligned, and are as large as their weights.
+* Slots are inside the arena, are aligned, and are as large as their weights.
 * Each streamed chunk is copied exactly once for each step, each resident chunk once for all steps, and no other chunk
   is copied.
 * Each reader of a weight comes after a wait that covers all its chunks.
 * Each weight is evicted once per step, after its last reader.
-* Two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
-  other, wrap-around included.
-* Inputs, regions and collectives are those of the traced graph, in its order and on the same values (fidelity.py).
-* A jump to a call of a cycle fetches first what is on its way or in use there in a pass without jumps, in the same
-  order.  So whatever ran before, the arena is then as it is in such a pass, and the proof of the pass holds from there.
-* Reads of the drive go into no bytes of the ring that an earlier copy may still use, and copies wait for them (reads.py).
-* Compute and collectives keep out of each other's memory, and no op reads a value after its release, except the region
-  that takes it (collectives.py).
-* The calls of a repeated region write each output completely, and overwrite nothing that is read elsewhere (repeats.py).
+* Two chunks in the same bytes are never live at the same time: the last reader of one happens before the copy of the
+  other, including wrap-around.
+* The program has the same inputs, regions and collectives as the traced graph, in the same order and with the same values
+  (fidelity.py).
+* A jump to a call of a cycle first copies the chunks that are in flight or in use there in a pass without jumps, in the same
+  order.  So whatever ran before, the arena is then in the same state as in such a pass, and the proof of the pass holds.
+* Reads from the SSD do not overwrite bytes of the ring that an earlier copy may still use, and copies wait for their reads
+  (reads.py).
+* Compute and collectives do not conflict in memory, and no op reads a value after its release, except the region that takes
+  it over (collectives.py).
+* The calls of a repeated region write each output completely, and do not overwrite values that are read elsewhere
+  (repeats.py).
 
-:func:`verify_together` checks programs that share an arena: the readers of each see their own bytes, whatever the other
-has left in the arena or still has in flight.
+:func:`verify_together` checks programs that share an arena: the readers of each read their own bytes, whatever the other
+program has left in the arena or still has in flight.
 
 Contract
     Reads programs and their plans only; it does not trust the passes that made them.
@@ -49,17 +52,18 @@ from .repeats import check_repeats
 from .rewrite import Program
 
 CHECKED_STEPS = 2
-# Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
-# version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the drive's ring, and
-# the waits after a jump; version 6 calls that are captured; version 7 a lane for pulls; version 8 the events that a
-# program names; version 9 the ops of prologues and of captured calls as they are issued; version 10 regions that take the
-# values that they are the last to read, and repeated regions; version 11 reads as ops, and the ops next to them.
+# The version of the rules, which is recorded in each proof.  Version 2 covers handovers, resident chunks and several
+# programs; version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the ring for
+# reads from the SSD, and the waits after a jump; version 6 captured calls; version 7 a lane for pulls; version 8 the events
+# in a program; version 9 the ops of prologues and of captured calls as they are issued; version 10 regions that take over
+# the values that they are the last to read, and repeated regions; version 11 reads as ops, and the ops next to them.
 VERSION = 11
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """The extent of a proof: operations of the unrolled program, and edges that order them on the device."""
+    """The extent of a proof.  ``ops``: operations of the unrolled programs.  ``edges``: edges that order them on the
+    device."""
 
     version: int
     steps: int
@@ -73,7 +77,7 @@ class Proof:
 def verify(program: Program | Cycle) -> Proof:
     """Prove a program or a cycle safe.
 
-    Raises FindingError naming the weight, the ops and the missing edge of each violation.
+    Raises FindingError that names the weight, the ops and the missing edge of each violation.
     """
     orders = orders_of((program,), CHECKED_STEPS)
     _raise_violations("The program is not safe to run", check(program, orders))
@@ -82,14 +86,15 @@ def verify(program: Program | Cycle) -> Proof:
 
 
 def verify_together(*programs: Program | Cycle) -> None:
-    """Prove that programs, each safe alone, may take turns in one arena.  Raises FindingError if they may not."""
+    """Prove that programs, each of which is safe by itself, may take turns in one arena.  Raises FindingError if they may
+    not."""
     orders = orders_of((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
     violations = chain(chain.from_iterable(map(check_turns, orders)), check_ring(orders[0]))
     _raise_violations("The programs are not safe in one arena", violations)
 
 
 def orders_of(turns: Sequence[Program | Cycle], steps: int) -> list[HappensBefore]:
-    """The orders of unrolled programs: that of eager calls first, then those of the other forms, if a plan has joins."""
+    """The orders of unrolled programs: first with eager calls, then in the other forms if a plan has joins."""
     cycles = [Cycle.of(turn) for turn in turns]
     forms: tuple[Form, ...] = FORMS if any(cycle.plan.joins for cycle in cycles) else (EAGER,)
     return [HappensBefore(cycles, steps, form) for form in forms]
@@ -101,11 +106,10 @@ def verify_call(
     program: Program,
     keys: MutableMapping[GraphModule, str] | None = None,
 ) -> None:
-    """Prove that a program may take the place of a call of a proved cycle: it moves and reads the same weights there.
+    """Prove that a program may replace a call of a proved cycle: it copies and reads the same weights there.
 
-    ``keys``: see check_data_flow.
-    Only the program and the call are unrolled, because the others stay, and only as they are issued: the order that this
-    gives them follows from their ops in either form.  Raises FindingError if it may not.
+    ``keys``: see check_data_flow.  Only the program and the call are unrolled, because the other calls do not change, and
+    only in eager form, because the order follows from their ops in either form.  Raises FindingError if it may not.
     """
     violations = _check_place(cycle, call, program, {} if keys is None else keys)
     _raise_violations("The program is not safe in its place in the cycle", violations)
@@ -120,10 +124,10 @@ def _raise_violations(what: str, sentences: Iterable[str]) -> None:
 
 
 def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Iterator[str]:
-    """The violations of a program or a cycle, as sentences.  ``orders``: its own, if they have been computed already."""
+    """The violations of a program or a cycle, as sentences.  ``orders``: its orders, if they have been computed already."""
     cycle = Cycle.of(program)
     orders = orders or orders_of((cycle,), CHECKED_STEPS)
-    order = orders[0]  # borders, reads and collectives are ordered alike in all forms
+    order = orders[0]  # borders, reads and collectives have the same order in all forms
     single = len(cycle.calls) == 1
     yield from _check_slots(cycle)
     keys: dict[GraphModule, str] = {}
@@ -142,9 +146,9 @@ def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Ite
 
 
 def _check_graph(program: Program, keys: MutableMapping[GraphModule, str]) -> Generator[str, None, Memory | None]:
-    """Check that a program is the traced graph, and return its memory.
+    """Check that a program is equivalent to the traced graph, and return its memory.
 
-    None if an operand comes after its reader: other checks go from values to their operands, which may be a circle.
+    Returns None if an operand comes after its reader, because other checks follow operands and might not terminate.
     """
     misplaced = list(check_operands(program))
     yield from misplaced
@@ -168,9 +172,9 @@ def check_turns(order: HappensBefore) -> Iterator[str]:
 
 @dataclass
 class _Life:
-    """The ops of one step on one streamed weight, as indices.  ``chunks``: chunk -> its copies for this step.
+    """The ops of one step on one streamed weight, as indices.  ``chunks``: copies for this step by chunk.
 
-    ``kept``: resident chunk -> its copies, one per turn.
+    ``kept``: copies by resident chunk, one per turn.
     """
 
     plan: WeightPlan
@@ -182,7 +186,7 @@ class _Life:
     evicts: list[int] = field(default_factory=list)
 
 
-# Keyed by turn, weight and step.
+# Lives by turn, weight and step.
 _Lives = dict[tuple[int, str, int], _Life]
 
 
@@ -245,10 +249,11 @@ def _check_place(
     if memory is None:
         return
     yield from check_collectives(program, memory)
-    # the names of other weights need not be those of the cycle
+    # other weights may have different names in the cycle
     streamed = {w.name for p in (cycle.calls[call], program) for w in p.plan.streamed}
-    # What is fetched before a call follows from the prefetches of all calls, so it is the same if these are.  Releases of
-    # values differ where other sizes are inputs of regions; check_collectives has proved those of the program.
+    # The copies before a call follow from the prefetches of all calls, so they are the same if the prefetches are.
+    # Releases of values may differ, because other sizes may be inputs of regions; check_collectives has proved the releases
+    # of the program.
     before, after = (
         [
             (each.planned and each.op, streamed.intersection(each.reads))
@@ -262,7 +267,7 @@ def _check_place(
 
 
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
-    if life.step >= order.steps:  # the step after the last: only its wrap-around chunks are unrolled
+    if life.step >= order.steps:  # for the step after the last, only wrap-around chunks are unrolled
         return
     name, ops = life.plan.name, order.ops
     for chunk, window in enumerate(life.plan.windows):
@@ -272,7 +277,7 @@ def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
             yield f"{name}: chunk {chunk} is prefetched {times} times for step {life.step}, {wanted}"
     if surplus := [c for c in sorted(life.chunks) if c not in range(len(life.plan.windows))]:
         yield f"{name}: chunks {surplus} are prefetched, but it has {len(life.plan.windows)}"
-    # of the chunks of one copy, the first stands for all
+    # the first chunk of a copy represents all of them
     copies: dict[int, int] = {}
     for chunk, indices in (*life.kept.items(), *life.chunks.items()):
         for i in indices:
@@ -299,9 +304,9 @@ def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
 
 @dataclass(frozen=True, order=True)
 class _Stay:
-    """A chunk's occupation of its bytes, from its copy (the op at index ``start``) to the last op that uses them.
+    """The time in which a chunk occupies its bytes, from its copy (the op at index ``start``) to the last op that uses it.
 
-    ``step``: the step that it serves; None for all steps of the turn.
+    ``step``: step for which it is copied, or None for all steps of the turn.
     """
 
     start: int
@@ -312,17 +317,18 @@ class _Stay:
 
 
 def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
-    """Check, in a sweep over the arena's bytes, that each chunk in a byte is out of use before the next is copied.
+    """Check, in a sweep over the bytes of the arena, that each chunk is no longer in use when the next one is copied to the
+    same bytes.
 
-    If this holds for neighbours in the order of issue, it holds for every pair: the copy of the first then happens before
-    that of the second, and so on.
+    If this holds for neighbours in the order of issue, it holds for every pair, because each copy then happens before the
+    next one.
     """
     edges: list[tuple[int, bool, _Stay]] = []
     for turn, program in enumerate(order.turns):
         for weight in program.plan.streamed:
             for chunk in range(len(weight.windows)):
                 begin, end = ((weight.offset or 0) + b for b in program.plan.span(weight, chunk, chunk + 1))
-                if begin >= end:  # a chunk that the weight does not have: _check_slots tells of it
+                if begin >= end:  # a chunk that does not exist in the weight: reported by _check_slots
                     continue
                 for stay in _stays(order, lives, weight, chunk, turn):
                     edges += [(begin, True, stay), (end, False, stay)]

@@ -57,7 +57,7 @@ def test_an_applied_pipeline() -> None:
     for number, rank in enumerate((4, 16)):
         for p in both:
             load(p, library.adapter(number, rank), f"a{number}")
-    for change in CHANGES:
+    for change in CHANGES[1:4]:  # test_adapters.py makes all changes to a model
         for p in both:
             change(p)
         check(pipe, twin, 1)

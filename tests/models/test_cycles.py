@@ -340,6 +340,7 @@ def test_a_cycle_is_explained_call_by_call(tmp_path: Path, capsys: pytest.Captur
     assert cost.primed_bytes == explained.calls[0].jump_bytes
 
 
+@pytest.mark.long
 def test_the_plan_of_the_command_is_that_of_the_blocks() -> None:
     """``plan --regional`` cuts the blocks out of the whole model; the cycle is joined from blocks."""
     size = Size(layers=2)

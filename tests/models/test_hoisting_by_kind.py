@@ -189,6 +189,7 @@ def test_a_pipeline(applied: Applied) -> None:
     assert any("of 3 blocks are hoisted" in note for phase in budget.figures().phases for note in phase.notes)
 
 
+@pytest.mark.long
 def test_tables_are_within_the_budget() -> None:
     """Those of all blocks, which the plan of their cycle counts."""
     memory = 640 << 10

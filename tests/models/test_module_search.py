@@ -104,9 +104,11 @@ def assert_streams(model: Stack, run: Call) -> None:
 IN_BLOCKS = ("in blocks", "in blocks, by hand", "offloaded, in blocks")
 # Also in a process that is forked after that.
 FORKED = ("whole", "in blocks", "offloaded")
+# The search that "in a closure" needs finds these models too.
+LONG = ("forward", "in a parent")
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=[pytest.mark.long] * (w in FORKED)) for w in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[pytest.mark.long] * (w in FORKED or w in LONG)) for w in WAYS])
 def test_a_model_streams_after_gc_freeze(
     way: str, freeze: Callable[[], None], no_grad: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -439,8 +439,15 @@ def links(tmp_path: Path) -> str:
     return str(profile)
 
 
+# Others of the same kind take less time.
+LONG = (other_sizes, failed_compilation)
+
+
 @pytest.mark.parametrize("runs", [1, pytest.param(RUNS, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, id=kind.__name__, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS],
+)
 def test_ranks_that_differ(
     kind: Callable[[int, str], None],
     runs: int,

@@ -119,7 +119,7 @@ LOOPS, FLEX = (Looped, Mapped, Scanned, Branched), (Attends,)
     ("classes", "way"),
     [
         pytest.param(LOOPS, "by kind", id="loops-by kind"),
-        pytest.param(FLEX, "whole", id="flex_attention-whole"),
+        pytest.param(FLEX, "whole", id="flex_attention-whole", marks=pytest.mark.long),
         pytest.param(LOOPS, "whole", id="loops-whole", marks=pytest.mark.long),
         pytest.param(FLEX, "by kind", id="flex_attention-by kind", marks=pytest.mark.long),
     ],
@@ -142,7 +142,7 @@ def values(kind: Callable[[torch.Tensor], torch.Tensor], part: str, seed: int) -
 @pytest.mark.parametrize(
     ("part", "way"),
     [
-        pytest.param(*case, marks=() if case == ("", "lazy") or case[0] == "blocks.1.up" else pytest.mark.long)
+        pytest.param(*case, marks=() if case in (("", "lazy"), ("blocks.1.up", "by kind")) else pytest.mark.long)
         for case in itertools.product(("", "head", "blocks.1.up"), WAYS)
     ],
 )
@@ -181,7 +181,7 @@ def _added(forward: Any, down: nn.Module, up: nn.Module, x: torch.Tensor) -> tor
 @pytest.mark.parametrize(
     ("when", "way"),
     [
-        pytest.param(*case, marks=() if case[0] == "after a call" or case[1] == "whole" else pytest.mark.long)
+        pytest.param(*case, marks=() if case[0] == "after a call" else pytest.mark.long)
         for case in itertools.product(("before placing", "after placing", "after a call"), WAYS)
     ],
 )

@@ -31,7 +31,7 @@ from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import load_profile, profile_names
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.program.cycle import prefetches
-from chunkflow_compile.passes.ring import room
+from chunkflow_compile.passes.ring import slot_bytes
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
@@ -392,12 +392,12 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
     device.stage()
     device.start(True, True)
     reader, slots = DriveReader(device.pin), torch.zeros(16, 64, dtype=torch.uint8)
-    reads, step, read = device.stream("read"), 4 * room(64), [device.read_event() for _ in range(4)]
+    reads, step, read = device.stream("read"), 4 * slot_bytes(64), [device.read_event() for _ in range(4)]
 
     def start_and_copy(first: int) -> None:
         for op in begin:
             op()
-        for i, at in enumerate(range(0, step, room(64))):
+        for i, at in enumerate(range(0, step, slot_bytes(64))):
             reads.run(partial(reader.read, cycle[first + i], at, step))
             reads.record(read[i])
             device.copy.wait(read[i])

@@ -284,7 +284,11 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
+# torch lays these out as it does others of the same kind.
+LONG = ("every other column", "a part of a transposed tensor", "a lazy negative")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in VIEWS])
 def test_an_output_keeps_its_strides(name: str, no_grad: None) -> None:
     """Op by op and as a graph.  Code after a graph break is guarded for them, and is not compiled again."""
 
@@ -340,15 +344,22 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("wanted", [True, "collectives"])
-def test_collectives_are_recorded_if_they_are_asked_for(wanted: Any, two_ranks: None, no_grad: None) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "groups"),
+    [pytest.param(True, False, marks=pytest.mark.long), ("collectives", False), ("collectives", 2)],
+)
+def test_collectives_are_recorded_if_they_are_asked_for(
+    wanted: Any, groups: Any, two_ranks: None, no_grad: None
+) -> None:
+    """Also if they exchange groups of heads."""
     cuda = FakeCuda(copy_s=1e-4)
-    model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), cudagraphs=wanted)
+    model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), cudagraphs=wanted, exchange_groups=groups)
     for _ in range(PASSES + 4):
         x = torch.randn(16, 64)
         assert torch.equal(run(x), twin(x))
     log = log_of(model)
-    assert programs(model)[0].program.problem.collectives
+    problem = programs(model)[0].program.problem
+    assert len(problem.collectives) == 16 * problem.exchange_groups == 16 * (groups or 1)
     assert log.launches == (4 if wanted == "collectives" else 0)
     assert ('cudagraphs="collectives"' in log.why_not) == (wanted is True)
 

@@ -44,42 +44,47 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def slow_copies(device: Any, seconds: float) -> None:
-    plain = device.copy_bytes
+class Copies:
+    """The copies of a device, which take ``seconds`` longer; one of them can be told to press Ctrl-C when it begins."""
 
-    def slow(target: torch.Tensor, source: torch.Tensor, moves: str) -> None:
-        time.sleep(seconds)
-        plain(target, source, moves)
+    def __init__(self, device: Any, seconds: float) -> None:
+        self.begun = 0
+        self.interrupting: int | None = None
+        plain = device.copy_bytes
 
-    device.copy_bytes = slow
+        def slow(target: torch.Tensor, source: torch.Tensor, lane: str) -> None:
+            self.begun += 1
+            if self.begun == self.interrupting:
+                signal.raise_signal(signal.SIGINT)
+            time.sleep(seconds)
+            plain(target, source, lane)
+
+        device.copy_bytes = slow
 
 
-def interrupted(run: Callable[..., Any], twin: Stack, moments: int, apart: float, after: Callable[[], None]) -> int:
-    """How many of so many interrupts, ``apart`` a call, end a series of calls.  ``after``: called after two more calls."""
-    start = time.monotonic()
-    run(torch.randn(4, 8))
-    took, count = time.monotonic() - start, 0
+def interrupted(
+    run: Callable[..., Any], twin: Stack, copies: Copies, moments: int, calls: int, after: Callable[[], None]
+) -> int:
+    """How many of so many interrupts end a series of calls.  They come during copies of its first ``calls`` calls.
+
+    ``after``: called after two more calls.
+    """
+    before = copies.begun
+    for _ in range(calls):
+        run(torch.randn(4, 8))
+    most, count = copies.begun - before, 0
     for moment in range(moments):
-        count += is_interrupted(run, apart * took * moment)
+        copies.interrupting = copies.begun + 1 + most * moment // moments
+        try:
+            for _ in range(100):
+                run(torch.randn(4, 8))
+        except KeyboardInterrupt:
+            count += 1
         for _ in range(2):
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
         after()
     return count
-
-
-def is_interrupted(run: Callable[..., Any], after_s: float) -> bool:
-    """Whether a Ctrl-C that comes ``after_s`` seconds ends a series of steps."""
-    interrupted = False
-    timer = threading.Timer(after_s, signal.raise_signal, (signal.SIGINT,))
-    try:
-        timer.start()
-        for _ in range(100):
-            run(torch.randn(4, 8))
-    except KeyboardInterrupt:
-        interrupted = True
-    timer.join()
-    return interrupted
 
 
 @pytest.mark.parametrize("debug", [(), ("threads", "poison")])
@@ -89,14 +94,14 @@ def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_
     run = compiled(model, debug=debug)
     run(torch.randn(4, 8))
     device = programs(model)[0].executor.device
-    slow_copies(device, 0.005)
+    copies = Copies(device, 0.005)
     device.measure(10_000)  # every step
     cold = list[bool]()
 
     def after() -> None:
         cold.append(programs(model)[-1].measurements[-2].primed_bytes > 0)
 
-    assert interrupted(run, twin, 10, 0.2, after) == 10 and sum(cold) >= 5, "the others came between steps"
+    assert interrupted(run, twin, copies, 10, 2, after) == 10 and sum(cold) >= 5, "the others came between steps"
     assert_survives(model, twin)
 
 
@@ -162,8 +167,8 @@ def test_an_interrupt_during_a_cycle(debug: tuple[str, ...], no_grad: None, ctrl
     for _ in range(3):
         model(torch.randn(4, 8))
     (route,) = cycles(model)
-    slow_copies(programs(model)[0].executor.device, 0.002)
-    assert interrupted(model, twin, 12, 0.17, lambda: None) == 12 and route in cycles(model)
+    copies = Copies(programs(model)[0].executor.device, 0.002)
+    assert interrupted(model, twin, copies, 12, 2, lambda: None) == 12 and route in cycles(model)
     x = torch.randn(4, 8)
     restore(model)
     assert torch.equal(model(x), twin(x))

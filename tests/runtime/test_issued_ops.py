@@ -178,8 +178,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LoggingDevice:
 
         return replace(compute, work=work)
 
-    settles, of_region = compute_work._settle, compute_work.region_work
-    monkeypatch.setattr(compute_work, "_settle", settle)
+    settles, of_region = compute_work._pick_and_drop, compute_work.region_work
+    monkeypatch.setattr(compute_work, "_pick_and_drop", settle)
     monkeypatch.setattr(instructions, "region_work", region)
     monkeypatch.setattr(compute_work, "_poison", partial(listed, compute_work._poison, evicted))
     return made

@@ -132,7 +132,9 @@ def replans(rank: int, folder: Path, by_kind: bool, times: int) -> None:
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
-@pytest.mark.parametrize("by_kind", [False, True], ids=["whole", "by kind"])
+@pytest.mark.parametrize(
+    "by_kind", [pytest.param(False, id="whole"), pytest.param(True, id="by kind", marks=pytest.mark.long)]
+)
 def test_ranks_with_delays_of_their_own_have_one_plan(
     by_kind: bool, times: int, on_ranks: Callable[..., None], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.ring import ring_slots, room
+from chunkflow_compile.passes.ring import ring_slots, slot_bytes
 from chunkflow_compile.runtime import read_ahead
 from chunkflow_compile.runtime.read_ahead import DriveReader, InRing
 from chunkflow_compile.weights.limits import HostMemory
@@ -194,10 +194,10 @@ def test_a_ring_that_is_large_enough_is_kept(file: WeightFile) -> None:
 
     reader, source = DriveReader(pin), DriveBytes(file, 0, 64)
     for rooms in (3, 2, 3):
-        bytes_of(reader, source, 0, rooms * room(64))
-    assert pinned == [3 * room(64)]
+        bytes_of(reader, source, 0, rooms * slot_bytes(64))
+    assert pinned == [3 * slot_bytes(64)]
     reader.close()
-    assert pinned == [3 * room(64), -3 * room(64)], "the memory is unpinned before it goes"
+    assert pinned == [3 * slot_bytes(64), -3 * slot_bytes(64)], "the memory is unpinned before it goes"
 
 
 def test_an_error_of_any_kind_is_ours(file: WeightFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,9 +300,9 @@ def test_calls_that_share_an_arena_wait_for_each_other(no_grad: None) -> None:
         run(torch.randn(4, 8))
     plain, inside, most = arena.streams.copy_bytes, [0], [0]
 
-    def slow(target: torch.Tensor, source: torch.Tensor, moves: str) -> None:
+    def slow(target: torch.Tensor, source: torch.Tensor, lane: str) -> None:
         time.sleep(0.001)
-        plain(target, source, moves)
+        plain(target, source, lane)
 
     arena.streams.copy_bytes = slow
     for model in models:

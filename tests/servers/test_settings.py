@@ -21,7 +21,7 @@ from helpers import Stack
 from chunkflow_compile import offload, restore
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.placement import placement_of
-from chunkflow_compile.servers.settings import Settings, settings_from
+from chunkflow_compile.servers.settings import PluginSettings, settings_from
 
 CPU = torch.device("cpu")
 GIB = {"CHUNKFLOW_MEMORY": "1GiB"}
@@ -33,17 +33,20 @@ GIB = {"CHUNKFLOW_MEMORY": "1GiB"}
         ({}, None),
         ({"CHUNKFLOW_MEMORY": ""}, None),
         ({"CHUNKFLOW_OPTIONS": "nonsense"}, None),
-        (GIB, Settings("1GiB", {})),
-        ({**GIB, "CHUNKFLOW_OPTIONS": '{"chunk_bytes": 512}'}, Settings("1GiB", {"chunk_bytes": 512})),
-        ({"CHUNKFLOW_MEMORY": " 5 MB "}, Settings("5 MB", {})),
-        ({**GIB, "CHUNKFLOW_METRICS_PORT": "9400"}, Settings("1GiB", {}, 9400)),
-        ({**GIB, "CHUNKFLOW_OPTIONS": '{"peers": "auto"}'}, Settings("1GiB", {}, peers="auto")),
-        ({**GIB, "CHUNKFLOW_IGNORE_VERSION": "0"}, Settings("1GiB", {})),
-        ({**GIB, "CHUNKFLOW_IGNORE_VERSION": "1"}, Settings("1GiB", {}, ignore_version=True)),
-        ({**GIB, "CHUNKFLOW_OPTIONS": '{"pack": true, "peers": true}'}, Settings("1GiB", {"pack": True}, peers=True)),
+        (GIB, PluginSettings("1GiB", {})),
+        ({**GIB, "CHUNKFLOW_OPTIONS": '{"chunk_bytes": 512}'}, PluginSettings("1GiB", {"chunk_bytes": 512})),
+        ({"CHUNKFLOW_MEMORY": " 5 MB "}, PluginSettings("5 MB", {})),
+        ({**GIB, "CHUNKFLOW_METRICS_PORT": "9400"}, PluginSettings("1GiB", {}, 9400)),
+        ({**GIB, "CHUNKFLOW_OPTIONS": '{"peers": "auto"}'}, PluginSettings("1GiB", {}, peers="auto")),
+        ({**GIB, "CHUNKFLOW_IGNORE_VERSION": "0"}, PluginSettings("1GiB", {})),
+        ({**GIB, "CHUNKFLOW_IGNORE_VERSION": "1"}, PluginSettings("1GiB", {}, ignore_version=True)),
+        (
+            {**GIB, "CHUNKFLOW_OPTIONS": '{"pack": true, "peers": true}'},
+            PluginSettings("1GiB", {"pack": True}, peers=True),
+        ),
     ],
 )
-def test_settings_are_read(environ: dict[str, str], settings: Settings | None) -> None:
+def test_settings_are_read(environ: dict[str, str], settings: PluginSettings | None) -> None:
     assert settings_from(environ) == settings
 
 
@@ -88,7 +91,7 @@ def test_bad_settings_are_refused(name: str, value: str, said: str) -> None:
 def place_with_peers(rank: int) -> None:
     """As each rank of a server does."""
 
-    def settings(peers: str, hardware: str) -> Settings:
+    def settings(peers: str, hardware: str) -> PluginSettings:
         options = f'{{"min_bytes": 1024, "peers": {peers}, "hardware": "{hardware}"}}'
         found = settings_from({**GIB, "CHUNKFLOW_OPTIONS": options})
         assert found is not None
@@ -112,7 +115,7 @@ def place_by_both_plug_ins(rank: int) -> None:
     """As the servers call them, of which no wheel is needed for that."""
     from chunkflow_compile.servers import sglang, vllm_omni
 
-    found = Settings("1GiB", {"min_bytes": 1024}, peers="auto")
+    found = PluginSettings("1GiB", {"min_bytes": 1024}, peers="auto")
     models = Stack(), Stack()
     with pytest.MonkeyPatch.context() as patch:
         path = ["sglang", "multimodal_gen", "runtime", "distributed"]
@@ -141,7 +144,7 @@ def test_a_server_of_one_rank_has_no_peers() -> None:
     model = Stack()
     for peers in (True, "auto"):
         with pytest.raises(ChunkflowError, match="peers needs a process group of several ranks"):
-            Settings("1GiB", {}, peers=peers).place(model, CPU)  # type: ignore[arg-type]
+            PluginSettings("1GiB", {}, peers=peers).place(model, CPU)  # type: ignore[arg-type]
     assert placement_of(model) is None
 
 
@@ -174,9 +177,9 @@ def test_an_unsupported_release_raises_an_error_unless_it_is_ignored(
         "CHUNKFLOW_IGNORE_VERSION=1 to try this one."
     )
     with contextlib.nullcontext() if supported else pytest.raises(ChunkflowError, match=f"^{re.escape(found + fix)}$"):
-        Settings("1GiB", {}).check_release("aserver", "0.5.23", "0.6")
+        PluginSettings("1GiB", {}).check_release("aserver", "0.5.23", "0.6")
     with caplog.at_level(logging.WARNING):
-        Settings("1GiB", {}, ignore_version=True).check_release("aserver", "0.5.23", "0.6")
+        PluginSettings("1GiB", {}, ignore_version=True).check_release("aserver", "0.5.23", "0.6")
     said = f"{found}: CHUNKFLOW_IGNORE_VERSION=1 uses it all the same."
     assert [record.getMessage() for record in caplog.records] == ([] if supported else [said])
 

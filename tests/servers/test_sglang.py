@@ -25,7 +25,7 @@ from sglang_parts import MEMORY, MODELS, OPTIONS
 from chunkflow_compile import cycles, programs
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.servers import sglang as plugin_module
-from chunkflow_compile.servers.settings import Settings
+from chunkflow_compile.servers.settings import PluginSettings
 from chunkflow_compile.units import parse_bytes, size
 from chunkflow_compile.weights.host_weight import HostWeight
 
@@ -48,7 +48,7 @@ class Served:
     ``settings``: others than those of this process, with which the hooks are called on it.
     """
 
-    def __init__(self, folder: Path, name: str, settings: Settings | None = None, **given: Any) -> None:
+    def __init__(self, folder: Path, name: str, settings: PluginSettings | None = None, **given: Any) -> None:
         self.args = sglang_parts.arguments(folder, name, **given)
         self.twin, self.inputs = sglang_parts.transformer(self.args, name)
         self.model, _ = sglang_parts.transformer(self.args, name)
@@ -217,7 +217,7 @@ def test_a_mode_with_cuda_graphs_tunes_kernels_only(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("chunkflow_compile.frontend.compile.compile", lambda module, **options: given.update(options))
     monkeypatch.setattr(plugin_module, "_streams", lambda module: True)
     registry = SimpleNamespace(module_ids=set())
-    hooks = plugin_module.Hooks(Settings("12GiB", {}))
+    hooks = plugin_module.Hooks(PluginSettings("12GiB", {}))
     assert hooks.compile(None, registry, torch.nn.Linear(2, 2), compile_kwargs={"mode": "max-autotune"})
     assert given == {"mode": "max-autotune", "cudagraphs": False, "memory": "12GiB"} and registry.module_ids
 
@@ -230,13 +230,13 @@ def test_other_components_keep_their_residency(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    served = Served(tmp_path, "wan", Settings("64KiB", OPTIONS))
+    served = Served(tmp_path, "wan", PluginSettings("64KiB", OPTIONS))
     with pytest.raises(BackendCompilerFailed, match=r"memory=64.0 KiB is too little: .* Give memory="):
         served.request(steps=1)
 
 
 def test_inductor_lowers_the_regions_too(tmp_path: Path) -> None:
-    served = Served(tmp_path, "wan", Settings(MEMORY, {**OPTIONS, "lowering": "inductor"}))
+    served = Served(tmp_path, "wan", PluginSettings(MEMORY, {**OPTIONS, "lowering": "inductor"}))
     served.request()
     served.moved()
     assert served.worst < 1e-5

@@ -170,7 +170,7 @@ def test_fake_weights_are_not_placed() -> None:
     check(model, twin)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way == "lazy")) for way in WAYS])
 def test_weights_are_exchanged(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch.utils.swap_tensors, and by load_state_dict and .to() where torch is told to use it."""
     model, twin = placed(way)
@@ -217,7 +217,9 @@ class Summed(nn.Module):
         return weight * 0.25, weight * 0.75
 
 
-@pytest.mark.parametrize(("way", "kind"), [("whole", Scaled), ("kind", Halved), ("lazy", Summed)])
+@pytest.mark.parametrize(
+    ("way", "kind"), [("whole", Scaled), ("kind", Halved), pytest.param("lazy", Summed, marks=pytest.mark.long)]
+)
 def test_weights_are_parametrized(way: str, kind: type[nn.Module]) -> None:
     """Registered on a placed model, set, and removed; and removed from a model that was placed with it."""
 

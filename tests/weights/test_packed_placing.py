@@ -135,7 +135,12 @@ ALIKE = [pytest.param(what, False, marks=pytest.mark.long) for what in ("methods
 
 
 @pytest.mark.parametrize(
-    ("what", "drive"), [*((what, False) for what in ("to", "values", "data", "assign")), ("to", True), *ALIKE]
+    ("what", "drive"),
+    [
+        *(("to", drive) for drive in (False, True)),
+        *(pytest.param(what, False, marks=pytest.mark.long) for what in ("values", "data", "assign")),
+        *ALIKE,
+    ],
 )
 def test_a_model_that_comes_back_to_its_dtype_is_packed_again(what: str, drive: bool) -> None:
     """At its next call, also if it was called in another dtype; the same with weights that were on the drive before."""

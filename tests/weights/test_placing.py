@@ -203,7 +203,8 @@ class Corners(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "inference", "lowering"), [(torch.bfloat16, False, "inductor"), (torch.float16, True, "eager")]
+    ("dtype", "inference", "lowering"),
+    [pytest.param(torch.bfloat16, False, "inductor", marks=pytest.mark.long), (torch.float16, True, "eager")],
 )
 def test_dtypes_strides_buffers_and_constants(dtype: torch.dtype, inference: bool, lowering: str) -> None:
     model, twin = Corners(dtype).eval(), Corners(dtype).eval()

@@ -117,11 +117,12 @@ def chosen(traced: Traced, share: float, **settings: object) -> Cut:
 def test_the_coarsest_cut_that_is_as_good(traced: Traced, fine: Cut) -> None:
     """One region a block where all weights fit; as many as the finest where a larger region takes the place of residents."""
     assert [len(r.weights) for r in chosen(traced, 1.1).problem.regions] == [LAYERS] * BLOCKS
-    counts = [len(chosen(traced, share).regions) for share in (0.9, 0.5, 0.3, 0.2, 0.1)]
+    cuts = {share: chosen(traced, share) for share in (0.9, 0.5, 0.3, 0.2, 0.1)}
+    counts = [len(each.regions) for each in cuts.values()]
     assert counts == sorted(counts) and counts[-1] == len(fine.regions) == BLOCKS * LAYERS, counts
-    for share in (0.9, 0.5, 0.3, 0.2, 0.1):
+    for share, each in cuts.items():
         settings = Settings(hardware=SLOW, chunk_bytes=4096, goal=Goal(memory=int(share * BLOCKS * LAYERS * WEIGHT)))
-        best, plan = make_plan(fine.problem, settings), make_plan(chosen(traced, share).problem, settings)
+        best, plan = make_plan(fine.problem, settings), make_plan(each.problem, settings)
         assert plan.predicted.step_s <= coarsest.AS_GOOD * best.predicted.step_s
     assert len(chosen(traced, 1.1, group_bytes=2 * WEIGHT).regions) == BLOCKS * LAYERS // 2, "as the user says"
     assert len(choose_cut(traced, Settings(hardware=SLOW, part=True)).regions) == BLOCKS * LAYERS, (

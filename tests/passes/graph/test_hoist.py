@@ -99,7 +99,9 @@ def test_an_input_that_forward_writes_is_not_slow() -> None:
     assert hoisted(traced_of(Writing(), X, T)) == set()
 
 
-@pytest.mark.parametrize("name", sorted(SMALL_MODELS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n not in ("flux", "wan"))) for n in sorted(SMALL_MODELS)]
+)
 def test_the_halves_of_a_family_compute_what_it_does_and_pass_all_stages(name: str) -> None:
     traced = small_trace(name)
     halves = split(traced)

@@ -117,6 +117,7 @@ def test_only_inductor_computes_in_real_arithmetic() -> None:
     assert complex_products(make_cut(replace(traced, fused=False)).traced) == 1
 
 
+@pytest.mark.long
 def test_code_of_inductor_gives_the_same_bits_without_a_complex_kernel() -> None:
     model, given = Rotary(rotated, 3, 32).bfloat16(), inputs(32)
     given["x"] = given["x"].bfloat16()

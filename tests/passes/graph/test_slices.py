@@ -132,14 +132,19 @@ def assert_blocks_equal(pieces: Cut, repeats: Sequence[int]) -> list[tuple[Phase
 @pytest.mark.parametrize(
     ("family", "dtype", "sizes"),
     [
-        ("wan", torch.float32, {}),
         ("wan", torch.bfloat16, {"timestep": "token"}),
-        ("wan", torch.bfloat16, {"batch": 2}),
-        ("flux", torch.bfloat16, {"height": 8, "width": 8}),
-        ("hunyuanvideo", torch.float32, {}),
-        ("qwen-image", torch.bfloat16, {"height": 8, "width": 8}),
-        ("sd3", torch.float32, {}),
         ("ltx", torch.float32, {"height": 8, "width": 8}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("wan", torch.float32, {}),
+                ("hunyuanvideo", torch.float32, {}),
+                ("wan", torch.bfloat16, {"batch": 2}),
+                ("flux", torch.bfloat16, {"height": 8, "width": 8}),
+                ("qwen-image", torch.bfloat16, {"height": 8, "width": 8}),
+                ("sd3", torch.float32, {}),
+            )
+        ),
     ],
 )
 def test_a_block_in_slices_is_bit_equal(family: str, dtype: torch.dtype, sizes: dict[str, Any]) -> None:

@@ -36,7 +36,12 @@ def read_back(traced: Traced) -> Traced:
 
 @pytest.mark.parametrize(
     "family,quantize,degree",
-    [("wan", None, 2), ("hunyuanvideo", None, 1), ("flux", "nf4", 1), ("qwen-image", None, 1)],
+    [
+        ("wan", None, 2),
+        ("hunyuanvideo", None, 1),
+        ("flux", "nf4", 1),
+        pytest.param("qwen-image", None, 1, marks=pytest.mark.long),
+    ],
 )
 def test_every_pass_gives_the_same_for_a_graph_that_was_stored(family: str, quantize: Any, degree: int) -> None:
     """HunyuanVideo has a constant, nf4 tensors of three dtypes, Ulysses collectives."""

@@ -20,7 +20,7 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import POLICIES
 from chunkflow_compile.passes.pipeline import Settings, join_loss, make_plan
 from chunkflow_compile.passes.placement.curve import on_grid, plans_along
-from chunkflow_compile.passes.placement.place import Builder, least_memory, place
+from chunkflow_compile.passes.placement.place import PlanBuilder, least_memory, place
 from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
@@ -45,7 +45,7 @@ def floor(found: Problem, machine: Hardware = MACHINE) -> int:
 def best_of_all(found: Problem, machine: Hardware, memory: int) -> float:
     """The fastest step of all placements of the chunks that fit ``memory``."""
     planner = Planner(found, Simulator(found, machine, CHUNK))
-    builder = Builder(planner)
+    builder = PlanBuilder(planner)
     choices = [(None, *range(c.first, c.last - planner.count, -1)) for c in planner.chunks]
     plays = [planner.play(placed, hard) for placed in product(*choices) for hard in (False, True)]
     return next(c.step_s for c in sorted(plays, key=lambda c: c.step_s) if builder.slots(c) <= memory)

@@ -55,7 +55,7 @@ def test_a_plan_without_joins_is_proved_as_before() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_random_programs_and_pairs_of_them_are_proved_in_every_form() -> None:
-    @examples(4, 6)
+    @examples(4, 3)
     @given(specs, choices, choices)
     def check_all(spec: Spec, one: Choices, other: Choices) -> None:
         found = Bench(spec)
@@ -71,7 +71,7 @@ def test_random_programs_and_pairs_of_them_are_proved_in_every_form() -> None:
 def test_random_cycles_are_proved_in_every_sequence_of_forms() -> None:
     """Those that verify unrolls stand for all others: random ones show nothing new."""
 
-    @examples(5, 8)
+    @examples(5, 4)
     @given(cycles)
     def check_all(drawn: Drawn) -> None:
         cycle = joined_cycle(CycleBench(drawn))

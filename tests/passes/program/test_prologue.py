@@ -33,7 +33,7 @@ def alive(cycle: Cycle, call: int) -> list[Copy]:
 def test_rewritten_weights_are_copied_as_a_pass_without_jumps_has_them() -> None:
     seen = set[tuple[bool, bool]]()
 
-    @examples(0, 12)
+    @examples(0, 6)
     @given(cycles, st.integers(0, 2**16))
     def check(drawn: Drawn, seed: int) -> None:
         cycle, rng = CycleBench(drawn).cycle, random.Random(seed)

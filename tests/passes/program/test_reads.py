@@ -22,7 +22,7 @@ from chunkflow_compile.passes.program.cycle import Call, Cycle, problem_of, writ
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import check_reads
 from chunkflow_compile.passes.program.verify import CHECKED_STEPS, check, verify
-from chunkflow_compile.passes.ring import BLOCK, MOST_READ_AHEAD, lap_bytes, ring_slots, room
+from chunkflow_compile.passes.ring import BLOCK, MOST_READ_AHEAD, lap_bytes, ring_slots, slot_bytes
 from chunkflow_compile.passes.step import Record, Wait, copies, reads
 from chunkflow_compile.weights.drive import for_the_drive
 
@@ -42,7 +42,7 @@ def test_a_byte_has_one_read_at_a_time(step: list[int]) -> None:
         assert number - count <= after < number, "a copy that comes before its own"
         assert after >= before, "reads are in order"
         before = after
-        assert slot.begin >= 0 and slot.begin % BLOCK == 0 and slot.end - slot.begin == room(nbytes * BLOCK)
+        assert slot.begin >= 0 and slot.begin % BLOCK == 0 and slot.end - slot.begin == slot_bytes(nbytes * BLOCK)
         blocks = range(slot.begin // BLOCK, slot.end // BLOCK)
         held = {block: read for block, read in held.items() if read > after}
         assert not held.keys() & set(blocks)
@@ -50,18 +50,20 @@ def test_a_byte_has_one_read_at_a_time(step: list[int]) -> None:
 
 
 def test_the_size_of_the_ring() -> None:
-    eight = room(8)
-    assert eight == 2 * BLOCK and room(BLOCK) == 2 * BLOCK and room(BLOCK + 1) == 3 * BLOCK
+    eight = slot_bytes(8)
+    assert eight == 2 * BLOCK and slot_bytes(BLOCK) == 2 * BLOCK and slot_bytes(BLOCK + 1) == 3 * BLOCK
     assert lap_bytes([8, 8, 8, 8]) == 2 * eight and lap_bytes([8] * 100) == 26 * eight
-    assert lap_bytes([MOST_READ_AHEAD] * 100) == 2 * room(MOST_READ_AHEAD)
-    assert lap_bytes([2 * MOST_READ_AHEAD, 1]) == 2 * room(2 * MOST_READ_AHEAD), "one is copied while the next is read"
+    assert lap_bytes([MOST_READ_AHEAD] * 100) == 2 * slot_bytes(MOST_READ_AHEAD)
+    assert lap_bytes([2 * MOST_READ_AHEAD, 1]) == 2 * slot_bytes(2 * MOST_READ_AHEAD), (
+        "one is copied while the next is read"
+    )
     assert ring_slots([]) == []
 
 
 @given(sizes)
 def test_laps_are_about_as_large(step: list[int]) -> None:
     nbytes = [each * BLOCK for each in step]
-    largest, capacity = room(max(nbytes)), max(slot.end for slot in ring_slots(nbytes))
+    largest, capacity = slot_bytes(max(nbytes)), max(slot.end for slot in ring_slots(nbytes))
     assert capacity <= 2 * lap_bytes(nbytes) + largest
     many = 40 * nbytes
     assert capacity <= max(slot.end for slot in ring_slots(many)) <= 1.4 * lap_bytes(many) + largest

@@ -1,6 +1,6 @@
-"""Calls: the op that a node computes, as torch.utils.flop_counter knows it, also where another op is around it.
+"""Calls: finds the op that a node computes, as torch.utils.flop_counter knows it, even if it is wrapped in another op.
 
-torch traces an op that writes its operands as ``auto_functionalized``, and a user's kernel of Triton as a higher-order op.
+torch traces an op that writes to its operands as ``auto_functionalized``, and a user's Triton kernel as a higher-order op.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from .kernels import Values
 
 @dataclass(frozen=True)
 class Called:
-    """``op``: what formulas are registered for.  ``nested``: the graphs that it may run.
+    """The op that a node calls.  ``op``: key under which FLOP formulas are registered.  ``nested``: graphs that it may run.
 
-    ``args`` and ``kwargs`` hold tensors without data.
+    ``args``, ``kwargs``: operands, with tensors without data.  ``of_others``: whether the op comes neither from torch nor
+    from a known library.
     """
 
     op: Any
@@ -37,7 +38,7 @@ class Called:
 
 
 def called(node: Node, values: Values) -> Called | None:
-    """What a node calls, None if that is no op."""
+    """The op that a node calls, or None if it calls no op."""
     if node.op != "call_function":
         return None
     operands: Any = map_arg((node.args, dict(node.kwargs)), values.__getitem__)
@@ -55,14 +56,15 @@ def called(node: Node, values: Values) -> Called | None:
 
 
 def is_opaque(node: Node) -> bool:
-    """Whether a node is a kernel that Inductor fuses with no other, or a graph of its own, whatever its FLOPs."""
+    """Whether a node is a kernel that Inductor never fuses, or a nested graph, whatever its FLOPs."""
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def like_attention(call: Called) -> int:
-    """FLOPs of a call as attention, if its first three 4-D floating tensors can be query, key and value; else 0.
+    """FLOPs of a call as attention, if its first three 4-D floating-point tensors can be query, key and value; otherwise 0.
 
-    They are [batch, heads, tokens, depth] or [batch, tokens, heads, depth].  Where the shapes do not tell, tokens are more.
+    Their shapes are [batch, heads, tokens, depth] or [batch, tokens, heads, depth].  If this is ambiguous, the larger
+    dimension is taken as the tokens.
     """
     if not call.of_others and "attention" not in call.name:
         return 0
@@ -86,7 +88,8 @@ def _of_overload(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
 
 
 def _inside(op: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The operands of an op inside ``auto_functionalized``, by its schema; one that it writes is the base of that view."""
+    """The operands of an op inside ``auto_functionalized``, in the order of its schema.  For an operand that it writes to,
+    the base of the view is returned."""
     bases = kwargs.get("_all_bases", ())
     operands = []
     for argument in op._schema.arguments:
