@@ -1,6 +1,7 @@
-"""Run diffusion transformers that do not fit the GPU: ``torch.compile(model, backend="chunkflow")``.
+"""Run diffusion transformers that are too large for GPU memory: ``torch.compile(model, backend="chunkflow")``.
 
-Weights live in host memory and stream to the device through the compiled graph.  See the README for use.
+Weights stay in host memory, and the compiled graph streams them to the device while it computes.  The README shows how to
+use it.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ __all__ = sorted([*_HOMES, "__version__"])
 
 
 def __dir__() -> list[str]:
-    """The public names only, without the modules and helpers that this file imports."""
+    """List the public names, without the modules and helpers that this file imports."""
     return __all__
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, so importing the package stays cheap."""
+    """Import a public name at its first use, so that importing the package stays cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if "torch._dynamo" in sys.modules:
@@ -75,7 +76,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _register_backend() -> None:
-    """Register the backend with torch in a source tree that is not installed; else torch finds it by its entry point."""
+    """Register the backend with torch if this is a source tree that is not installed.
+
+    torch finds the backend of an installed package by its entry point.
+    """
     if not (Path(__file__).parent.parent / "pyproject.toml").exists():
         return
     from importlib.metadata import entry_points

@@ -38,13 +38,14 @@ from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import Size, is_size, parse_bytes, whole_number
 
 DEBUG = ("poison", "threads")
-# Field -> name of the option, if that is a keyword of Python.
+# Field -> name of the option.  For options whose name is a Python keyword.
 ALIASES = {"yields": "yield"}
 
-# Options in bytes that may be given as text.
+# Options in bytes that may also be given as strings such as "64MiB".
 _SIZES = ("min_bytes", "chunk_bytes", "group_bytes")
 
-# Settings of torch under which the graph does not have each weight, of a known block, as an input -> why.
+# Settings of torch that ChunkFlow does not support -> the reason, as it completes the error message.  With them, the weights
+# are not inputs of the graph, or it is unknown which input is which weight of which block.
 _REFUSED_SETTINGS: Mapping[str, str] = {
     "torch._dynamo.config.install_free_tensors": "makes weights attributes of the graph, where they cannot be streamed",
     "torch._dynamo.config.use_graph_deduplication": "makes equal parts of the graph calls of one function, in which blocks "
@@ -59,7 +60,7 @@ _Keyword = TypedDict("_Keyword", {"yield": Yield}, total=False)
 
 
 class PipelineOptions(_Keyword, total=False):
-    """The options that ``compile`` takes for a pipeline, for type checkers and editors.  :class:`Options` explains each."""
+    """The options of ``compile`` for a pipeline, for type checkers and editors.  :class:`Options` documents each of them."""
 
     hardware: str | Path | None
     min_bytes: Size
@@ -81,7 +82,7 @@ class PipelineOptions(_Keyword, total=False):
 
 
 class BackendOptions(PipelineOptions, total=False):
-    """All options of the backend, with those that a pipeline's budget decides for each component."""
+    """All options of the backend, including the options that a pipeline's budget sets for each component."""
 
     memory: Size | None
     weight_memory: Size | None
@@ -96,106 +97,116 @@ class Options:
     """The options of the backend.  All sizes are in bytes."""
 
     memory: Size | None = None
-    """Budget for everything on the device, weights and activations together, as bytes or "8GiB".  Picks the fastest plan
-    within it.  Activations are predicted for the sizes of the inputs."""
+    """Budget for weights and activations on the device together, as a number of bytes or as "8GiB".  The planner picks the
+    fastest plan within it.  Activations are predicted for the sizes of the inputs."""
 
     weight_memory: Size | None = None
-    """Budget for the weights on the device only (arena and residents).  Give this or memory, not both."""
+    """Budget for the weights on the device alone (arena and resident weights).  Set either this or memory, not both."""
 
     slowdown: float | None = None
-    """Longest predicted step, relative to the step with all weights resident.  Picks the smallest plan within it.  1.02
-    if neither this nor a budget is set."""
+    """The longest predicted step that is allowed, as a factor of the step with all weights resident.  The planner picks the
+    plan with the least device memory that meets it.  The default is 1.02 if no budget is set either."""
 
     hardware: str | Path | None = None
-    """The machine to plan for: a built-in profile, a JSON file, or "measured" after chunkflow calibrate.  By default
-    "cpu" on the CPU; on a GPU the profile that calibrate measured, or else the built-in profile of the card."""
+    """The machine to plan for: the name of a built-in profile, a JSON file, or "measured" after chunkflow calibrate.  The
+    default is "cpu" on the CPU.  On a GPU it is the profile that calibrate measured, or else the built-in profile of this
+    GPU."""
 
     yields: Yield = "auto"
-    """The option "yield": how copies yield to collectives on a link that both share.  "soft": windows open after a
-    collective and are filled as far as the cost model says; "hard": compute also waits, before the collective, for
-    copies in flight; "auto": whichever is predicted to be faster."""
+    """The option "yield": how copies avoid collectives that use the same link.  "soft": windows open after a collective, and
+    the cost model decides how many copies each window gets.  "hard": compute also waits for the copies in flight before each
+    collective.  "auto": whichever is predicted to be faster."""
 
     policy: Policy = "chunkflow"
-    """"chunkflow" places by the cost model.  The others are for comparison, on the same regions and executor:
-    "layerwise" fetches the whole next block; "layerwise-barrier" also waits for it before the collectives;
-    "layerwise-prefix" keeps as many of the first blocks resident as memory holds; "resident" streams nothing."""
+    """The way in which copies are scheduled.  "chunkflow" uses the cost model.  The others are for comparison; they use the
+    same regions and the same executor.  "layerwise" prefetches the whole next block.  "layerwise-barrier" also waits for this
+    copy before the collectives.  "layerwise-prefix" keeps as many of the first blocks resident as fit in memory.  "resident"
+    streams nothing."""
 
     arena: Arena | None = None
-    """An arena to share with other models, which run in turns: chunkflow_compile.Arena(device).  The programs of one
-    model share one in any case."""
+    """An arena to share with other models, when the models run one after the other: chunkflow_compile.Arena(device).  The
+    programs of one model always share an arena."""
 
     min_bytes: int = DEFAULT_MIN_BYTES
-    """Parameters smaller than this stay on the device.  A model placed by offload() keeps the value passed there."""
+    """Parameters with fewer bytes than this stay on the device.  A model that offload() has placed keeps the value that was
+    passed to offload()."""
 
     timings: str | Path | None = None
-    """Measured times to plan from instead of the profile's rates: measured.json from the dump of an earlier run.  A run
-    of another model, of other sizes or another degree is refused."""
+    """Measured times to plan with instead of the profile's rates: measured.json from the dump of an earlier run.  A run of
+    another model, with other sizes or with another Ulysses degree raises an error."""
 
     replan_after: int = 0
-    """The number of warm steps after which to plan again from their times; the new plan runs from the next step on.
-    For a profile that fits the machine badly.  Nothing is compiled again and no output changes.  0 for never."""
+    """The number of warm steps after which the model is planned again, from the measured times of these steps.  The new plan
+    is used from the next step on.  It helps if the profile does not describe the machine well.  Nothing is recompiled and no
+    output changes.  0: never."""
 
     plan: str | Path | None = None
-    """A plan to run instead of planning: a file that chunkflow plan --json wrote for this model, sizes and degree."""
+    """A plan to use instead of planning: a file that chunkflow plan --json wrote for the same model, sizes and Ulysses
+    degree."""
 
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    """Bytes of a chunk, the unit of planning; a multiple of 256."""
+    """Bytes per chunk, the unit in which weights are planned and copied; a multiple of 256."""
 
     group_bytes: int | None = None
-    """Most bytes of streamed weights that one region reads; a region that would read more is cut.  By default each block has
-    as few regions as a plan needs that is within 0.5 % of the best one at 64 MiB, for the goal with which it is compiled."""
+    """The maximum bytes of streamed weights that one region reads; a region that would read more is cut.  By default each
+    block is cut into as few regions as possible while the plan stays within 0.5 % of the best plan at 64 MiB.  Both plans are
+    made for the goal with which the model is compiled."""
 
     lowering: Lowering = "inductor"
-    """"inductor", or "eager" to run the regions' ATen ops as they are.  "tensorrt" builds an engine of each region, with its
-    weights as inputs, and leaves to Inductor what TensorRT does not support; experimental, never run, needs a GPU and
-    torch-tensorrt."""
+    """How regions are compiled.  "inductor" compiles them; "eager" runs their ATen ops one by one.  "tensorrt" builds a
+    TensorRT engine for each region, with its weights as inputs.  Inductor compiles what TensorRT does not support.
+    "tensorrt" is experimental and not yet tested on a GPU; it needs a GPU and torch-tensorrt."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
-    """Inductor configuration for every region, as in torch._inductor.config."""
+    """Inductor settings for all regions, with the names of torch._inductor.config."""
 
     cudagraphs: CudaGraphsWanted = False
-    """Whether a call is recorded as one CUDA graph, with its copies, and launched as one from its fourth pass on: the host
-    issues little, and the memory of its activations stays taken between calls.  "auto": only where the host is busy for most
-    of a step, and where waiting for all copies at the end of a call is predicted to cost less than 1 %.  "collectives": with
-    those of several ranks, too; experimental.  A call that cannot be recorded is issued op by op, and a warning says why.
-    mode="reduce-overhead" and "max-autotune" mean True."""
+    """Whether a call, with its copies, is captured as one CUDA graph and launched as one graph from its fourth pass on.  This
+    reduces the CPU launch overhead, but the memory of the activations stays allocated between calls.  "auto": only if the CPU
+    is busy for most of a step, and if waiting for all copies at the end of a call is predicted to cost less than 1 %.
+    "collectives": also calls with collectives of several ranks (experimental).  A call that cannot be captured is issued op
+    by op, and a warning says why.  mode="reduce-overhead" and "max-autotune" set this to True."""
 
     pack: Pack = False
-    """Whether weights in bfloat16 are packed, without loss, in three quarters of their bytes, and unpacked on the device by
-    the region that reads them.  True: all that can be.  "auto": those with which the step is predicted to be shorter within
-    the budget; where copies are hidden anyway, none.  A model placed by offload(pack=True) stays packed in any case."""
+    """Whether bfloat16 weights are packed, that is, compressed without loss to three quarters of their bytes.  The region
+    that reads them unpacks them on the device.  True: all weights that can be packed.  "auto": the weights whose packing is
+    predicted to shorten the step within the budget.  None are packed if copies are hidden anyway.  A model that
+    offload(pack=True) has placed stays packed in any case."""
 
     hoist: Hoist | Sequence[str] = False
-    """Whether matrix products that no latent reaches, such as modulations computed from the timestep, are computed once for
-    many steps, so that their weights are not copied in each.  True: all of them.  "auto": if a step is then predicted to be
-    shorter, within the budget.  A tuple of names: those of these inputs of forward, and of no others.  Their results are kept
-    on the device, in at most a sixteenth of the budget."""
+    """Whether matrix products that do not depend on the latent, such as modulations, are computed once for many steps, so
+    that their weights are not copied in every step.  True: all such products.  "auto": if this is predicted to shorten the
+    step within the budget.  A tuple of names of inputs of forward: the products that depend on no other inputs.  The results
+    are kept on the device, in at most a sixteenth of the budget."""
 
     split: Split = "auto"
-    """Into how many slices of its tokens a block is split, one after the other, so that fewer bytes of activations are on the
-    device at a time.  "auto": as few as memory needs, from 1 to 16.  1 for none.  Other numbers are rounded
-    down to a power of two, at most 16."""
+    """The number of slices into which the tokens of a block are split.  The slices are computed one after the other, so that
+    fewer bytes of activations are on the device at a time.  1: no split.  Other numbers are rounded down to a power of two,
+    at most 16.  "auto": as few slices as the budget needs, from 1 to 16."""
 
     exchange_groups: ExchangeGroups = False
-    """Into how many groups of heads the all-to-alls around attention are divided under Ulysses, so that one group is
-    exchanged while another computes attention.  A number: a divisor of the attention heads of each rank.  "auto": the number
-    with which the step is predicted to be shortest, or none if that gains less than 3 %, as with NVLink.  All ranks need the
-    same value."""
+    """The number of groups of heads into which the all-to-alls around attention are divided under Ulysses, so that one group
+    is exchanged while another computes attention.  A number must divide the attention heads of each rank.  "auto": the number
+    with the shortest predicted step.  If it gains less than 3 %, as with NVLink, the all-to-alls are not divided.  All ranks
+    need the same value."""
 
     disable: Sequence[str] = ()
-    """Passes to leave out, to see whether one is to blame: "rotary", "recompute", "views", "sharing", "verify", "cycle"."""
+    """Names of passes to skip, to find the pass that causes a problem: "rotary", "recompute", "views", "sharing", "verify",
+    "cycle"."""
 
     pin_memory: Size | None = None
-    """Most host bytes to pin for the model, as bytes or "64GB"; weights beyond that are copied from pageable memory,
-    which is slower.  On a GPU only.  By default the weights' own memory and what else the machine and the control groups of
-    the process leave, less a reserve of 5 %, divided by LOCAL_WORLD_SIZE."""
+    """The maximum host memory to pin for the model, as a number of bytes or as "64GB".  Weights beyond it are copied from
+    pageable memory, which is slower.  It applies to GPUs only.  The default is the memory of the weights themselves, plus
+    1 / LOCAL_WORLD_SIZE of the memory that the machine and the control groups of the process leave free, after a reserve of
+    5 %."""
 
     debug: str | Sequence[str] = ()
-    """"poison" overwrites evicted weights with NaN, which exposes a late reader; "threads" runs every stream, compute
-    included, as a thread, so the host runs ahead as on a GPU; or a list of both."""
+    """One of these names, or a list of both.  "poison" overwrites evicted weights with NaN, which exposes ops that still read
+    them.  "threads" runs every stream, including the compute stream, as a thread, so that the host runs ahead as on a GPU."""
 
     dump: str | Path | None = None
-    """Folder where every compiled graph is written, with all its stages, its plan, a report and its measurements."""
+    """The folder to which every compiled graph is written, with all of its stages, its plan, a report and its
+    measurements."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -262,7 +273,7 @@ class Options:
 
     @property
     def goal(self) -> Goal:
-        """What plans are made for."""
+        """The goal for which plans are made."""
         hoist = self.hoist if self.hoist is False or self.hoist == "auto" else True
         return Goal.given(
             self.memory,
@@ -285,15 +296,16 @@ class Options:
         return DeviceKind("threads" in self.debugging(), self.profile().link_emulation)
 
     def pin_bytes(self) -> int | None:
-        """Most host bytes to pin; None for what the machine and its control groups leave."""
+        """The maximum bytes of host memory to pin; None if only the free memory of the machine limits it."""
         return None if self.pin_memory is None else parse_bytes(self.pin_memory, "pin_memory")
 
     def on(self, device: torch.device) -> Options:
-        """The options with the default hardware of ``device``, unless ``hardware`` is set."""
+        """Return the options with the default hardware profile for ``device``, unless ``hardware`` is set."""
         return self if self.hardware is not None else replace(self, hardware=default_profile(device))
 
     def given_plan(self) -> Plan | None:
-        """The plan of the option ``plan``, None if it is not set.  Raises ChunkflowError if it cannot be read."""
+        """Read the plan that the option ``plan`` names; None if it is not set.  Raises ChunkflowError if it cannot be
+        read."""
         return None if self.plan is None else read_plan(self.plan)
 
     def profile(self) -> Hardware:
@@ -301,7 +313,7 @@ class Options:
         return load_profile(self.hardware or CPU)
 
     def settings(self) -> Settings:
-        """The settings of the passes.  Raises ChunkflowError if the plan or the timings cannot be read."""
+        """Return the settings of the passes.  Raises ChunkflowError if the plan or the timings cannot be read."""
         return Settings(
             hardware=self.profile(),
             goal=self.goal,
@@ -315,7 +327,7 @@ class Options:
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Raise ChunkflowError for a value of an option that is none of those allowed, which are texts and truth values."""
+    """Raise ChunkflowError unless the value of an option is among the ``allowed`` values, which are strings and bools."""
     if value not in allowed or not isinstance(value, str | bool):  # 1 == True
         raise ChunkflowError(f"Option {name}={value!r} is unknown; use one of {', '.join(map(str, allowed))}.")
 
@@ -348,11 +360,13 @@ def parse_options(
     caller: Callable[..., Any] | None = None,
     refused: Collection[str] = (),
 ) -> Options:
-    """Check the options of the backend.  Raises ChunkflowError that names an unknown key and the nearest known one, and for
-    a setting of torch that is refused.
+    """Check the options of the backend and return them.
 
-    ``mode``: torch.compile's; its Inductor configuration is applied to every region.  ``caller``: the function that takes the
-    options as ``**options``; what is meant may be an argument of its own.  ``refused``: options that it does not take.
+    ``mode``: the mode of torch.compile; its Inductor settings apply to all regions.  ``caller``: the function that takes the
+    options as ``**options``.  Errors about misspelt options also suggest its named arguments.  ``refused``: options that the
+    caller does not support.
+    Raises ChunkflowError for an unknown option, whose message suggests the nearest known one, and for a setting of torch that
+    ChunkFlow does not support.
     """
     _check_settings()
     given = dict(options or {})
@@ -381,7 +395,10 @@ def parse_options(
 
 
 def refuse_positional(caller: Callable[..., Any], given: Sequence[object]) -> None:
-    """Raise ChunkflowError for arguments that ``caller`` was given without their names, and say which names were meant."""
+    """Raise ChunkflowError if ``caller`` got positional arguments.  The message suggests the names that were meant.
+
+    ``given``: the positional arguments after the first one.
+    """
     if not given:
         return
     value = given[0]
@@ -394,16 +411,19 @@ def refuse_positional(caller: Callable[..., Any], given: Sequence[object]) -> No
 
 
 def for_backend(options: Mapping[str, Any], chosen: Options) -> dict[str, Any]:
-    """The options of a function of ours, for the backend, which gets no mode.  ``chosen``: the same, parsed with the mode."""
+    """Convert the options of ``compile`` to options for the backend, to which no mode is passed.
+
+    ``chosen``: the same options, parsed together with the mode.
+    """
     of_mode = {"inductor": chosen.inductor, "cudagraphs": chosen.cudagraphs}
     return {**options, **{name: value for name, value in of_mode.items() if value}}
 
 
 def _check_settings() -> None:
-    """Raise ChunkflowError for a setting of torch that is refused."""
+    """Raise ChunkflowError if a setting of torch that ChunkFlow does not support is on."""
     for setting, why in _REFUSED_SETTINGS.items():
         module, _, name = setting.rpartition(".")
-        if getattr(import_module(module), name, False):  # some releases do not have it
+        if getattr(import_module(module), name, False):  # some releases of torch do not have it
             raise ChunkflowError(f"{setting} {why}: set it to False, its default.")
 
 
@@ -420,7 +440,7 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 def _check_inductor(inductor: Mapping[str, Any]) -> None:
     from chunkflow_compile.private_torch.inductor import (
-        config,  # takes a second, which only a model that is compiled needs
+        config,  # imported here because it takes a second, and only compilation needs it
     )
 
     settings = config.get_config_copy()

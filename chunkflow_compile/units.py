@@ -1,4 +1,4 @@
-"""Byte sizes and rates as people read and write them."""
+"""Parsing and formatting of byte sizes and rates, such as ``"8GiB"`` and ``"7GB/s"``."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from numbers import Integral, Real
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-# A size as users give it: bytes, or a text such as "8GiB".
+# A size as users pass it: a number of bytes, or a string such as "8GiB".
 Size = int | float | str
 
 _UNITS = {"": 1, "B": 1}
 _UNITS.update({f"{p}i{b}": 1024 ** (i + 1) for i, p in enumerate("KMGT") for b in ("", "B")})
 _UNITS.update({f"{p}{b}": 1000 ** (i + 1) for i, p in enumerate("KMGT") for b in ("", "B")})
 _LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
-# Unit of a size that is shown -> its decimals: a hundredth of a GiB is as much as a small weight.
+# Unit of a formatted size -> its number of decimals.  GiB has two, because 0.01 GiB is the size of a small weight.
 _SHOWN = {"B": 0, "KiB": 1, "MiB": 1, "GiB": 2}
-# Bytes/s of any link or drive: what lies outside was written without its unit.
+# The range of rates in bytes/s that PCIe, NVLink or an SSD can have.  A rate outside it was written without its unit.
 RATES = 1e5, 1e12
-# A size below this that has no unit was meant in GiB: few machines have more memory, and no model runs in so few bytes.
+# A number without a unit below this was meant in GiB: few machines have more GiB, and no model runs in fewer bytes.
 _MEANT_IN_GIB = 4096
-# A text below this that has no unit was meant in MiB, the unit of nvidia-smi.  Code computes such numbers for tiny models.
+# A string without a unit below this was meant in MiB, the unit of nvidia-smi.  Numbers that are not strings are exempt,
+# because code computes such small numbers for tiny models.
 _MEANT_IN_MIB = 1 << 20
 _TEXT = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?(?:e\+?\d{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
 _DEVICE = re.compile(r"(cpu|cuda|hip|mps|xpu)(:\d+)?")
 
 
 def size(nbytes: int | None) -> str:
-    """Bytes as text, in the unit that fits: ``"4.0 KiB"``, ``"1.50 GiB"``; ``"-"`` for None."""
+    """Format a number of bytes in a suitable unit: ``"4.0 KiB"``, ``"1.50 GiB"``; ``"-"`` for None."""
     if nbytes is None:
         return "-"
     unit, value = _in_unit(nbytes)
@@ -38,7 +39,7 @@ def size(nbytes: int | None) -> str:
 
 
 def enough(nbytes: int) -> str:
-    """The least size with as many digits that is at least ``nbytes``, as :func:`parse_bytes` takes it: ``"1.51GiB"``."""
+    """Round ``nbytes`` up to the decimals of :func:`size`, in a form that :func:`parse_bytes` accepts: ``"1.51GiB"``."""
     unit, value = _in_unit(nbytes)
     scale = 10 ** _SHOWN[unit]
     text = f"{math.ceil(value * scale) / scale:.{_SHOWN[unit]}f}"
@@ -46,7 +47,7 @@ def enough(nbytes: int) -> str:
 
 
 def _in_unit(nbytes: int) -> tuple[str, float]:
-    """The largest unit of which there is one, after rounding, and how many."""
+    """The largest unit of which ``nbytes``, after rounding, has at least one, and the number in this unit."""
     for unit, digits in _SHOWN.items():
         value = nbytes / _UNITS[unit]
         if round(value, digits) < 1024:
@@ -55,7 +56,10 @@ def _in_unit(nbytes: int) -> tuple[str, float]:
 
 
 def parse_rate(text: str, what: str) -> float:
-    """``"200MB"`` or ``"200MB/s"`` as bytes/s.  Raises ChunkflowError naming ``what``, also for what no link or drive has."""
+    """Parse a rate such as ``"200MB"`` or ``"200MB/s"`` into bytes/s.
+
+    Raises ChunkflowError naming ``what`` if the text is not a rate, or if the rate is implausibly low or high.
+    """
     if (read := _read(text.removesuffix("/s"))) is None:
         raise _no_size(text, what)
     rate = float(read[0])
@@ -67,16 +71,18 @@ def parse_rate(text: str, what: str) -> float:
 
 
 def whole_number(value: object, what: str, least: int) -> None:
-    """Raise ChunkflowError naming ``what`` unless the value is a whole number of at least ``least``."""
+    """Raise ChunkflowError naming ``what`` unless the value is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ChunkflowError(f"{what} must be a whole number of at least {least}, not {value!r}.")
 
 
 def parse_bytes(value: object, what: str) -> int:
-    """``12.5e9``, ``"8GiB"``, ``"500 MB"``, ``"12G"`` as a whole number of bytes: G and GB are 10^9, Gi and GiB are 2^30.
+    """Parse a size such as ``12.5e9``, ``"8GiB"``, ``"500 MB"`` or ``"12G"`` into bytes.
 
+    G and GB are 10^9 bytes; Gi and GiB are 2^30 bytes.
     Raises ChunkflowError naming ``what`` for a value that is not a size, for a fraction of a byte, and for a value so small
-    that its unit must be missing.  The latter is allowed if the name itself says that bytes are meant: ``"chunk_bytes"``.
+    that its unit must be missing.  Small values are allowed if the name ``what`` ends in ``_bytes``, such as
+    ``"chunk_bytes"``.
     """
     if (read := _read(value)) is None:
         raise _no_size(value, what)
@@ -89,12 +95,12 @@ def parse_bytes(value: object, what: str) -> int:
 
 
 def is_size(value: object) -> bool:
-    """Whether a value can be read as a size, whether or not its unit is missing."""
+    """Whether a value can be parsed as a size, even if its unit may be missing."""
     return _read(value) is not None
 
 
 def _read(value: object) -> tuple[Fraction, str, str] | None:
-    """The bytes of a size, its number as text, and its unit in lower case; None for a value that is not a size."""
+    """The bytes of a size, its number as a string, and its unit in lower case; None if the value is not a size."""
     if isinstance(value, Real) and not isinstance(value, bool):
         number = int(value) if isinstance(value, Integral) else float(value)
         return (Fraction(number), f"{value}", "") if math.isfinite(number) and number >= 0 else None
@@ -105,7 +111,7 @@ def _read(value: object) -> tuple[Fraction, str, str] | None:
 
 
 def _refuse_missing_unit(value: object, what: str, nbytes: Fraction, number: str) -> None:
-    """Raise ChunkflowError for a number of bytes that was most likely meant in a unit."""
+    """Raise ChunkflowError for a number of bytes that was most likely meant in another unit."""
     if nbytes < 1:
         raise ChunkflowError(
             f"{what}={value!r} is less than a byte: give a size such as '12GiB', not a share of the memory."

@@ -19,14 +19,13 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.hoist import MOST_SLOW_BYTES, Halves, check_halves, split
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
-from chunkflow_compile.passes.placement.coarsest import judged
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.units import enough, size
 
 from .goal import Goal
-from .pipeline import Settings, choose_cut, make_plan
+from .pipeline import Settings, choose_cut, make_plan, plans_of
 
 # The maximum number of rows of a table: enough for a schedule of 50 steps for two prompts.
 MOST_ROWS = 128
@@ -228,14 +227,5 @@ def _plan_of(traced: Traced, settings: Settings) -> tuple[Plan, int]:
     """The plan of a graph and the number of blocks that it covers: 1 for a whole model; for a block, several blocks that
     run one after another."""
     problem = choose_cut(traced, settings).problem
-    turns = replace(settings, part=False)
-    planned = judged(
-        problem,
-        traced.repeats,
-        settings.goal,
-        lambda problem, *, goal, ends=None: make_plan(
-            problem, replace(turns, goal=goal), inside=traced.repeats is not None, ends=ends
-        ),
-    )
-    plan = planned(problem)
+    plan = plans_of(traced, settings, problem)(problem)
     return plan, len(plan.regions) // len(problem.regions)

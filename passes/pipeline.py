@@ -26,7 +26,7 @@ from chunkflow_compile.passes.graph.rotary import in_real_arithmetic
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_fewer_peers, to_pack, to_peers
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged
-from chunkflow_compile.passes.placement.exchanging import GroupChoice, choose_groups, given_groups
+from chunkflow_compile.passes.placement.exchanging import GroupChoice, choose_groups, groups_of_problem
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.placement.splitting import best_split, split_into, splits
 from chunkflow_compile.passes.placement.timeline import Simulator
@@ -212,18 +212,15 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
     """
     groups = settings.goal.exchange_groups
     if groups == "auto":
-        if settings.plan is not None:
-            cuts = (_cut_as_it_is(graph, settings) for _, graph in given_groups(traced))
-            return next(
-                (cut for cut in cuts if cut.problem.digest == settings.plan.problem), _cut_as_it_is(traced, settings)
-            )
         groups = groups_for(traced, settings).groups
     return _cut_as_it_is(in_head_groups(traced, groups) if groups else traced, settings)
 
 
 def groups_for(traced: Traced, settings: Settings) -> GroupChoice:
     """Into how many groups of heads the exchanges of a graph are divided where ``settings`` leave it open."""
-    repeats, hardware = traced.repeats, settings.hardware
+    hardware, given = settings.hardware, settings.plan or settings.timings
+    if given is not None:
+        return groups_of_problem(traced, given.problem, lambda graph: _cut_as_it_is(graph, settings).problem.digest)
 
     def resident_s(graph: Traced) -> float:
         problem = whole_blocks(make_cut(graph, disabled=settings.disabled), settings).problem
@@ -231,31 +228,27 @@ def groups_for(traced: Traced, settings: Settings) -> GroupChoice:
         return simulator.play(Scheduler(problem, settings.chunk_bytes).step({}), spans=False).step_s
 
     def planned(graph: Traced) -> Plan:
-        plan = judged(
-            (cut := _cut_as_it_is(graph, settings)).problem,
-            repeats,
-            settings.goal,
-            lambda problem, *, goal, ends=None: make_plan(
-                problem, replace(settings, goal=goal, part=False), inside=repeats is not None, ends=ends
-            ),
-        )
-        return plan(cut.problem)
+        problem = _cut_as_it_is(graph, settings).problem
+        return plans_of(graph, settings, problem)(problem)
 
     return choose_groups(traced, resident_s, planned)
+
+
+def plans_of(traced: Traced, settings: Settings, finest: Problem) -> Callable[[Problem], Plan]:
+    """Returns a function that plans the problems of a graph, to compare them.  ``finest``: problem of its finest cut."""
+
+    def plan(problem: Problem, *, goal: Goal, ends: Sequence[int] | None = None) -> Plan:
+        one = replace(settings, goal=goal, part=False)
+        return make_plan(problem, one, inside=traced.repeats is not None, ends=ends)
+
+    return judged(finest, traced.repeats, settings.goal, plan)
 
 
 def _cut_as_it_is(traced: Traced, settings: Settings) -> Cut:
     """The cut of a graph whose exchanges are as they are to be."""
     finest, repeats = make_cut(traced, settings.group_bytes, settings.disabled), traced.repeats
     budget = goal_of_cut(traced, settings).memory is not None
-    planned = judged(
-        finest.problem,
-        repeats,
-        settings.goal,
-        lambda problem, *, goal, ends=None: make_plan(
-            problem, replace(settings, goal=goal, part=False), inside=repeats is not None, ends=ends
-        ),
-    )
+    planned = plans_of(traced, settings, finest.problem)
     alone = (settings.part and repeats is None) or settings.preamble  # a part, which cannot be judged by itself
     judge = None if alone or not budget else planned
     finest = on_peers(finest, _peer_weights(finest, settings, None if alone else planned), settings.ranks)

@@ -15,6 +15,7 @@ from chunkflow_compile.passes.names import ONLY_PREDICTED, POLICIES, OnPeers, Pa
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.pipeline import make_plan
 from chunkflow_compile.passes.placement.choice import to_pack, to_peers
+from chunkflow_compile.passes.placement.exchanging import MOST_GROUPS
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.plan import Plan
@@ -32,10 +33,11 @@ REPLAN_AFTER = 2
 
 class ArmForm(NamedTuple):
     """The form in which the regions of an arm are lowered.  ``packed``: names of packed weights.  ``hoisted``: whether
-    weights are hoisted."""
+    weights are hoisted.  ``groups``: number of groups of heads in which exchanges run."""
 
     packed: frozenset[str] = frozenset()
     hoisted: bool = False
+    groups: int = 1
 
 
 RAW, HOISTED = ArmForm(), ArmForm(hoisted=True)
@@ -47,6 +49,7 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
     "peers": {"peers": True},
     "mix": {"peers": "auto"},
     "hoist": {"hoist": True},
+    **{f"groups{count}": {"groups": count} for count in range(2, MOST_GROUPS + 1)},
 }
 
 
@@ -57,7 +60,7 @@ class Arm:
     ``residency``: share of the blocks, 0 to 1, whose bytes are added to the budget; None to add nothing.  ``pack``: whether
     weights are packed; "auto" means if that is predicted to be faster from measured times.  ``peers``: whether weights are
     sharded over the devices of the ranks, in the same way; the bytes of the shards are added to the budget.  ``hoist``:
-    whether weights are hoisted.
+    whether weights are hoisted.  ``groups``: number of groups of heads in which exchanges run.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Arm:
     pack: Pack = False
     peers: OnPeers = False
     hoist: bool = False
+    groups: int = 1
 
 
 def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
@@ -79,7 +83,8 @@ def _parse(name: str) -> Arm:
     if name in ALTERNATIVES:
         return Arm(name, None)
     planned, _, form = name.partition("+")
-    if form in _FORMS and planned.partition("@")[0] == "chunkflow":
+    grouped = planned == "resident" and "groups" in _FORMS.get(form, {})  # the one form that changes a resident step
+    if form in _FORMS and (planned.partition("@")[0] == "chunkflow" or grouped):
         return replace(_parse(planned), name=name, **_FORMS[form])
     policy, at, share = name.partition("@")
     if policy in ONLY_PREDICTED:
@@ -95,7 +100,8 @@ def _parse(name: str) -> Arm:
             f"--arms: there is no arm {name!r}. Use {', '.join(p for p in POLICIES if p != 'layerwise-prefix')}, "
             f"{MISJUDGED}, {REPLANNED}; chunkflow@40% or layerwise-prefix@40% to add the bytes of any share of the "
             f"blocks; chunkflow+pack or chunkflow+auto for packed weights, chunkflow+peers or chunkflow+mix for weights on "
-            f"the devices of the ranks, chunkflow+hoist for hoisted weights, with or without a share; with --device cuda "
+            f"the devices of the ranks, chunkflow+hoist for hoisted weights, chunkflow+groups2 or resident+groups2 for "
+            f"exchanges in groups of heads, with or without a share; with --device cuda "
             f"also {', '.join(ALTERNATIVES)}."
         )
     if not at:
@@ -132,6 +138,8 @@ def form_of(arm: Arm, measured: Measured, goal: Goal) -> ArmForm:
     """The form that an arm runs.  If the arm leaves it open, choice.py decides."""
     if arm.hoist:
         return HOISTED
+    if arm.groups > 1:
+        return ArmForm(groups=arm.groups)
     packed = next((form for form in measured if form.packed), RAW)
     if arm.pack != "auto":
         return packed if arm.pack else RAW

@@ -141,6 +141,23 @@ REGIMES: Mapping[str, Regime] = {
         most=0.06,
         ranks=1,
     ),
+    "exchange-groups": Regime(
+        family="wan",
+        # 256 wide: attention takes longer than its exchanges, and only the MLPs stream
+        size=Size(layers=4, frames=8, height=32, width=32, heads=8, head_dim=32, text=64),
+        load=0.5,
+        chunk_bytes=_CHUNK // 4,
+        arms=(
+            "resident",
+            "resident+groups2",
+            "resident+groups4",
+            "chunkflow",
+            "chunkflow+groups2",
+            "chunkflow+groups4",
+        ),
+        shows="all-to-alls are a quarter of the step: exchanges in groups of heads, resident and streamed",
+        most=0.75,
+    ),
 }
 
 # The regimes of ``chunkflow demo``: contention shows speed, compute-rich shows memory.  Both have the same number of

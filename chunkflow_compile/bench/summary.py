@@ -173,8 +173,8 @@ def bench_table(record: BenchRecord) -> str:
     columns: dict[str, dict[str, object]] = {
         "middle half": {n: f"{a * 1e3:.0f} to {b * 1e3:.0f}" for n, (a, b) in record.quartiles_s.items()}
     }
-    for base in (RESIDENT, "layerwise"):
-        if base in arms:
+    for base in (RESIDENT, "layerwise", "chunkflow"):
+        if base in arms and (base != "chunkflow" or any(name.startswith("chunkflow+groups") for name in arms)):
             columns[f"to {base}"] = {n: f"{record.ratio(n, base):.3f}" for n in arms}
     if any(x is not None for x in record.inflation.values()):
         columns["collectives inflated"] = {n: _percent(x) for n, x in record.inflation.items()}

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple, NoReturn
@@ -33,6 +34,7 @@ from chunkflow_compile.passes.graph.pack import packable
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import Pack
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.placed.offload import offload, programs
 from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.cuda_graphs import PASSES
@@ -128,6 +130,7 @@ class Turns:
         self.hardware = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
         self.profile = Path(job.folder) / f"hardware{rank}.json"
         self.arms: dict[str, RunningArm] = {}
+        self._forms: dict[ArmForm, Compilation] = {}  # forms that have their own compilation
 
     def run(self) -> RankRun:
         job = self.job
@@ -145,6 +148,8 @@ class Turns:
             measured[ArmForm(packed[0].packed)] = packed
         if any(arm.hoist for arm in job.arms):
             measured[HOISTED] = self._calibrate_hoisted(*raw)
+        for groups in sorted({arm.groups for arm in job.arms} - {1}):
+            measured[ArmForm(groups=groups)] = self._calibrate_groups(groups)
         self.progress.update()
         self._make_programs(measured)
         self._make_alternatives()
@@ -160,11 +165,13 @@ class Turns:
             another = now + (now - round_began) - self._began  # the time at which another round would end
             if job.seconds is not None and max(gather(another, self.job.processes)) > job.seconds:
                 break
-        resident = self.arms.get(RESIDENT)
-        if resident is not None and resident.code is not None:
+        if RESIDENT in self.arms:
             # timed within the same minutes as the arms, because the machine's speed changes
-            steps = resident.measurements
-            measured[RAW] = resident.code, step_timings(resident.code.program.plan, steps, job.processes)
+            for name in (arm.name for arm in job.arms if arm.policy == RESIDENT):
+                resident = self.arms[name]
+                assert resident.code is not None
+                timings = step_timings(resident.code.program.plan, resident.measurements, job.processes)
+                measured[resident.form] = resident.code, timings
             slowdown = self._slowdown()
             measured = {f: (code, replace(t, compute_slowdown=slowdown)) for f, (code, t) in measured.items()}
         return RankRun(
@@ -209,6 +216,7 @@ class Turns:
             return None
         self.progress.set_description("measure compute")
         self._unpaced, compute_s = self._compiled.code, self._compiled.compute_s()
+        self._unpaced_s = compute_s
         if job.pace is not None:
             self._compiled.use(paced(self._unpaced, compute_s, job.pace))
         return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace, job.regime.peers)
@@ -232,17 +240,35 @@ class Turns:
         self._compiled.call(**self.inputs(0))
         return found
 
+    def _calibrate_groups(self, groups: int) -> tuple[Code, Timings]:
+        """The code of a resident step with its exchanges in ``groups`` groups of heads, and its measured times.
+
+        Regions last as long as with whole exchanges; the attention of one group takes an equal part of the whole attention.
+        """
+        self.progress.set_description(f"compile for {groups} groups of heads")
+        self.profile.write_text(self.hardware.to_json())  # with the emulated link
+        raw = self._compiled.code
+        compiled = self._forms[ArmForm(groups=groups)] = self._compilation(exchange_groups=groups, policy=RESIDENT)
+        self.progress.set_description(f"measure {groups} groups of heads")
+        code = compiled.code
+        if self.job.pace is not None:
+            code = paced(code, in_groups(self._unpaced_s, code.program.problem), self.job.pace)
+        found = compiled.calibrate_with(code, None)
+        self._compiled.use(raw)
+        self._compiled.call(**self.inputs(0))
+        return found
+
     def _calibrate_hoisted(self, raw: Code, timings: Timings) -> tuple[Code, Timings]:
         """The same for the hoisted model without its preamble.  The table of rows fits in the smallest budget of its arms."""
         self.progress.set_description("compile the hoisted model")
         self.profile.write_text(self.hardware.to_json())  # includes the emulated link
         goals = (self._goal_of(arm, raw, timings)[0] for arm in self.job.arms if arm.hoist)
         memory = min(goal.memory for goal in goals if goal.memory is not None)
-        self._hoisted = self._compilation(hoist=True, weight_memory=memory)
+        hoisted = self._forms[HOISTED] = self._compilation(hoist=True, weight_memory=memory)
         self.progress.set_description("measure hoisted regions")
-        code = self._hoisted.code
+        code = hoisted.code
         resident = code.settings.goal.aimed_at(Goal(policy="resident"))
-        return self._hoisted.calibrate_with(code.remade(goal=resident), self.job.pace)
+        return hoisted.calibrate_with(code.remade(goal=resident), self.job.pace)
 
     def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
         """Emulate ``link`` from the next call on, with the bandwidth set by ``load``, and measure its accuracy."""
@@ -302,19 +328,20 @@ class Turns:
             if arm.policy is None:
                 continue
             self.progress.set_description(f"{arm.name}: plan")
-            form, planned = RAW, {"layerwise": self._layerwise, RESIDENT: code}.get(arm.policy)
+            form = ArmForm(groups=arm.groups)
+            planned = {"layerwise": self._layerwise, RESIDENT: measured[form][0]}.get(arm.policy)
             if planned is None:
                 goal, times = self._goal_of(arm, code, timings)
                 form = form_of(arm, measured, goal)
                 base, form_times = measured[form]
-                times = form_times if arm.pack or arm.hoist else times
+                times = form_times if arm.pack or arm.hoist or arm.groups > 1 else times
                 names = on_peers_of(arm, base, goal, times)
                 there = on_peers(base.cut, names, base.settings.ranks).problem
                 times = replace(times, problem=there.digest)  # the regions are the same
                 planned = base.remade(goal=replace(base.settings.goal.aimed_at(goal), peers=names), timings=times)
             calls = self._calls_of(planned, form)
             planned = replace(planned, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
-            compiled = self._hoisted if form.hoisted else self._compiled
+            compiled = self._forms.get(form, self._compiled)
             self.arms[arm.name] = RunningArm(arm.name, calls, planned, form, compiled)
             self.progress.update()
 
@@ -334,6 +361,7 @@ class Turns:
         options |= {"pack": True} if code.packed else {}
         options |= {"peers": True} if code.on_peers else {}
         options |= {"hoist": True} if form.hoisted else {}
+        options |= {"exchange_groups": form.groups} if form.groups > 1 else {}
         return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})
 
     def _rehearse(self, arm: RunningArm) -> None:
@@ -446,6 +474,18 @@ class Turns:
             predicted=play_program(code.program, self.hardware, timings),
             measurements=tuple(measurements),
         )
+
+
+def in_groups(compute_s: Sequence[float], problem: Problem) -> list[float]:
+    """Seconds of each region of a problem whose exchanges are in groups of heads.
+
+    ``compute_s``: seconds of each region with whole exchanges.  The groups of an attention divide its seconds equally.
+    """
+    whole, found = iter(compute_s), list[float]()
+    for _, regions in groupby(problem.regions, lambda region: region.groups):
+        for place, region in enumerate(regions):
+            found.append(found[-1] if place % region.groups else next(whole) / region.groups)
+    return found
 
 
 def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:

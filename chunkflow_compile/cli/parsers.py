@@ -309,6 +309,7 @@ arms:
   chunkflow+auto        the same where that is predicted to be faster
   chunkflow+hoist       with weights hoisted that no latent reaches, within the same bytes; measured
                         steps find their modulations in the table
+  resident+groups2      with exchanges in two groups of heads; also as chunkflow+groups2
   layerwise-prefix@40%  within the same bytes: the first blocks that fit are resident, the others
                         layerwise
   misjudged             chunkflow, planned as if compute took twice as long and the link were twice

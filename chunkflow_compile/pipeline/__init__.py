@@ -1,5 +1,6 @@
-"""A diffusers pipeline within one budget of device memory.
+"""Runs a diffusers pipeline within one budget of device memory.
 
-api.py has the public functions.  Read apply.py, then budget.py and phase.py: each component is a phase.  intercept.py sees
-its calls, and oom_retry.py runs one again that found no memory.  explain.py says what a model or a pipeline did.
+api.py contains the public functions.  Read apply.py first, then budget.py and phase.py: each component is a phase.
+intercept.py intercepts the calls of the pipeline.  oom_retry.py decides whether a call that ran out of memory may be retried.
+explain.py reports how a model or a pipeline ran.
 """

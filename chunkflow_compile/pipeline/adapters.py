@@ -1,4 +1,4 @@
-"""``use_adapters``: adapters for the calls of one thread, as a request that names its own has them."""
+"""``use_adapters``: select adapters for the calls of one thread, such as one request of a server."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from chunkflow_compile.pipeline.budget import budget_of
 def use_adapters(
     pipe: Any, names: str | Sequence[str] | None, weights: float | Sequence[float] | None = None
 ) -> Iterator[None]:
-    """Let a pipeline generate with these adapters, and give it back those that it had: a context.
+    """Activate these adapters within a ``with`` statement, and restore the previously active ones at its end.
 
-    Threads take turns, on all pipelines of one budget: other threads wait until the context ends, so each generates with its
-    own adapters.
+    Other threads that generate with a pipeline of the same budget wait until the context ends.  So each thread generates with
+    its own adapters.
 
-    ``names``: of adapters that are loaded, as for ``set_adapters``; None for the model alone.  ``weights``: of each, 1 by
-    default.
-    Raises ChunkflowError for a pipeline that takes no adapters, and diffusers' ValueError for an adapter that is not loaded;
-    the pipeline has the adapters that it had then, too.
+    ``names``: names of loaded adapters, as for ``set_adapters``; None deactivates all adapters.  ``weights``: their weights,
+    1 by default.
+    Raises ChunkflowError for a pipeline that does not support adapters, and diffusers' ValueError for an adapter that is not
+    loaded.  The previously active adapters are restored in this case as well.
     """
     if isinstance(pipe, nn.Module) or not hasattr(pipe, "set_adapters"):
         raise ChunkflowError(f"use_adapters takes a pipeline that loads adapters, not {type(pipe).__name__}.")

@@ -1,6 +1,6 @@
-"""``compile`` and ``restore``: the pair of functions for a model and for a pipeline.
+"""``compile`` and ``restore``, which accept a model or a pipeline.
 
-``apply`` and ``remove`` are aliases for pipelines, in this release.
+In this release, ``apply`` and ``remove`` are aliases of them for pipelines.
 """
 
 from __future__ import annotations
@@ -76,36 +76,38 @@ def compile(
     other part with large weights, is compiled once, at the first call.  A model without repeated blocks is compiled as a
     whole, and so is one with ``cudagraphs=True``.
 
-    The components of a pipeline share one budget of device memory.  Transformers, encoders and ControlNets are compiled as
-    models are, and so is the decoder of a VAE.  Components run one after another, and the weights of the least recently used
-    component are evicted first.  Several threads may call ``pipe(...)``: one generation runs at a time.  The first generation
-    compiles, and shows its progress on a terminal.  One line per component is logged at INFO, and again after the first
-    generation, with the times of its calls.  A component with GGUF weights runs eagerly, with a warning that names it,
-    because torch.compile does not support them.  Components that belong to another compiled pipeline are shared with it, and
-    so is its budget.
+    The components of a pipeline share one budget of device memory.  Transformers, encoders and ControlNets are compiled like
+    single models, and so is the decoder of a VAE.  Components run one after another, and the weights of the least recently
+    used component are evicted first.  Several threads may call ``pipe(...)``: one generation runs at a time.  The first
+    generation compiles, and shows its progress on a terminal.  One line per component is logged at INFO, and once more after
+    the first generation, then with the times of its calls.  A component with GGUF weights runs eagerly, with a warning that
+    names it, because torch.compile does not support them.  Components that belong to another compiled pipeline are shared
+    with it, and so is its budget.
 
-    All arguments but the first are given by name.
+    All arguments except the first are passed by name.
 
-    ``device``: by default, the device of the parameters of a model; for a pipeline, the GPU that torch uses, or else the CPU.
-    ``memory``: bytes, or a text such as "12GiB": the budget for weights and activations on the device, of a model or of all
-    components of a pipeline.  For a model see :class:`Options` for the default; for a pipeline, it is what is free now.
-    Activations of a transformer are predicted, and its blocks are split into slices of their tokens if whole ones do not
-    fit.  In a pipeline they are measured in the first call of each component, and the weights are planned again for the rest
-    of the budget.  On a CPU, activations cannot be measured, so those of other components are not counted.
-    ``dtype``: the dtype to cast to.  For a pipeline, also a dict by component, {"default": ...} for the others, as
-    ``torch_dtype`` of ``from_pretrained``.
-    ``share``, ``host_memory``, ``peers``: see :func:`offload`.  ``host_memory`` is for all components together.  A model that
-    is placed already keeps its placement.
+    ``device``: the compute device.  The default for a model is the device of its parameters; for a pipeline it is the current
+    GPU, or the CPU if there is no GPU.
+    ``memory``: the budget for weights and activations on the device, in bytes or as a string such as "12GiB".  It covers a
+    model, or all components of a pipeline together.  :class:`Options` explains the default for a model; for a pipeline it is
+    the memory that is free now.  The activations of a transformer are predicted, and the tokens of its blocks are split into
+    slices if whole blocks do not fit.  In a pipeline, activations are also measured in the first call of each component, and
+    the weights are planned again for the rest of the budget.  Activations cannot be measured on a CPU, where only predicted
+    ones count.
+    ``dtype``: the dtype to cast to.  For a pipeline it may also be a dict with one dtype per component, and "default" for the
+    others, as ``from_pretrained(torch_dtype=...)`` accepts it.
+    ``share``, ``host_memory``, ``peers``: see :func:`offload`.  ``host_memory`` covers all components together.  A model that
+    is already placed keeps its placement.
     ``mode``, ``dynamic``: as in torch.compile.  By default, sizes that change are dynamic from the second compilation on.
-    ``adapters``, for pipelines only: lets the denoisers change LoRA adapters without recompilation: the largest rank, or the
-    arguments of :func:`enable_adapters` by name.
-    ``options``: those of the backend.  ``arena``, ``plan``, ``policy`` and ``slowdown`` are for models only.
+    ``adapters``, for pipelines only: the largest rank of LoRA adapters, or a dict with the arguments of
+    :func:`enable_adapters`.  The denoisers can then switch adapters without recompilation.
+    ``options``: options of the backend.  ``arena``, ``plan``, ``policy`` and ``slowdown`` apply to models only.
 
-    Raises ChunkflowError before any weight moves for an argument that is neither a model nor a pipeline, for an unknown
-    option or one that does not apply, and for a model that is compiled already or belongs to a compiled pipeline.  For a
-    pipeline, the error names the component: one that is under the hooks of accelerate or of group offloading, on another
-    device, without values or compiled already, one with a weight that does not fit in ``memory``, or one whose weights of
-    bitsandbytes, quanto or GGUF do not allow the cast to ``dtype``.
+    Raises ChunkflowError, before any weight moves, for an argument that is neither a model nor a pipeline, for an option that
+    is unknown or does not apply, and for a model that is already compiled or belongs to a compiled pipeline.  For a pipeline,
+    it is also raised if a component cannot be compiled, and the message names the component.  The possible reasons are hooks
+    of accelerate or of group offloading, another device, the meta device, an earlier compilation, a weight that does not fit
+    in ``memory``, and bitsandbytes, quanto or GGUF weights that do not allow the cast to ``dtype``.
     """
     refuse_positional(compile, unnamed)
     given: dict[str, Any] = {
@@ -140,23 +142,23 @@ def restore(pipe: PipelineT, /) -> PipelineT: ...
 
 
 def restore(model: Any, device: torch.device | str | None = None) -> Any:
-    """Undo :func:`compile` and :func:`offload`: the original model or pipeline, bit for bit; return it.
+    """Undo :func:`compile` and :func:`offload`: restore the original model or pipeline, bit for bit, and return it.
 
-    Of a model, the parameters return to where they came from, or move to ``device`` if it is given.  The model and its parts
-    keep no call that ChunkFlow compiled, including those of ``model.compile(backend="chunkflow")``; those of other backends
-    stay.  The object that ``torch.compile(model, backend="chunkflow")`` returned is not undone: calling it places the model
-    again.  Restoring a part of a model that was placed as a whole restores the whole.  Calls of other threads that are still
-    compiling place the model again.
+    The parameters of a model return to the device that they came from, or move to ``device`` if it is given.  All calls that
+    ChunkFlow compiled for the model and its parts are removed, including calls from ``model.compile(backend="chunkflow")``.
+    Calls that other backends compiled stay.  The object that ``torch.compile(model, backend="chunkflow")`` returned is not
+    undone: calling it places the model again.  Restoring a part of a model that was placed as a whole restores the whole
+    model.  If another thread is still compiling a call of the model, this call places the model again.
 
-    Of a pipeline, the components return to where they were.  It waits for a generation that is running.  Components that
-    another pipeline shares stay as they are until that one is restored too; a pipeline whose original is gone restores
-    what the original had compiled.  The components of a deep copy move to the device that they ran on, and the original
-    stays compiled.
+    The components of a pipeline return to the devices that they were on.  This waits for a generation that is running.
+    Components that another compiled pipeline shares stay as they are until that pipeline is restored too.  If the
+    compiled pipeline itself no longer exists, restoring a copy of it, or another pipeline with its components, restores these
+    components.  The components of a deep copy move to the device that they ran on, and the original stays compiled.
 
-    A model that is neither placed nor compiled, and a pipeline that is not compiled, are returned as they are.
-    Raises ChunkflowError if the weights do not fit where they are to go: those of a model that do not fit stay offloaded, and
-    the model or the pipeline stays compiled.  Also raises it for a model that belongs to a compiled pipeline, for ``device``
-    with a pipeline, and for an argument that is neither a model nor a pipeline.
+    A model that is neither placed nor compiled, and a pipeline that is not compiled, are returned unchanged.
+    Raises ChunkflowError if the weights do not fit on the target device.  The model or the pipeline then stays compiled, and
+    the weights of a model that do not fit stay offloaded.  Also raises it for a model that belongs to a compiled pipeline,
+    for ``device`` with a pipeline, and for an argument that is neither a model nor a pipeline.
     """
     if isinstance(model, nn.Module):
         return restore_model(model, device)

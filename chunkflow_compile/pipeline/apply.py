@@ -1,4 +1,4 @@
-"""A whole diffusers pipeline within one budget of device memory: what ``compile`` and ``restore`` do to one."""
+"""``compile`` and ``restore`` for a diffusers pipeline, whose components share one budget of device memory."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ from chunkflow_compile.weights.source import DriveBytes
 
 _log = logging.getLogger(__name__)
 
-# Components whose steps a ControlNet takes part in.
+# Components with which ControlNets alternate in every step.
 _DENOISERS = ("transformer", "unet")
-# Components that run in every step: their products that no latent reaches are hoisted, and their blocks split.
+# Components that run in every denoising step.  Hoisting and splitting apply to them.
 _STEPPED = (*ADAPTED, "controlnet")
-# Options that a budget decides for each component.
+# Options that the budget sets for each component.
 _PLANNED = {"arena", "slowdown", "plan", "policy", "weight_memory"}
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
 
 class _Pipeline(Protocol):
-    """A pipeline of diffusers, for type checkers."""
+    """A diffusers pipeline, for type checkers."""
 
     @property
     def components(self) -> Mapping[str, Any]: ...
@@ -89,7 +89,7 @@ def apply(
     adapters: int | Mapping[str, Any] | None = None,
     **options: Unpack[PipelineOptions],
 ) -> PipelineT:
-    """An alias of :func:`compile` for pipelines: ``compile(pipe, ...)`` calls it with the same arguments."""
+    """Alias of :func:`compile` for pipelines.  ``compile(pipe, ...)`` calls it with the same arguments."""
     refuse_positional(apply, unnamed)
     check_pipeline(pipe, "apply", "compile")
     if mine := sorted(_PLANNED & options.keys()):
@@ -103,15 +103,16 @@ def apply(
     given = {name: value for name, value in given.items() if value is not None}
     total = None if memory is None else parse_bytes(memory, "memory")
     while (budget := _apply(pipe, device, total, given)) is None:
-        pass  # another thread compiles a pipeline of the same components, and this one has waited for it
+        pass  # another thread compiled a pipeline with the same components, and this one waited for it
     budget.log()
     return pipe
 
 
 def _apply(pipe: Any, device: torch.device | str | None, total: int | None, given: Mapping[str, Any]) -> Budget | None:
-    """Add the components of a pipeline to a budget, and return it; None if they got another one meanwhile.
+    """Add the components of a pipeline to a budget and return it; None if another thread gave them a budget meanwhile.
 
-    ``total``: of the budget, None for what the device has free.
+    ``total``: bytes of the budget; None for the memory that is free on the device.
+    Raises ChunkflowError if the components already belong to several budgets.
     """
     models = components_of(pipe)
     budgets, own = _budgets((pipe, *models.values())), None
@@ -127,7 +128,8 @@ def _apply(pipe: Any, device: torch.device | str | None, total: int | None, give
         budget = claim(pipe, own)
     with budget.turn(), budget.lock():
         try:
-            failed = budget is not own and not budget.phases and not budget.pipelines  # the call whose budget it is
+            # whether the call that created the budget has failed
+            failed = budget is not own and not budget.phases and not budget.pipelines
             if failed or any(claim(owner, budget) is not budget for owner in (pipe, *models.values())):
                 return None
             _extend(pipe, models, budget, device, total, given)
@@ -141,7 +143,7 @@ def _apply(pipe: Any, device: torch.device | str | None, total: int | None, give
 
 
 def _budgets(owners: Iterable[Any]) -> list[Budget]:
-    """Those of pipelines and components, each once."""
+    """Return the budgets of these pipelines and components, each once."""
     return [*dict.fromkeys(budget for owner in owners if (budget := budget_of(owner)) is not None)]
 
 
@@ -153,9 +155,13 @@ def _extend(
     total: int | None,
     given: Mapping[str, Any],
 ) -> None:
-    """Place and compile the components that the budget has not.  ``total``: that was asked for, if any was."""
+    """Place and compile the components that do not belong to the budget yet.
+
+    ``total``: bytes of the budget that the user has requested, or None.
+    Raises ChunkflowError if the pipeline is already compiled, or if its budget has another total or device.
+    """
     fresh = {n: m for n, m in models.items() if budget.phase_of(m) is None}
-    mine = {id(model) for model in models.values()}  # of a pipeline that replaces one that is gone
+    mine = {id(model) for model in models.values()}  # not dropped if this pipeline replaces one that no longer exists
     dropped = [phase for phase in unused(budget) if id(phase.root) not in mine]
     if pipe in budget.pipelines and not fresh and not dropped:
         raise ChunkflowError("This pipeline is compiled already: call chunkflow_compile.restore(pipe) first.")
@@ -189,7 +195,7 @@ def _add(
     adapters: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Place and compile components.  If that fails, they are ordinary again."""
+    """Place and compile components, with the arguments of ``compile``.  If this fails, restore them and raise the error."""
     enabled = [] if adapters is None else [m for name, m in models.items() if name in ADAPTED]
     check_dynamic(dynamic)
     chosen = check_options(options, mode, apply, _PLANNED)
@@ -238,7 +244,7 @@ def _add(
 
 
 def _warn_if_nothing_streams(models: Mapping[str, nn.Module], min_bytes: int) -> None:
-    """Say so if all weights of all components stay on the device, for which nobody needs a budget."""
+    """Log a warning with the reasons if no component has weights that can be streamed, so that a budget has no effect."""
     reasons = {name: why_nothing_streams(model, min_bytes) for name, model in models.items()}
     if reasons and all(reasons.values()):
         for name, reason in reasons.items():
@@ -246,7 +252,7 @@ def _warn_if_nothing_streams(models: Mapping[str, nn.Module], min_bytes: int) ->
 
 
 def _packs(models: Mapping[str, nn.Module], cast: Mapping[str, Any], chosen: Options) -> dict[str, Pack]:
-    """The argument ``pack`` of each component.  Raises ChunkflowError if all are to be packed and none can."""
+    """The argument ``pack`` for each component.  Raises ChunkflowError if ``pack`` is True and no weight can be packed."""
     packs: dict[str, Pack] = dict.fromkeys(models, chosen.pack)
     if chosen.pack is True:
         packs = {name: has_packable(model, cast[name], chosen.min_bytes) for name, model in models.items()}
@@ -259,7 +265,7 @@ def _packs(models: Mapping[str, nn.Module], cast: Mapping[str, Any], chosen: Opt
 
 
 def _sizes(adapters: Any) -> Mapping[str, Any]:
-    """The arguments of ``enable_adapters`` that ``adapters`` stands for."""
+    """Convert ``adapters`` to the arguments of ``enable_adapters``.  Raises ChunkflowError if it has the wrong type."""
     if not isinstance(adapters, Mapping) and (type(adapters) is not int or adapters < 1):
         raise ChunkflowError(f"adapters={adapters!r} must be a positive number, or a dict of rank, targets and slots.")
     given = adapters if isinstance(adapters, Mapping) else {"rank": adapters}
@@ -269,7 +275,7 @@ def _sizes(adapters: Any) -> Mapping[str, Any]:
 
 
 def _arenas(models: Mapping[str, nn.Module], budget: Budget) -> dict[str, Arena]:
-    """An arena for each component; ControlNets have that of the model that they alternate with in every step."""
+    """An arena for each component.  ControlNets share the arena of the model with which they alternate in every step."""
     turns = [name for name, model in models.items() if _takes_turns(name, model)]
     phases = (budget.phase_of(models[name]) for name in turns)
     shared = next((phase.arena for phase in phases if phase is not None), None) or Arena(budget.device, shared=budget)
@@ -282,16 +288,18 @@ def _takes_turns(name: str, model: nn.Module) -> bool:
 
 
 def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any, room: int | None) -> str:
-    """How long it takes to read all components, in words; empty if that is no time to wait for, or if not all are read."""
+    """The expected time to read all components, in words; empty if it is too short to matter, or if some weights will not be
+    read into host memory."""
     if room is not None or (device.type != "cuda" and share in (None, False)):
         return ""
     return ReadTime.here(unread(leaf for model in models.values() for leaf in leaves_of(model))).text
 
 
 def remove(pipe: PipelineT) -> PipelineT:
-    """An alias of :func:`restore` for pipelines: ``restore(pipe)`` calls it."""
+    """Alias of :func:`restore` for pipelines.  ``restore(pipe)`` calls it."""
     check_pipeline(pipe, "remove", "restore")
-    for budget in _budgets([pipe]) or _budgets(pipe.components.values()):  # those of a pipeline that is gone
+    # If the compiled pipeline no longer exists, its budget is found by the components.
+    for budget in _budgets([pipe]) or _budgets(pipe.components.values()):
         with budget.turn(), budget.lock():
             names = budget.pipelines.pop(pipe, None)
             try:
@@ -302,10 +310,10 @@ def remove(pipe: PipelineT) -> PipelineT:
                     budget.pipelines[pipe] = names
                 raise
             unclaim(pipe, budget)
-    if (plain := without_turns(type(pipe))) is not type(pipe):  # also that of a copy
+    if (plain := without_turns(type(pipe))) is not type(pipe):  # a copy has such a class as well
         for model in components_of(pipe).values():
             if budget_of(model) is None and not placements_of(model):
-                bring_back(model)  # a deep copy has offloaded weights of its own, in no placement
+                bring_back(model)  # a deep copy has its own offloaded weights, without a placement
         pipe.__class__ = plain
     return pipe
 
@@ -313,23 +321,26 @@ def remove(pipe: PipelineT) -> PipelineT:
 def _compile_phase(
     phase: Phase, budget: Budget, left: int, options: Mapping[str, Any], chosen: Options, dynamic: bool | None
 ) -> None:
-    """Compile a placed component and make its calls a phase.  ``left``: bytes that the small weights of all leave."""
+    """Compile a placed component and make its calls a phase.  ``left``: bytes of the budget that the small weights of all
+    components leave."""
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
-    if phase.name not in _STEPPED:  # the memory of its rows would stay taken
+    if phase.name not in _STEPPED:  # hoisted rows would stay allocated after its only call
         options = {name: value for name, value in options.items() if name != "hoist"}
     if not phase.counts:
         options = {name: value for name, value in options.items() if name != "split"}
-    # activations that are not counted are measured in the first call, and what is left is for weights
+    # If activations are not predicted, they are measured in the first call; until then all of the memory is for weights.
     expected = replace(chosen.goal, memory=max(0, left + phase.kept), activations=phase.counts)
-    # not among the options: with others, Dynamo compiles again, and keeps what it has compiled for these
+    # These are not passed as options: other options make Dynamo compile again and keep the code for the old ones as well.
     placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
-    methods: tuple[str, ...] = ()  # those whose calls are a phase, if not those of the module
+    methods: tuple[str, ...] = ()  # the methods whose calls are a phase; empty if calls of the module are
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.expect_eager_reads()
-        # Of a list of frames that each call changes (Wan, Qwen-Image), Dynamo would compile each block for every state.
+        # A list of frames that each call changes (Wan, Qwen-Image) would make Dynamo compile each block for every state of
+        # the list.
         keeps_frames = "feat_cache" in inspect.signature(decoder.forward).parameters
-        # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
+        # Compiling has no benefit if regions run eagerly.  Also, the group norms of AutoencoderKL fail on a CPU if they run
+        # as ATen ops, even with aot_eager.
         if repeated_blocks(decoder) and not keeps_frames and chosen.lowering != "eager":
             compile_by_kind(decoder, placement, options, dynamic, name=f"pipe.{phase.name}", levels=True)
         methods = tuple(name for name in ("encode", "decode") if hasattr(model, name))
@@ -341,22 +352,24 @@ def _compile_phase(
         )
         placement.store.expect_eager_reads()
     else:
-        if phase.name not in _STEPPED:  # called once a generation, and the memory of a graph would stay taken
+        # A component that runs once per generation needs no CUDA graph, whose memory would stay allocated.
+        if phase.name not in _STEPPED:
             options = {**options, "cudagraphs": False}
-        if phase.counts or compiled_whole(model, options):  # and its first plan may keep as much as it is given
+        # If the model is compiled as a whole, its first plan may keep as many weights on the device as the goal allows.
+        if phase.counts or compiled_whole(model, options):
             placement.aim_for(expected)
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
     budget.add(phase, methods)
 
 
 def _timesteps(ref: weakref.ref[Any]) -> torch.Tensor | None:
-    """Those of the scheduler of a pipeline, once it has set them."""
+    """Return the timesteps of the scheduler of a pipeline; None until they are set."""
     timesteps = getattr(getattr(ref(), "scheduler", None), "timesteps", None)
     return timesteps if isinstance(timesteps, torch.Tensor) else None
 
 
 def _owner(name: str, ref: weakref.ref[Budget]) -> str | None:
-    """What a component belongs to, None once no pipeline is compiled."""
+    """Name the pipeline that a component belongs to, for errors; None once no pipeline of the budget is compiled."""
     budget = ref()
     return f"pipe.{name} of a compiled pipeline" if budget is not None and budget.pipelines else None
 
@@ -368,7 +381,7 @@ def _default_device(device: torch.device | str | None) -> torch.device:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """What a device has free, with what torch keeps of it."""
+    """Return the free bytes of a device, including memory that torch has reserved on it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return machine_memory().free
@@ -379,10 +392,10 @@ def _weight_bytes(model: nn.Module) -> int:
 
 
 def unread(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of those of ``tensors`` that still lie in the files that this process maps."""
+    """Return the bytes of the tensors that are still memory-mapped files and have not been read into host memory."""
     mappings, parts = Mappings(), dict[int, DriveBytes]()
     for tensor in tensors:
-        with contextlib.suppress(ChunkflowError):  # a file that was cut; who reads it says so
+        with contextlib.suppress(ChunkflowError):  # a truncated file: reading it raises the error later
             if (part := mappings.part(alias(tensor))) is not None:
                 parts[id(tensor)] = part
     return sum(part.nbytes for part in parts.values())

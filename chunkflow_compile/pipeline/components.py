@@ -1,4 +1,4 @@
-"""The components of a pipeline: which there are, what keeps one from being placed, and what has changed one since."""
+"""The components of a pipeline: finding them, checking that they can be placed, and checking that they are unchanged."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import keep_dtype
 from chunkflow_compile.weights.modules import hooks_of
 
-# Beside weights of these modules the other weights of a component keep their dtype: casting them breaks the forward.
+# Modules that define quantized weights.  A component with such weights keeps the dtype of its other weights, because
+# casting them breaks its forward.
 _FIXED_DTYPES = ("bitsandbytes.", "optimum.quanto.", "diffusers.quantizers.gguf.")
 
 
 def components_of(pipe: Any) -> dict[str, nn.Module]:
-    """The components with weights, by name, each once."""
+    """Return the components with weights by name.  A component with several names is listed once."""
     names: dict[nn.Module, str] = {}
     for name, model in pipe.components.items():
         if isinstance(model, nn.Module) and any(True for _ in leaves_of(model)):
@@ -38,8 +39,11 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def check_pipeline(pipe: Any, alias: str, verb: str) -> None:
-    """Raise ChunkflowError for what is not a pipeline.  ``alias``: the function that takes pipelines only; ``verb``: the one
-    that takes models, too."""
+    """Raise ChunkflowError if the argument of a public function is not a pipeline.
+
+    ``alias``: the name of this function, which accepts pipelines only.  ``verb``: the name of the function that also accepts
+    models.
+    """
     if isinstance(pipe, nn.Module):
         raise ChunkflowError(
             f"{alias} takes a diffusers pipeline, not {type(pipe).__name__}: for a model, call "
@@ -84,7 +88,8 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
 
 
 def check_dtypes(dtype: Any, pipe: Any) -> None:
-    """Raise ChunkflowError if ``dtype`` is none, or one for what is no component, such as a misspelt one."""
+    """Raise ChunkflowError if ``dtype`` contains a value that is not a dtype, or a name that is not a component of
+    ``pipe``."""
     for name, given in dtype.items() if isinstance(dtype, Mapping) else [("default", dtype)]:
         if name != "default" and name not in pipe.components:
             names = ", ".join(components_of(pipe))
@@ -94,7 +99,7 @@ def check_dtypes(dtype: Any, pipe: Any) -> None:
 
 
 def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Raise ChunkflowError if a cast to ``dtype`` would change weights beside those of a quantiser that does not allow it."""
+    """Raise ChunkflowError if a cast to ``dtype`` would change a component whose quantization library does not allow it."""
     fixed = next((t for _, t in tensors_of(model) if class_of(t).startswith(_FIXED_DTYPES)), None)
     if dtype is None or fixed is None:
         return
@@ -109,7 +114,8 @@ def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def check_unmoved(name: str, phase: Phase, device: torch.device) -> None:
-    """Raise ChunkflowError if something else moves the weights of a placed component, or has moved or compiled it."""
+    """Raise ChunkflowError if other code moved or compiled a component after it was placed, or has hooks that move
+    weights."""
     model = phase.root
     what, then = f"pipe.{name} ({type(model).__name__})", "call chunkflow_compile.restore(pipe) first, or undo that."
     if (hook := _moving_hook(model)) is not None:
@@ -117,20 +123,20 @@ def check_unmoved(name: str, phase: Phase, device: torch.device) -> None:
     if not phase.begins or _has_compiled_method(model):
         raise ChunkflowError(f"{what} was compiled after compile(pipe), which compiles it: {then}")
     for leaf in leaves_of(model):
-        # what came later and is no part of a program yet may be on the CPU
+        # weights that were added later, and are not part of a program yet, may be on the CPU
         if leaf.device != device and (isinstance(leaf, HostWeight) or leaf.device.type != "cpu"):
             raise ChunkflowError(f"{what} was moved from {device} to {leaf.device} after compile(pipe): {then}")
 
 
 def _has_compiled_method(model: nn.Module) -> bool:
-    """Whether torch.compile made a method of a module anew, as in ``vae.decode = torch.compile(vae.decode)``."""
+    """Whether a method of a module was replaced by a compiled one, as in ``vae.decode = torch.compile(vae.decode)``."""
     own = ((type(m), name, call) for m in model.modules() for name, call in vars(m).items())
     given = (getattr(call, "__dict__", {}) for kind, name, call in own if callable(getattr(kind, name, None)))
     return any("_torchdynamo_orig_callable" in marks and "_torchdynamo_disable" not in marks for marks in given)
 
 
 def _moving_hook(model: nn.Module) -> str | None:
-    """A hook inside a model that moves its weights, in words; None if there is none."""
+    """Describe a hook in a model that moves its weights; None if there is no such hook."""
     for inner in model.modules():
         if hasattr(inner, "_hf_hook"):
             return "a hook of accelerate"
@@ -142,7 +148,7 @@ def _moving_hook(model: nn.Module) -> str | None:
 def check_floor(
     models: Mapping[str, nn.Module], cast: Mapping[str, torch.dtype | None], budget: Budget, min_bytes: int
 ) -> None:
-    """Raise ChunkflowError if a component's largest weight has no room beside those that stay on the device."""
+    """Raise ChunkflowError if the weights that stay on the device leave too little memory for the largest streamed weight."""
     small, fixed, largest = kept_by(budget.phases), dict[str, tuple[int, str]](), dict.fromkeys(models, 0)
     for name, model in models.items():
         for path, nbytes, stays in _weights(model, cast[name], min_bytes):
@@ -173,8 +179,11 @@ def check_floor(
 
 
 def _weights(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> Iterator[tuple[str, int, str | None]]:
-    """The weights of a component as ``offload`` will place them, each once: its name, its bytes once it is placed, and why
-    it stays on the device, "" for a small one, None if it is streamed."""
+    """The weights of a component as ``offload`` will place them, each once.
+
+    Yields for each weight its name, its bytes after placing, and the reason why it stays on the device.  The reason is "" for
+    a small weight, and None for a weight that is streamed.
+    """
     index, dtype_of = ModelIndex.of(model), keep_dtype if dtype is None else cast_to(dtype, model)
     seen = set[int]()
     for outer, tensor in tensors_of(model):

@@ -1,4 +1,4 @@
-"""``explain``: what a compiled model did, compared with what its plan predicted."""
+"""``explain``: report how a compiled model ran, compared with the predictions of its plan."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ from chunkflow_compile.runtime.single_call import SingleCall
 
 
 def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | PipelineFigures:
-    """Explain how the newest program on a compiled or placed model runs, or a compiled pipeline; print the result.
+    """Explain how the newest program of a compiled or placed model ran, or how a compiled pipeline ran.
 
-    It is five lines: the time of a step, the stalls in it, device memory, host memory, and what to change to make it faster.
-    ``details`` adds the rest.  Of a model: prediction and measurement, the worst stalls and why, the windows, and where the
-    time of compiling went.  Of a pipeline: what each component has on the device, and how long its calls take.  Predictions
-    are shown only if the plan was made for a profile of this machine.
+    Printing the result shows five lines: the time per step, the stalls in it, device memory, host memory, and the change that
+    would make it faster.  ``details`` adds more.  For a model these are predicted and measured times, the longest stalls and
+    their causes, the windows, and the phases of compilation.  For a pipeline they are the bytes of each component on the
+    device, and the times of its calls.  Predictions are shown only if the plan was made for a profile of this machine.
 
-    If the model's programs run as a cycle, that is explained instead: times are for one pass over its calls.  Before, if they
-    are several, the one that takes longest is explained; the report says so, and what one call of each takes together.
-    Raises ChunkflowError if no program of the model runs.
+    If the programs of the model run as a cycle, the cycle is explained, and times are for one pass over its calls.  If
+    several programs do not run as a cycle yet, the slowest one is explained; the report says this, and shows the total
+    time of one call of each program.
+    Raises ChunkflowError if no program of the model has run, and for an argument that is neither a model nor a compiled
+    pipeline.
     """
     if (budget := budget_of(compiled)) is not None and not isinstance(compiled, nn.Module):
         return replace(budget.figures(), details=details)
@@ -62,7 +64,7 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
         explanation = replace(explanation, calls=tuple(call_figures(bound.cycle)), jumps=bound.jumps)
         notes = dict.fromkeys(note for program in ran for note in program.notes)
         return of_model(explanation, notes, [call.cut.problem for call in bound.calls])
-    # of the newest size, and outside cycles
+    # the programs for the newest sizes that ran outside cycles
     parts = {p.call.reads: (p, measured(p.plan, [*map(as_one, passes)])) for p in ran if (passes := p.passes)}
     if not parts:
         raise ChunkflowError(
@@ -83,7 +85,10 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
 def _of_model(
     model: nn.Module, details: bool, explanation: Explanation, notes: Iterable[str], problems: Iterable[Problem]
 ) -> Explanation:
-    """The same, with what is known of the model itself.  ``notes``, ``problems``: of its programs."""
+    """Add the figures of the model itself to an explanation.
+
+    ``notes``: the notes of its programs.  ``problems``: the scheduling problems of its programs.
+    """
     peak, rows = _peak(placements_of(model)), sum(placement.row_bytes for placement in placements_of(model))
     measured = None if peak is None else max(0, peak - explanation.device_bytes - rows)
     activations = activation_note(max(problem.live_bytes for problem in problems), measured)
@@ -100,20 +105,22 @@ def _of_model(
 
 
 def _peak(placements: Iterable[Placement]) -> int | None:
-    """Most bytes that this process has allocated on the GPU of a model; None on a CPU, where nothing counts them."""
+    """The peak bytes that this process has allocated on the GPU of a model; None on a CPU, where nothing counts them."""
     device = next((placement.store.device for placement in placements), None)
     return torch.cuda.max_memory_allocated(device) if device is not None and device.type == "cuda" else None
 
 
 def _name(part: SingleCall) -> str:
-    """The block or the layer of a part."""
+    """The name of the block or layer that a part of a model computes."""
     weight = next((buffer.name for buffer in part.buffers.values()), "")
     return block_of(weight) or weight.rpartition(".")[0] or "a part without large weights"
 
 
 def _part(chosen: SingleCall, parts: Sequence[tuple[SingleCall, Measured]], planned: bool, profiled: bool) -> str:
-    """Which of the parts of a model is explained.  ``planned``: whether there is a cycle of them already.  ``profiled``:
-    whether to say what was predicted."""
+    """State which of the parts of a model is explained, and the time of all parts together.
+
+    ``planned``: whether the parts already run as a cycle.  ``profiled``: whether to show predictions.
+    """
     predicted = [p.plan.predicted.step_s for p, _ in parts if p.plan.predicted is not None]
     together = f"{seconds(sum(m.step_s for _, m in parts))} as measured"
     if profiled:
@@ -122,7 +129,7 @@ def _part(chosen: SingleCall, parts: Sequence[tuple[SingleCall, Measured]], plan
         f"{_name(chosen)} takes longest of the {len(parts)} parts of this model, and is explained here. A call of each takes "
         f"{together}."
     )
-    if chosen.key is None:  # cycles are disabled, or the user chose its placement
+    if chosen.key is None:  # there will be no cycle: cycles are disabled, or the user chose the placement
         return text
     when = "is measured" if planned else "runs as one cycle, from the third on"
     return f"{text} Once a pass over all of them {when}, that is explained."

@@ -1,4 +1,7 @@
-"""The calls of compiled pipelines: one generation at a time, on the components that were compiled and are still used."""
+"""Interception of calls of compiled pipelines.
+
+One generation runs at a time.  Before it, the components are checked, and components that are no longer used are restored.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ from chunkflow_compile.pipeline.components import check_unmoved, components_of
 from chunkflow_compile.pipeline.phase import Phase
 from chunkflow_compile.placed.offload import bring_back
 
-# Attribute of a class that ``in_turns`` returns: the class of the pipeline that it was given.
+# Attribute of a class that ``in_turns`` returns: the original class of the pipeline.
 _PLAIN_CLASS = "_chunkflow_plain"
 _WIDEN = "_maybe_expand_transformer_param_shape_or_error_"
 
 
 def in_turns(cls: type) -> type:
-    """The class of a pipeline, whose calls wait for each other and check the components.  That of a copy has them."""
+    """Return a subclass of a pipeline's class whose calls wait for each other and check the components.
+
+    A class that this function returned is returned as it is; a copy of a pipeline has such a class.
+    """
     if _PLAIN_CLASS in vars(cls):
         return cls
     call: Callable[..., Any] = cls.__call__  # type: ignore[operator]
@@ -35,7 +41,7 @@ def in_turns(cls: type) -> type:
         with budget.turn():
             now = budget_of(self)
             if now is None or _left(self, now):
-                # removed while this thread waited: still one generation at a time
+                # The pipeline was restored while this thread waited.  Still run one generation at a time.
                 return call(self, *args, **kwargs)
             if now is budget:
                 _check_components(self, budget)
@@ -43,7 +49,7 @@ def in_turns(cls: type) -> type:
                     free(unused(budget), budget)
                 with budget.generation():
                     return call(self, *args, **kwargs)
-        return __call__(self, *args, **kwargs)  # it was compiled anew by another thread, which this one waited for
+        return __call__(self, *args, **kwargs)  # another thread compiled the pipeline again while this one waited
 
     body = {
         "__call__": __call__,
@@ -58,7 +64,7 @@ def in_turns(cls: type) -> type:
 
 
 def _unloading(cls: Any) -> Callable[..., Any]:
-    """A pipeline's ``unload_lora_weights``, after which enabled components, also text encoders, still have their slots."""
+    """Wrap ``unload_lora_weights`` of a pipeline, so that enabled components keep their adapter slots, also text encoders."""
 
     @functools.wraps(cls.unload_lora_weights)
     def unload_lora_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +72,7 @@ def _unloading(cls: Any) -> Callable[..., Any]:
         models = {name: getattr(self, name, None) for name in named}
         enabled = {name: m for name, m in models.items() if isinstance(m, nn.Module) and is_enabled(m)}
         for model in enabled.values():
-            unload(model)  # before, because it may reset layers, which must be ordinary ones
+            unload(model)  # beforehand: diffusers may reset layers, which must be ordinary layers then
         self.__dict__["_lora_loadable_modules"] = [name for name in named if name not in enabled]
         try:
             return cls.unload_lora_weights(self, *args, **kwargs)
@@ -77,7 +83,7 @@ def _unloading(cls: Any) -> Callable[..., Any]:
 
 
 def _widening(cls: Any) -> Any:
-    """A pipeline's way to widen the layers of a model that a control LoRA gives more inputs."""
+    """Wrap the method with which a pipeline widens layers of a model for a control LoRA, which adds input channels."""
     widen = getattr(cls, _WIDEN)
 
     @functools.wraps(widen)
@@ -90,19 +96,19 @@ def _widening(cls: Any) -> Any:
 
 
 def without_turns(cls: type) -> type:
-    """The class that :func:`in_turns` made this one of; any other as it is."""
+    """Return the original class for a class that :func:`in_turns` returned, and any other class unchanged."""
     plain: type = vars(cls).get(_PLAIN_CLASS, cls)
     return plain
 
 
 def unused(budget: Budget) -> list[Phase]:
-    """The phases of components that no compiled pipeline has any more."""
+    """Return the phases of components that no compiled pipeline contains any more."""
     used = {id(model) for pipe in budget.pipelines for model in components_of(pipe).values()}
     return [phase for phase in budget.phases if id(phase.root) not in used]
 
 
 def free(phases: Iterable[Phase], budget: Budget) -> None:
-    """Make components ordinary ones that no pipeline has: where they were before, or in host memory if there is no room."""
+    """Restore components that no pipeline contains: to their former devices, or to host memory if they do not fit there."""
     for phase in phases:
         try:
             undo(phase.root, budget)
@@ -112,7 +118,7 @@ def free(phases: Iterable[Phase], budget: Budget) -> None:
 
 
 def undo(model: nn.Module, budget: Budget) -> None:
-    """Make a component an ordinary one again.  Raises ChunkflowError if it finds no room; it is as before then."""
+    """Restore a component.  Raises ChunkflowError if it does not fit on its former device; it is unchanged in this case."""
     bring_back(model)
     if (phase := budget.phase_of(model)) is not None:
         if phase.enabled and is_enabled(model):
@@ -123,12 +129,12 @@ def undo(model: nn.Module, budget: Budget) -> None:
 
 
 def _left(pipe: Any, budget: Budget) -> bool:
-    """Whether it is a shallow copy of a pipeline that was removed since, whose budget it still names."""
+    """Whether a pipeline is a shallow copy that still refers to the budget of its original, which has been restored."""
     return pipe not in budget.pipelines and all(budget.phase_of(m) is None for m in components_of(pipe).values())
 
 
 def _check_components(pipe: Any, budget: Budget) -> None:
-    """Raise ChunkflowError if a component has been replaced or moved since compile."""
+    """Raise ChunkflowError if a component was replaced, added, moved or compiled after ``compile``."""
     names = budget.pipelines.get(pipe, frozenset())
     for name, model in components_of(pipe).items():
         phase = budget.phase_of(model)

@@ -1,4 +1,5 @@
-"""``metrics``: what placed models do, for Prometheus.  All is read when it is scraped; nothing is kept for it."""
+"""``metrics``: Prometheus metrics of placed models.  They are computed when they are scraped; nothing is recorded for
+them."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.locks import ProcessLock
 
-# Times that a reading is tried that another thread has disturbed: it changes a list or a dict while this one goes through it.
+# How often a read is tried if it fails because another thread changes a list or dict while this one iterates over it.
 _TRIES = 5
 
-# Name without the unit of Prometheus -> what it is, and how it follows from the counts of a model.
+# Name of a counter, without the suffix that Prometheus adds -> its description, and its value from the counts of a model.
 _COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
     "chunkflow_calls": ("Calls of compiled programs", lambda c: c.calls),
     "chunkflow_call_predicted_seconds": ("Predicted time of the measured calls", lambda c: c.predicted_s),
@@ -58,43 +59,47 @@ _GAUGES = {
 
 @dataclass(eq=False)
 class _Watched:
-    """A model that is scraped, kept weakly.  ``counts``: of its placements so far, the present one last."""
+    """A model that is scraped.
+
+    ``root``: weak reference to the model.  ``counts``: the counts of all its placements so far, the current one last.
+    """
 
     name: str
     root: weakref.ref[nn.Module]
     counts: list[Counts]
 
     def placements(self) -> list[Placement]:
-        """Those of the model and its parts; none once it is gone or restored."""
+        """Return the placements of the model and its parts; empty once it is restored or no longer exists."""
         root = self.root()
         return [] if root is None else [p for m in root.modules() if (p := placement_of(m)) is not None]
 
     def sums(self, placements: Iterable[Placement]) -> list[Counts]:
-        """The counts of this and earlier placements: a model that is placed again counts on."""
+        """Return the counts of these and of earlier placements, so that counters never decrease when a model is placed
+        again."""
         self.counts += [p.store.counts for p in placements if p.store.counts not in self.counts]
         return self.counts
 
 
 class Metrics:
-    """A collector of prometheus_client.  Models that are gone or restored vanish by themselves."""
+    """A collector for prometheus_client.  Models that are restored or no longer exist disappear from it."""
 
     def __init__(self, owners: Iterable[Any], registry: Any, library: Any) -> None:
         self._owners = [weakref.ref(unwrap(o) if isinstance(o, nn.Module) else o) for o in owners]
         self._watched: list[_Watched] = []
         self._registry = registry
         self._library = library
-        self._lock = ProcessLock()  # between scrapes
+        self._lock = ProcessLock()  # held during a scrape
 
     def unregister(self) -> None:
-        """Take it out of its registry."""
+        """Remove the collector from its registry."""
         self._registry.unregister(self)
 
     def describe(self) -> list[Any]:
-        """The names, without values: the registry asks for them when it gets the collector."""
+        """Return the metric families without values, which the registry requests when the collector is registered."""
         return [*self._families().values()]
 
     def collect(self) -> list[Any]:
-        """What is known now.  Takes no lock of a call, and waits for no device."""
+        """Return the current values.  This takes no lock that calls hold, and does not synchronize with a device."""
         families, taken = self._families(), set[Arena]()
         rank = str(dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")))
         with self._lock():
@@ -118,7 +123,7 @@ class Metrics:
         return {**counters, _CALL[0]: core.SummaryMetricFamily(*_CALL, labels=labels), **gauges}
 
     def _present(self) -> list[_Watched]:
-        """The models to scrape: of pipelines, those that they have now."""
+        """Return the models to scrape, including the current components of the pipelines."""
         names: dict[nn.Module, str] = {}
         for owner in (o for ref in self._owners if (o := ref()) is not None):
             for name, model in _undisturbed(partial(models_of, owner)).items():
@@ -134,7 +139,10 @@ class Metrics:
         return [w for root, w in watched.items() if root in names]
 
     def _gauges(self, watched: _Watched, placements: list[Placement], taken: set[Arena]) -> dict[str, float]:
-        """``taken``: the arenas that are counted with an earlier model, which this adds to."""
+        """Compute the gauges of a model.
+
+        ``taken``: arenas that were already counted with an earlier model.  The arenas of this model are added to it.
+        """
         programs = [program for p in placements for program in [*p.programs] if not program.closed]
         arenas = {program.arena for program in programs} - taken
         taken |= arenas
@@ -156,21 +164,23 @@ class Metrics:
 
 
 def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
-    """Register a collector of Prometheus for compiled pipelines and placed models; return it.
+    """Register a Prometheus collector for compiled pipelines and placed models; return it.
 
-    ``registry``: of prometheus_client, by default its own, which ``start_http_server`` serves.  A model has its component's
-    name or its class as label, with a number if that is taken.  Raises ChunkflowError without prometheus_client.
+    ``registry``: a registry from prometheus_client.  By default it is the global one, which ``start_http_server`` serves.
+    The label of a model is the name of its component or of its class, with a number if the label is already in use.
+    Raises ChunkflowError if prometheus_client is not installed, if ``registry`` is not a registry or already contains these
+    metrics, or if an argument is neither a model nor a pipeline.
     """
     prometheus_client = library()
     for owner in pipes_or_models:
-        models_of(owner)  # raises for what is neither
+        models_of(owner)  # raises ChunkflowError for other types
     chosen = prometheus_client.REGISTRY if registry is None else registry
     if not hasattr(chosen, "register"):
         raise ChunkflowError(f"registry={registry!r} is no registry: pass a prometheus_client.CollectorRegistry.")
     collector = Metrics(pipes_or_models, chosen, prometheus_client.core)
     try:
         chosen.register(collector)
-    except ValueError as error:  # the same names
+    except ValueError as error:  # a collector with the same names is registered
         raise ChunkflowError(
             "This registry has the metrics of ChunkFlow already: pass all models in one call, or unregister() the first."
         ) from error
@@ -178,7 +188,7 @@ def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
 
 
 def library() -> Any:
-    """prometheus_client.  Raises ChunkflowError if it is not installed."""
+    """Import prometheus_client.  Raises ChunkflowError if it is not installed."""
     try:
         import prometheus_client.core
     except ImportError as error:
@@ -187,7 +197,10 @@ def library() -> Any:
 
 
 def models_of(owner: Any) -> Mapping[str, nn.Module]:
-    """Name -> model, of a pipeline or a model.  Raises ChunkflowError for what is neither."""
+    """Return the models of a pipeline by name, or a model by the name of its class.
+
+    Raises ChunkflowError if ``owner`` is neither a pipeline nor a model.
+    """
     if isinstance(owner, nn.Module):
         return {type(unwrap(owner)).__name__: unwrap(owner)}
     if not is_pipeline(owner):
@@ -196,7 +209,7 @@ def models_of(owner: Any) -> Mapping[str, nn.Module]:
 
 
 def _undisturbed(read: Callable[[], Any]) -> Any:
-    """What ``read`` returns, tried again if another thread changes what it goes through."""
+    """Call ``read`` and return its result.  Retry if it raises because another thread changes a collection meanwhile."""
     for _ in range(_TRIES):
         with contextlib.suppress(RuntimeError):
             return read()

@@ -1,4 +1,4 @@
-"""Calls that ran out of memory: whether one may run again, and on which random numbers."""
+"""Retries of calls that ran out of memory: whether a call may run again, and with the same random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Given = TypeVar("Given")
 
 
 class RngSnapshot:
-    """The states of the random generators that a call may draw from: torch's own, and those among its arguments."""
+    """The states of the random generators that a call may use: the global ones of torch, and generators in its arguments."""
 
     def __init__(self, device: torch.device, call: functools.partial[Any]) -> None:
         self._device = device
@@ -25,7 +25,7 @@ class RngSnapshot:
         self._given = [(g, g.get_state()) for g in given_to(call, torch.Generator)]
 
     def rewind(self) -> None:
-        """Draw the same numbers again."""
+        """Reset the generators, so that the call draws the same numbers again."""
         torch.set_rng_state(self._own)
         if self._on_device is not None:
             torch.cuda.set_rng_state(self._on_device, self._device)
@@ -34,12 +34,12 @@ class RngSnapshot:
 
 
 def given_to(call: functools.partial[Any], kind: type[Given]) -> list[Given]:
-    """The arguments of a call that are of a class, those in lists and dicts included."""
+    """Return the arguments of a call that are instances of ``kind``, including those inside lists and dicts."""
     return [value for value in tree_leaves((call.args, call.keywords)) if isinstance(value, kind)]
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or a cause of it, is that the device has no memory left."""
+    """Whether an error, or one of its causes, is an out-of-memory error of the device."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, torch.OutOfMemoryError):
@@ -49,7 +49,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def runs_once(root: nn.Module, call: functools.partial[Any]) -> bool:
-    """Whether a call must not run again: it changes more than it returns, such as a step cache, or other ranks take part."""
+    """Whether a call must not be retried: it has side effects, for example on a step cache, or other ranks take part in
+    it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         return True
     given = (*call.args, *call.keywords.values())

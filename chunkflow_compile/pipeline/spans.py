@@ -1,4 +1,4 @@
-"""``spans``: what placed models did in a request, as spans of OpenTelemetry, made afterwards from the measurements."""
+"""``spans``: OpenTelemetry spans for the calls of placed models, created from the measurements after the calls."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import as_one
 
-# Begin and end, seconds of time.monotonic(), and attributes.
+# Begin and end in seconds of time.monotonic(), and the attributes of the span.
 _Step = tuple[float, float, dict[str, Any]]
 
 
 @contextlib.contextmanager
 def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
-    """Make spans of the calls inside, when the context ends: one for each component that ran, and below it one for each
-    call of a program or pass over a cycle, all of which are measured.  They appear below the span that is current.
+    """Create spans for all calls within a ``with`` statement, at its end.
 
-    ``tracer``: of OpenTelemetry, by default that of the global provider.  Waits at the end for the calls in flight.  A pass
-    that a jump has ended has no span.  Raises ChunkflowError without opentelemetry-api.
+    Each component that ran gets a span, which is a child of the current span.  Each call of a program, or pass over a cycle,
+    gets a child span of its component.  All of these calls are measured.  A pass that a jump has ended gets no span.  The end
+    of the context waits for the calls in flight.
+
+    ``tracer``: an OpenTelemetry tracer, by default from the global provider.
+    Raises ChunkflowError if opentelemetry-api is not installed, or if ``tracer`` is not a tracer.
     """
     try:
         from opentelemetry import trace
@@ -65,7 +68,7 @@ def _make(tracer: Any, below: Callable[[Any], Any], name: str, steps: list[_Step
 
 
 def _steps(bound: Iterable[BoundCycle], begun: float) -> Iterator[_Step]:
-    """Those that ended after ``begun``."""
+    """The steps that ended after ``begun``, in seconds of time.monotonic(), for these programs and cycles."""
     for cycle, calls in ((s, calls) for s in bound for calls in s.passes):
         plan, zero, whole, last = cycle.plan, cycle.arena.streams.zero, as_one(calls), calls[-1]
         begin, end = zero + whole.begin_s, zero + last.begin_s + last.step_s

@@ -7,8 +7,8 @@ Contract
     On entry: a Traced, which is not changed, and the number of groups.
     Preserved: the values that the graph computes, to the bit in eager mode.  All ranks must divide the heads alike.
     On exit: a Traced of the same inputs and results.  All groups are sent first, one group after the other.  For each group
-    in turn, compute awaits what it has received, computes attention, and starts to return the result.  It awaits the
-    results of all groups after the last one.
+    in turn, compute awaits what it has received, computes attention, and starts to return the result after the next group has
+    received its values.  It awaits the results of all groups after the last one.
     Raises NoGroups, with the reason in a sentence, if the heads cannot be divided so.
 
 Method
@@ -155,16 +155,20 @@ class _Divided:
         back = _axis_of(self.result, self.dim, self.outer)
         returned = list[Node]()
         with self.graph.inserting_before(exchange.back):
-            for (builder, result), started in zip(built, sent, strict=True):
-                received = [
-                    self._made(wait.target, (start,), wait) for wait, start in zip(self.received, started, strict=True)
-                ]
+            received = self._awaited(sent[0])
+            for (builder, result), ahead in zip(built, [*sent[1:], ()], strict=True):
                 mine = self._inlined(builder, result, dict(zip(self.received, received, strict=True)))
+                # Exchanges run one after the other, so the result of this group is sent after what the next one receives.
+                received = self._awaited(ahead)
                 returned.append(self._start(exchange.back, back, mine))
         with self.graph.inserting_before(self.returned):
             waits = [self._made(self.returned.target, (start,), self.returned) for start in returned]
         self._join(waits, back)
         self._erase()
+
+    def _awaited(self, sent: Iterable[Node]) -> list[Node]:
+        """Add a wait for each exchange in ``sent``, and return the waits.  ``sent`` is empty after the last group."""
+        return [self._made(wait.target, (start,), wait) for wait, start in zip(self.received, sent, strict=False)]
 
     def _found(self) -> tuple[int, int]:
         """The dimension of the result that is the heads, and how often it occurs there."""

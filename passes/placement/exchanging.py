@@ -10,7 +10,8 @@ Which numbers are worth a plan is found with all weights resident, where a step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -42,18 +43,35 @@ def choose_groups(
     ChunkflowError if no plan meets the goal.
     """
     try:
-        numbers = [count for count in possible_groups(traced) if count <= MOST_GROUPS]
-        if not numbers:
+        possible = possible_groups(traced)
+        if not possible:
             return GroupChoice(1, "the ranks exchange no heads, or one head each")
-        divided = {count: in_head_groups(traced, count) for count in numbers}
+        numbers = [count for count in possible if count <= MOST_GROUPS]
+        if not numbers:
+            return GroupChoice(1, f"no number from 2 to {MOST_GROUPS} divides the heads of each rank")
+        divided = ((count, in_head_groups(traced, count)) for count in numbers)
+        best, graph, step_s, whole_s = _best(traced, divided, resident_s)
     except NoGroups as error:
         return GroupChoice(1, f"{str(error)[:1].lower()}{str(error)[1:].removesuffix('.')}")
-    whole_s = resident_s(traced)
-    steps = {count: resident_s(graph) for count, graph in divided.items()}
-    best = min(steps, key=lambda count: (steps[count], count))
-    if steps[best] > (1 - LEAST_GAIN) * whole_s:
-        return GroupChoice(1, f"{best} groups are predicted to take {_relative(steps[best], whole_s)} of the step")
-    return _compared(traced, divided[best], best, planned)
+    if step_s > (1 - LEAST_GAIN) * whole_s:
+        return GroupChoice(1, f"{best} groups are predicted to take {_relative(step_s, whole_s)} of the step")
+    return _compared(traced, graph, best, planned)
+
+
+def _best(
+    traced: Traced, divided: Iterable[tuple[int, Traced]], resident_s: Callable[[Traced], float]
+) -> tuple[int, Traced, float, float]:
+    """The number of groups with the shortest step, its graph and step, and the step with whole exchanges.
+
+    A number with a longer step than whole exchanges ends the search: with more groups, kernels are smaller still.
+    """
+    whole_s, found = resident_s(traced), list[tuple[float, int, Traced]]()
+    for count, graph in divided:
+        found.append((resident_s(graph), count, graph))
+        if found[-1][0] > whole_s:
+            break
+    step_s, count, graph = min(found, key=lambda each: each[:2])
+    return count, graph, step_s, whole_s
 
 
 def _compared(traced: Traced, divided: Traced, groups: int, planned: Callable[[Traced], Plan]) -> GroupChoice:
@@ -78,8 +96,13 @@ def _relative(step_s: float, whole_s: float) -> str:
     return f"{step_s / whole_s:.1%}" if whole_s else "100.0%"
 
 
-def given_groups(traced: Traced) -> Iterator[tuple[int, Traced]]:
-    """The graph with each number of groups that it may have, whole exchanges first."""
-    yield 1, traced
-    for count in possible_groups(traced):
-        yield count, in_head_groups(traced, count)
+def groups_of_problem(traced: Traced, problem: str, digest: Callable[[Traced], str]) -> GroupChoice:
+    """The number of groups with which a graph is the problem with the digest ``problem``; 1 if there is none.
+
+    ``digest``: returns the digest of the problem of a graph.
+    """
+    with contextlib.suppress(NoGroups):
+        for count in possible_groups(traced):
+            if digest(in_head_groups(traced, count)) == problem:
+                return GroupChoice(count, "the given plan or times are for them")
+    return GroupChoice(1, "the given plan or times are for whole exchanges")

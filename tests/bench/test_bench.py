@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from chunkflow_compile.bench.pace import paced
 from chunkflow_compile.bench.ranks import JobProgress, run_job
 from chunkflow_compile.bench.regimes import REGIMES, Regime
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise, why_busy
-from chunkflow_compile.bench.turns import Share, seen_slowdown
+from chunkflow_compile.bench.turns import Share, in_groups, seen_slowdown
 from chunkflow_compile.catalog.small import Size
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
@@ -97,8 +98,16 @@ def test_shares_of_blocks() -> None:
     arms = [(arm.policy, arm.residency, arm.pack, arm.hoist) for arm in parsed]
     shares = [("chunkflow", 0.4, False, False), ("chunkflow", 0.4, True, False), ("chunkflow", None, "auto", False)]
     assert arms == [("resident", None, False, False), *shares, ("chunkflow", 0.4, False, True)]
-    with pytest.raises(ChunkflowError, match="there is no arm 'layerwise\\+pack'"):
-        parse_arms(["layerwise+pack"])
+    grouped = parse_arms(["resident", "resident+groups2", "chunkflow@40%+groups4", "chunkflow"])
+    assert [(arm.policy, arm.residency, arm.groups) for arm in grouped] == [
+        ("resident", None, 1),
+        ("resident", None, 2),
+        ("chunkflow", 0.4, 4),
+        ("chunkflow", None, 1),
+    ]
+    for other in ("layerwise+pack", "layerwise+groups2", "resident+hoist", "chunkflow+groups1", "chunkflow+groups"):
+        with pytest.raises(ChunkflowError, match=f"there is no arm '{re.escape(other)}'"):
+            parse_arms([other])
     found = blocks_problem(4)
     inside = [w for w in found.weights if w.uses]
     assert block_bytes(found) * len(block_regions(found)) >= sum(w.nbytes for w in inside) - block_bytes(found)
@@ -254,6 +263,32 @@ def test_an_arm_with_hoisted_weights(forked: None) -> None:
     assert hoisted.plan.device_bytes <= 0.6 * rank.total_bytes and hoisted.plan.moved_bytes < whole.plan.moved_bytes
     assert not any(step.primed_bytes for step in hoisted.measurements), "the table has its row"
     assert "'hoist': True" in found.settings["chunkflow+hoist"] and "hoist" not in found.settings["chunkflow"]
+
+
+def test_groups_share_the_duration_of_an_attention() -> None:
+    found = blocks_problem(2)
+    groups = [r for r in found.regions for _ in range(3 if r.index % 4 == 1 else 1)]
+    divided = replace(found, regions=tuple(replace(r, groups=3 if r.index % 4 == 1 else 1) for r in groups))
+    seconds = in_groups([1.0, 6.0, 3.0, 4.0, 5.0, 9.0, 7.0, 8.0], divided)
+    assert seconds == [1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 5.0, 3.0, 3.0, 3.0, 7.0, 8.0]
+
+
+@pytest.mark.long
+def test_arms_with_exchanges_in_groups(forked: None) -> None:
+    """Of the same bits as whole exchanges, resident and streamed.  The outputs are gathered once, in any case."""
+    size = replace(WIDE, heads=8, head_dim=WIDE.heads * WIDE.head_dim // 8)
+    arms = ["resident", "resident+groups2", "chunkflow", "chunkflow+groups2", "chunkflow+groups4"]
+    told = job(size=size, ranks=2, arms=arms, transport="loopback")
+    (rank,) = ran = run_job(told)
+    found = summarise(told, ran)
+    assert all(arm.equal_to_resident for arm in found.record.arms.values()) and "to chunkflow" in bench_table(found)
+    for name, arm in rank.arms.items():
+        assert arm.program is not None
+        groups = int(name.partition("+groups")[2] or 1)
+        assert arm.program.predicted.step_s > 0
+        assert [m.collectives for m in arm.program.measurements] == [groups * 4 * size.layers + 1] * told.steps
+        assert ("exchange_groups" in arm.settings) == (groups > 1)
+        assert (arm.program.plan.moved_bytes > 0) == name.startswith("chunkflow")
 
 
 def _readings(steps_s: tuple[float, ...], compute_s: tuple[float, ...], pace: float | None = 1.5) -> BenchRecord:

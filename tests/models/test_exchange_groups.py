@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import EAGER
+from adapters import Library
+from conftest import EAGER, RESIDENT
 from helpers import check_small, small_twins
+from torch.distributed.device_mesh import init_device_mesh
 
 import chunkflow_compile
-from chunkflow_compile import ChunkflowError
+from chunkflow_compile import ChunkflowError, enable_adapters
 from chunkflow_compile.catalog.sizes import Size
 from chunkflow_compile.catalog.small import small_inputs, small_model
 from chunkflow_compile.catalog.ulysses import enable_ulysses
@@ -23,6 +26,7 @@ from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.placed.notes import hoisting_notes, packing_notes
 from chunkflow_compile.placed.offload import offload
 
 # Eight heads, four on each of two ranks.
@@ -86,3 +90,106 @@ def traced_on_a_rank(rank: int, wanted: tuple[Any, Any], said: str) -> None:
 def test_ranks_that_do_not_agree(wanted: tuple[Any, Any], said: str, on_ranks: Callable[..., None]) -> None:
     """All ranks raise the same error, and can agree afterwards."""
     on_ranks(traced_on_a_rank, wanted, said)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """A model with groups and other options.  ``prepare``: changes both models before they are placed."""
+
+    options: dict[str, Any]
+    family: str = "wan"
+    by_kind: bool = False
+    dtype: torch.dtype = torch.float32
+    prepare: Callable[[Any], object] = lambda model: None
+
+    def placed(self) -> tuple[Any, Any, Any]:
+        """A model, its compiled form, and an equal model."""
+        model, twin = (each.to(self.dtype) for each in small_twins(self.family, SIZE, 2))
+        for each in (model, twin):
+            self.prepare(each)
+        options = {**GROUPED, **self.options}
+        if self.by_kind:
+            return model, chunkflow_compile.compile(model, dynamic=False, **options), twin
+        offload(model, min_bytes=EAGER["min_bytes"], pack=self.options.get("pack", False))
+        return model, torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=False, options=options), twin
+
+    def inputs(self, seed: int) -> dict[str, Any]:
+        found = small_inputs(self.family, SIZE, seed)
+        return {n: v.to(self.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for n, v in found.items()}
+
+
+def load_an_adapter(model: Any) -> None:
+    enable_adapters(model, rank=4)
+    model.load_lora_adapter(Library(small_model("wan", SIZE)).adapter(0, 4), adapter_name="a")
+
+
+COMBINED = {
+    "threads": Combined({"debug": ["poison", "threads"]}),
+    "packing, hoisting": Combined({"pack": True, "hoist": True}, dtype=torch.bfloat16),
+    "adapters": Combined({}, prepare=load_an_adapter),
+    "blocks": Combined({}, "qwen-image", by_kind=True),
+    "slices": Combined({"split": 2}, "flux"),
+}
+
+
+def combined_on_a_rank(rank: int, name: str) -> None:
+    case = COMBINED[name]
+    model, run, twin = case.placed()
+
+    def check() -> None:
+        for seed in range(2):
+            inputs = case.inputs(seed)
+            assert torch.equal(run(**inputs)[0], twin(**inputs)[0]), seed
+
+    check()
+    for each in (model, twin):
+        next(w for n, w in each.named_parameters() if re.search(r"blocks\.1\..*(net\.2|linear).*weight", n)).mul_(1.5)
+    check()
+    chunkflow_compile.replan(model, weight_memory="2MiB")
+    check()
+    assert bool(hoisting_notes(model)) == ("hoist" in case.options)
+    assert bool(packing_notes(model)) == ("pack" in case.options)
+    assert 2 in groups(model)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "threads")) for name in COMBINED]
+)
+def test_what_groups_are_combined_with(name: str, on_ranks: Callable[..., None]) -> None:
+    """A weight is written and the plan changes between calls, whose bits are the bits of an equal model."""
+    on_ranks(combined_on_a_rank, name)
+
+
+def compiled_on_a_rank(rank: int) -> None:
+    """Kernels of Inductor, with and without groups."""
+    model, whole, eager = (enable_ulysses(small_model("wan", SIZE), 2) for _ in range(3))
+    offload(model, min_bytes=EAGER["min_bytes"])
+    streamed = {**EAGER, "exchange_groups": 2, "lowering": "inductor"}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=streamed)
+    resident = torch.compile(whole, backend="chunkflow", fullgraph=True, options=RESIDENT)
+    for seed in range(2):
+        inputs = small_inputs("wan", SIZE, seed)
+        output = run(**inputs)[0]
+        assert torch.equal(output, resident(**inputs)[0])
+        torch.testing.assert_close(output, eager(**inputs)[0], atol=2e-5, rtol=1e-4)
+    assert groups(model) == {2} and groups(whole) == {1}
+
+
+@pytest.mark.long
+def test_compiled_kernels(on_ranks: Callable[..., None]) -> None:
+    on_ranks(compiled_on_a_rank)
+
+
+def guided_on_a_rank(rank: int) -> None:
+    """Each branch of guidance has two ranks, which exchange heads."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cfg", "ulysses"))
+    model, twin = (enable_ulysses(small_model("wan", SIZE), group=mesh["ulysses"]) for _ in range(2))
+    offload(model, min_bytes=EAGER["min_bytes"], share=True)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=GROUPED)
+    check_small(run, twin, "wan", SIZE, (10 * mesh.get_local_rank("cfg") + step for step in range(2)))
+    assert groups(model) == {2}
+
+
+@pytest.mark.long
+def test_branches_of_guidance(on_ranks: Callable[..., None]) -> None:
+    on_ranks(guided_on_a_rank, world=4)

@@ -344,15 +344,22 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("wanted", [pytest.param(True, marks=pytest.mark.long), "collectives"])
-def test_collectives_are_recorded_if_they_are_asked_for(wanted: Any, two_ranks: None, no_grad: None) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "groups"),
+    [pytest.param(True, False, marks=pytest.mark.long), ("collectives", False), ("collectives", 2)],
+)
+def test_collectives_are_recorded_if_they_are_asked_for(
+    wanted: Any, groups: Any, two_ranks: None, no_grad: None
+) -> None:
+    """Also if they exchange groups of heads."""
     cuda = FakeCuda(copy_s=1e-4)
-    model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), cudagraphs=wanted)
+    model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), cudagraphs=wanted, exchange_groups=groups)
     for _ in range(PASSES + 4):
         x = torch.randn(16, 64)
         assert torch.equal(run(x), twin(x))
     log = log_of(model)
-    assert programs(model)[0].program.problem.collectives
+    problem = programs(model)[0].program.problem
+    assert len(problem.collectives) == 16 * problem.exchange_groups == 16 * (groups or 1)
     assert log.launches == (4 if wanted == "collectives" else 0)
     assert ('cudagraphs="collectives"' in log.why_not) == (wanted is True)
 

@@ -165,6 +165,19 @@ def test_all_groups_are_sent_before_the_first_is_awaited() -> None:
     assert problem.regions[1].cost.attention_tiles and not problem.regions[0].cost.attention_tiles
 
 
+def test_a_group_is_received_before_the_result_of_the_one_before_is_sent() -> None:
+    """The all-to-alls of a rank run in the order of the graph: one that waits for attention must not hold up another that
+    the next attention needs."""
+
+    def kind(node: Node) -> str:
+        attends = node.op == "call_function" and "attention" in str(node.target)
+        return "sent " if collective_kind(node) is not None else "got " if is_wait_tensor(node) else "attend " * attends
+
+    divided = in_head_groups(traced(Attention()), 2).graph.graph
+    order = 6 * "sent " + 3 * "got " + "attend " + 3 * "got " + "sent " + "attend " + "sent " + 2 * "got "
+    assert "".join(map(kind, divided.nodes)) == order
+
+
 class Opaque(Attention):
     """Its exchange is a custom op, which is declared to be an all-to-all."""
 

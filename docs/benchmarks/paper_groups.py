@@ -1,0 +1,69 @@
+"""The paper's configurations with exchanges in groups of heads, which the paper does not have: resident steps.
+
+The blocks of a kind are equal, so each adds the same to a resident step.  The steps are computed from graphs of a few blocks
+of each kind, and from those with one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from paper_cases import CASES, CHUNK, DEGREE, MACHINE, TIMESTEP, Case
+from tqdm import tqdm
+
+from chunkflow_compile.catalog.presets import preset
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.graph.head_groups import in_head_groups, possible_groups
+from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.placement.exchanging import MOST_GROUPS
+from chunkflow_compile.passes.placement.timeline import Simulator
+from chunkflow_compile.passes.step import Scheduler
+
+# Blocks of each kind in the smaller graph.
+FEW = 2
+
+
+def group_row(case: Case) -> dict[str, Any]:
+    """A row of paper.json: the resident step by number of groups, 1 for whole exchanges."""
+    kinds = [name for name in ("num_layers", "num_single_layers") if name in preset(case.model).config]
+    few = dict.fromkeys(kinds, FEW)
+    base = steps_by_groups(traced(case, few))
+    steps = dict(base)
+    for kind in kinds:
+        more = steps_by_groups(traced(case, {**few, kind: FEW + 1}))
+        left = preset(case.model).config[kind] - FEW
+        steps = {groups: step_s + left * (more[groups] - base[groups]) for groups, step_s in steps.items()}
+    best = min(steps, key=lambda groups: (steps[groups], groups))
+    seconds = {str(groups): round(step_s * case.forwards, 3) for groups, step_s in sorted(steps.items())}
+    return {
+        "configuration": case.name,
+        "resident, s": seconds["1"],
+        "in groups, s": seconds[str(best)],
+        "groups": best,
+        "to whole exchanges": round(steps[best] / steps[1], 3),
+        "by groups, s": seconds,
+    }
+
+
+def traced(case: Case, layers: Mapping[str, int]) -> Traced:
+    """The graph of a configuration with so many blocks of each kind."""
+    full = preset(case.model)
+    few = replace(full, config={**full.config, **layers}, timestep=TIMESTEP)
+    return few.trace(DEGREE, case.sizes)
+
+
+def steps_by_groups(whole: Traced) -> dict[int, float]:
+    """Seconds of the resident step by number of groups."""
+    steps = dict[int, float]()
+    for groups in (1, *(count for count in possible_groups(whole) if count <= MOST_GROUPS)):
+        problem = make_cut(in_head_groups(whole, groups)).problem
+        step = Scheduler(problem, CHUNK).step({})
+        steps[groups] = Simulator(problem, load_profile(MACHINE), CHUNK).play(step, spans=False).step_s
+    return steps
+
+
+def group_rows() -> list[dict[str, Any]]:
+    return [group_row(case) for case in tqdm(CASES, unit="case", desc="head groups")]
