@@ -33,6 +33,7 @@ WORDED = (
     "chunkflow_compile/frontend",
     "chunkflow_compile/hardware",
     "chunkflow_compile/lowering",
+    "chunkflow_compile/pipeline",
     "chunkflow_compile/placed",
     "chunkflow_compile/private_torch",
     "chunkflow_compile/report",

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from chunkflow_compile.frontend.block_kinds import caching_hook
 from chunkflow_compile.passes.errors import BudgetError, first_line
+from chunkflow_compile.private_torch import core
 from chunkflow_compile.runtime.graph import on_fakes
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Unplanned:
         self._graph, self._error = graph, error
 
     def __call__(self, *inputs: Any) -> Any:
-        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        mode = core.fake_mode()
         if mode is None:
             raise self._error
         if isinstance(mode, Survey):

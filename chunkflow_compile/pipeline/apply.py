@@ -288,10 +288,8 @@ def _takes_turns(name: str, model: nn.Module) -> bool:
 
 
 def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any, room: int | None) -> str:
-    """The expected time to read all components, in words.
-
-    It is empty if the time is too short to matter, or if some weights will not be read into host memory.
-    """
+    """The expected time to read all components, in words; empty if it is too short to matter, or if some weights will not be
+    read into host memory."""
     if room is not None or (device.type != "cuda" and share in (None, False)):
         return ""
     return ReadTime.here(unread(leaf for model in models.values() for leaf in leaves_of(model))).text
@@ -323,10 +321,8 @@ def remove(pipe: PipelineT) -> PipelineT:
 def _compile_phase(
     phase: Phase, budget: Budget, left: int, options: Mapping[str, Any], chosen: Options, dynamic: bool | None
 ) -> None:
-    """Compile a placed component and make its calls a phase.
-
-    ``left``: bytes of the budget that the small weights of all components leave.
-    """
+    """Compile a placed component and make its calls a phase.  ``left``: bytes of the budget that the small weights of all
+    components leave."""
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
     if phase.name not in _STEPPED:  # hoisted rows would stay allocated after its only call

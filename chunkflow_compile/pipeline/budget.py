@@ -1,9 +1,9 @@
 """Phases: the components of a pipeline, which run one after another on one device and share its memory.
 
-A phase is a component's call.  Its weights live in an arena of its own, or in one that it shares with the phases that it
-alternates with: their programs run as one cycle, which is planned for all of them.  Before a phase begins, other arenas are
-freed, least recently used first, until the weights and the activations of the phase have room.  What a phase needs beside
-its weights is measured: the plan of its weights gets the rest of the budget.
+A phase is a call of a component.  Its weights are in its own arena, or in an arena that it shares with the phases with which
+it alternates.  The programs of such phases run as one cycle, and one plan covers all of them.  Before a phase begins, other
+arenas are freed, least recently used first, until the weights and the activations of the phase fit.  The memory that a phase
+needs in addition to its weights is measured, and its weights are planned for the rest of the budget.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from chunkflow_compile.weights.locks import ProcessLock
 
 _log = logging.getLogger(__name__)
 
-# A plan is made again if its part of the budget has grown by this share of the budget: less is worth no cold start.
+# A phase is planned again if its part of the budget has grown by this share of the total: less is not worth a cold start.
 _WORTH_A_PLAN = 0.02
 # Attribute of a pipeline and of its components: their Budget.
 BUDGET = "_chunkflow_budget"
 
 
 class _Refused(NamedTuple):
-    """Plans that a phase was refused.  ``asked``: for which programs.  ``rest``: bytes that activations left.  ``why``: the
-    error."""
+    """A failed attempt to plan a phase and the phases that share its arena.  ``asked``: the programs and limits of these
+    phases at that time.  ``rest``: bytes of the budget that activations left for weights.  ``why``: the error message."""
 
     asked: tuple[object, ...]
     rest: int
@@ -53,7 +53,8 @@ class _Refused(NamedTuple):
 class Budget:
     """The memory of a device that the phases of one or several pipelines share.
 
-    ``total``: most bytes, weights and activations together.  ``turn``: held by a generation, ``lock`` by a call.
+    ``total``: maximum bytes of weights and activations together.  ``turn``: the lock that a generation holds.  ``lock``: the
+    lock that a call of a phase holds.
     """
 
     def __init__(self, device: torch.device, total: int) -> None:
@@ -62,26 +63,24 @@ class Budget:
         self.turn = ProcessLock()
         self.lock = ProcessLock()
         self.phases: list[Phase] = []
-        self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()  # compiled -> the components at that time
-        self.arguments: dict[str, Any] = {}  # of the first compile(pipe), for components that come later
+        self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()  # names of its components, when compiled
+        self.arguments: dict[str, Any] = {}  # from compile(pipe); components that are added later use them too
         self._generated = False  # whether a generation has ended since compile(pipe)
         self._allocator = Allocator(device)
-        self.most: int | None = (
-            None  # bytes that the device held in a call since compile(pipe), if anything counts them
-        )
-        self._warned = False  # that phases run without gradients
-        self._last: list[Phase] = []  # the newest last
-        self._settled = False  # whether the newest has its room
-        self._running: tuple[Phase, int] | None = None  # the phase whose call runs now, and its thread
+        self.most: int | None = None  # peak bytes on the device in a call since compile(pipe), if they are measured
+        self._warned = False  # whether the warning about gradients was logged
+        self._last: list[Phase] = []  # phases in the order of their last calls, the newest last
+        self._settled = False  # whether other arenas were evicted for the newest phase
+        self._running: tuple[Phase, int] | None = None  # the phase whose call is running, and its thread id
         self._refused = weakref.WeakKeyDictionary[Phase, _Refused]()
 
     @property
     def usable(self) -> int:
-        """Bytes of the budget that plans may count on."""
+        """Bytes of the budget that plans may use."""
         return usable(self.total)
 
     def figures(self) -> PipelineFigures:
-        """What is known of the phases now, in the order of the components."""
+        """Return the current figures of all phases, in the order of the components."""
         small, first = kept_by(self.phases), {p.arena: p for p in reversed(self.phases)}
         return PipelineFigures(tuple(p.figures(small, first[p.arena]) for p in self.phases), self.total, self.most)
 
@@ -92,23 +91,24 @@ class Budget:
         return sum(placement.store.held_bytes for placement in placements if placement is not None)
 
     def log(self) -> None:
-        """Log a line for each phase, at INFO, on the first rank only."""
+        """Log one line per phase at INFO, on the first rank only."""
         if _log.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
             for figures in self.figures().phases:
                 _log.info("%s", figures)
 
     def phase_of(self, module: nn.Module) -> Phase | None:
-        """The phase of a component, None if it has none here."""
+        """Return the phase of a component, or None if it does not belong to this budget."""
         return next((phase for phase in self.phases if phase.root is module), None)
 
     def add_pipeline(self, pipe: Any, components: Iterable[str], arguments: dict[str, Any]) -> None:
-        """All components of a pipeline are phases now.  ``arguments``: of its compile(pipe)."""
+        """Note that all components of a pipeline are phases.  ``arguments``: the arguments of its compile(pipe)."""
         self.arguments = arguments
         self.pipelines[pipe] = frozenset(components)
         self._generated = False
 
     def add(self, phase: Phase, methods: tuple[str, ...]) -> None:
-        """Make the calls of a component a phase: those of the module, or of its ``methods`` if there are any."""
+        """Run the calls of a component as a phase.  ``methods``: the names of the methods whose calls are intercepted; if it
+        is empty, calls of the module are."""
         self.phases.append(phase)
         if methods:
             for name in methods:
@@ -129,14 +129,16 @@ class Budget:
         self.forget(phase)
 
     def forget(self, phase: Phase) -> None:
-        """A phase is removed, or its component no longer exists: only the pipelines keep it."""
-        self.phases = [other for other in self.phases if other is not phase]  # another list: it may be read now
+        """Drop a phase that was removed, or whose component no longer exists: the budget keeps no component alive."""
+        # new lists, because another thread may be iterating over the old ones
+        self.phases = [other for other in self.phases if other is not phase]
         self._last = [other for other in self._last if other is not phase]
         self._settled = False
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
-        """The call of a pipeline.  The caller holds the turn.  The first one since compile(pipe) is logged."""
+        """The context of a generation, that is, of a call of a pipeline.  The caller holds ``turn``.  The first generation
+        after compile(pipe) is logged."""
         try:
             yield
         finally:
@@ -148,7 +150,7 @@ class Budget:
             self.log()
 
     def run(self, phase: Phase, call: functools.partial[Any]) -> Any:
-        """Run a call of a phase, after the calls of other threads.  Raises ChunkflowError if it does not fit the budget."""
+        """Run a call of a phase; other threads wait.  Raises ChunkflowError if the call does not fit in the budget."""
         with self.lock(), self._without_gradients(phase, call):
             phase.begin_call()
             self._make_room_for(phase)
@@ -159,7 +161,8 @@ class Budget:
                 self._running = before
 
     def _without_gradients(self, phase: Phase, call: functools.partial[Any]) -> contextlib.AbstractContextManager[Any]:
-        """No gradients, which compiled phases refuse, in a call outside of the pipeline's; unless its inputs have some."""
+        """Disable gradients for a call from outside the pipeline, because compiled phases do not support them.  They stay
+        enabled if an input of the call requires them."""
         if not torch.is_grad_enabled() or any(t.requires_grad for t in given_to(call, torch.Tensor)):
             return contextlib.nullcontext()
         if not self._warned:
@@ -168,11 +171,11 @@ class Budget:
         return torch.no_grad()
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
-        """Copy as None: the copy of a pipeline or a component is an ordinary one."""
+        """Copy and pickle as None, because a copy of a pipeline or a component belongs to no budget."""
         return type(None), ()
 
     def _run(self, phase: Phase, call: functools.partial[Any], again: bool = False) -> Any:
-        """Run and measure a call.  ``again``: it ran out of memory before, and weights gave way."""
+        """Run and measure a call.  ``again``: whether it is a retry, after the call ran out of memory."""
         self._allocator.begin()
         rng, steps = RngSnapshot(self.device, call), phase.steps()
         held, others, begun = phase.arena.held, self._held_by_others(phase), time.perf_counter()
@@ -193,12 +196,12 @@ class Budget:
             phase.ended(steps, time.perf_counter() - begun)
             try:
                 self._note(phase, held, others, peak)
-            except ChunkflowError as error:  # the result is right, and may have taken minutes
+            except ChunkflowError as error:  # keep the correct result of a call that may have taken minutes
                 taken = phase.arena.held + others if peak is None else peak  # on a CPU, only weights are counted
                 if phase.exceeds(taken):
                     _log.warning("A call of %s took more than the budget: %s", phase.name, error)
             return result
-        # outside of the handler: the error's traceback would keep the activations
+        # The retry is outside the exception handler, because the traceback of the error would keep the activations alive.
         _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
         phase.begin_retry()
         self._give_back(phase)
@@ -206,17 +209,17 @@ class Budget:
         return self._run(phase, call, again=True)
 
     def _sharing(self, phase: Phase) -> list[Phase]:
-        """The phases whose weights live in the arena of this one, itself included."""
+        """Return the phases that use the arena of this phase, including the phase itself."""
         return [other for other in self.phases if other.arena is phase.arena]
 
     def _held_by_others(self, phase: Phase, graphs: bool = False) -> int:
-        """Bytes that the other arenas hold.  ``graphs``: with those of their CUDA graphs, which the allocator does not count
-        as allocated."""
+        """Return the bytes that the other arenas hold.  ``graphs``: whether to add the memory of their CUDA graphs, which the
+        allocator does not count as allocated."""
         others = {p.arena for p in self.phases} - {phase.arena}
         return sum(arena.held + (arena.graphs.nbytes if graphs else 0) for arena in others)
 
     def _vacate(self, phases: Iterable[Phase]) -> None:
-        """Free the arenas of ``phases``, and give their memory back to the device."""
+        """Free the arenas of ``phases``, and return their memory to the device."""
         for phase in phases:
             phase.arena.evict()
         self._allocator.trim()
@@ -227,29 +230,30 @@ class Budget:
             return
         self._settled = True
         self._last = [*(other for other in self._last if other is not phase), phase]
-        if phase.budget is None and len(self._sharing(phase)) > 1:  # what another phase left
+        if phase.budget is None and len(self._sharing(phase)) > 1:  # remove weights of another phase
             self._vacate([phase])
         self._evict(phase)
         self._give_cache_back(phase)
 
     def most_bytes(self, arena: Arena) -> int | None:
-        """Most bytes of weights in an arena that several phases share; None for the sum of their budgets."""
+        """Return the maximum bytes of weights in an arena that several phases share; None means the sum of their budgets."""
         sharing = [phase for phase in self.phases if phase.arena is arena]
         planned = [phase.budget - phase.kept for phase in sharing if phase.budget is not None]
         return max(planned, default=None) if len(sharing) > 1 else None
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
-        """Evict other arenas before this one has ``nbytes``.
+        """Free other arenas, because this one is about to allocate ``nbytes``.
 
-        A cycle fetches a weight for each call that reads it, so its plan may take more than the weights of the phase.
+        A cycle copies a weight for each call that reads it, so its plan may need more memory than the weights take.
         """
         phase, thread = self._running or (None, None)
-        if phase is not None and phase.arena is arena and thread == threading.get_ident():  # it holds the lock
+        if phase is not None and phase.arena is arena and thread == threading.get_ident():  # this thread holds the lock
             self._evict(phase, nbytes)
 
     def _evict(self, phase: Phase, nbytes: int = 0) -> None:
-        """Free the arenas of others, least recently used first, until this phase fits, whose arena gets ``nbytes`` now."""
-        room = -1  # what the other arenas may hold; until the phase has a budget, all of them give way
+        """Free the arenas of other phases, least recently used first, until this phase fits.  ``nbytes``: bytes that the
+        arena of this phase is about to allocate."""
+        room = -1  # bytes that the other arenas may keep; all are freed until the phase has a budget
         if phase.budget is not None:
             room = self.usable - phase.activations - self._taken(phase, phase.budget, nbytes)
         for other in self._last:
@@ -259,20 +263,21 @@ class Budget:
                 self._vacate([other])
 
     def _taken(self, phase: Phase, budget: int, nbytes: int = 0) -> int:
-        """Bytes of weights that calls of a phase, and of those that share its arena, bring to the device, ``nbytes`` of them
-        in an arena that it does not have yet, as far as is known before they run."""
+        """Estimate the bytes of weights in the arena of a phase during calls of all phases that share it.  ``budget``: the
+        budget of the phase in bytes.  ``nbytes``: bytes that the arena is about to allocate."""
         streamed = sum(other.streamed for other in self._sharing(phase))
         return max(phase.arena.held + nbytes, min(streamed, budget - phase.kept))
 
     def _give_cache_back(self, phase: Phase) -> None:
-        """Give what the allocator keeps for nothing back to the device, if the phase could exceed the budget beside it.
+        """Return unused memory of the allocator to the device, if the phase could exceed the budget otherwise.
 
-        The activations of one phase are of other sizes than those of the next, which would get new memory from the device.
+        The activations of a phase differ in size from the activations of the previous phase, so the allocator would reserve
+        new memory for them instead of reusing the memory that it has cached.
         """
         reserved = self._allocator.reserved()
         if reserved is None:
             return
-        held = kept_by(self.phases) + phase.arena.graphs.nbytes  # reserved already
+        held = kept_by(self.phases) + phase.arena.graphs.nbytes  # the part of ``activations`` that is already reserved
         takes = max(0, phase.activations - held)
         if phase.budget is not None:
             takes += self._taken(phase, phase.budget) - phase.arena.held
@@ -280,12 +285,13 @@ class Budget:
             self._allocator.trim()
 
     def _give_back(self, phase: Phase) -> None:
-        """Free all weights on the device, and give the phase a smaller plan until the generation ends."""
+        """Evict the weights of all phases, and use a smaller plan for this phase until the generation ends."""
         self._vacate(self.phases)
         planned = [p.plan.device_bytes for p in programs(phase.root)]
         planned += [r.cycle.plan.device_bytes for r in cycles(phase.root)]
         for share in (0.5, 0.75) if planned else ():
-            with contextlib.suppress(ChunkflowError):  # below the least; if all are, only the other phases give way
+            # If the share is too little for any plan, try the next.  If both are, only evicting other phases can help.
+            with contextlib.suppress(ChunkflowError):
                 for other in self._sharing(phase):
                     if other is phase or other.budget is not None:
                         self._set_budget(other, int(share * max(planned)))
@@ -302,8 +308,8 @@ class Budget:
         )
 
     def _needs(self, phase: Phase, needed: int, compiled: bool) -> ChunkflowError:
-        """A program of a phase has no plan, because it needs so many bytes in addition to the small weights of other phases.
-        ``compiled``: whether it was compiled before, with symbolic sizes."""
+        """Create the error for a program that has no plan within the budget.  ``needed``: bytes that it needs in addition to
+        the small weights of other phases.  ``compiled``: whether it was already compiled with symbolic sizes."""
         fixed = " or with dynamic=False (blocks are split only at fixed sizes)" if compiled else ""
         needed += kept_by(self.phases) - phase.kept
         return ChunkflowError(
@@ -314,16 +320,18 @@ class Budget:
         )
 
     def _note(self, phase: Phase, held: int, others: int, peak: int | None) -> None:
-        """Learn from a call what it needs beside the weights, and plan them for the rest of the budget.
+        """Record the memory that a call needed in addition to the weights, and plan the weights for the rest of the budget.
 
-        ``held``, ``others``: bytes that the arenas of this and of the other phases held when it began.
+        ``held``, ``others``: bytes that the arena of this phase and the other arenas held when the call began.  ``peak``:
+        peak bytes on the device during the call, or None if they cannot be measured.
+        Raises ChunkflowError if the rest of the budget is too small for the weights.
         """
         after, learned = phase.arena.held, phase.learned
         if peak is None:
             if phase.budget is None or phase.grew:
                 phase.assume(kept_by(self.phases))
-        elif others == self._held_by_others(phase):  # otherwise the peak may have weights that gave way since
-            # activations of a graph are in its pool, which it holds between calls too
+        elif others == self._held_by_others(phase):  # else the peak may include weights evicted since
+            # The activations of a CUDA graph are in its memory pool, which stays allocated between calls.
             pool = phase.arena.graphs.nbytes + kept_by(self.phases) if phase.arena.graphs.nbytes else 0
             phase.learn(max(0, peak - after - others, pool), steady=held == after)
         try:
@@ -333,19 +341,19 @@ class Budget:
             self._settled = False
             raise
         if replanned or phase.activations != learned.activations:
-            self._settled = False  # others may have to give way again
+            self._settled = False  # other arenas may have to be evicted again
 
     def _plan(self, phase: Phase) -> bool:
-        """Plan a phase, and those that share its arena, for the rest of the budget, if it is less or much more than before.
+        """Plan a phase, and the phases that share its arena, if the rest of the budget has shrunk or has grown by much.
 
-        Returns whether.
+        Returns whether a plan was made.  Raises ChunkflowError if the rest of the budget is too small.
         """
         planned = [p for p in self._sharing(phase) if p is phase or p.budget is not None]
         rest, replanned = self.usable - max(p.activations for p in planned), False
         asked = tuple((p.name, len(programs(p.root)), p.live, p.limit) for p in planned)
         before, little = self._refused.pop(phase, None), _WORTH_A_PLAN * self.total
         if before is not None and before.asked == asked and before.rest - little <= rest <= before.rest:
-            self._refused[phase] = before  # each plan would be in vain, and calls of one size take about as much
+            self._refused[phase] = before  # planning would fail again: the limits are about the same as before
             raise ChunkflowError(before.why)
         for p in planned:
             budget = rest + p.kept
@@ -380,18 +388,18 @@ class Budget:
 
 
 def budget_of(owner: Any) -> Budget | None:
-    """The budget of a pipeline or of a component, None if it has none."""
+    """Return the budget of a pipeline or of a component, or None if it has no budget."""
     budget: Budget | None = getattr(owner, "__dict__", {}).get(BUDGET)
     return budget
 
 
 def claim(owner: Any, budget: Budget) -> Budget:
-    """Give a pipeline or a component to a budget, unless it has one; return the one it has.
+    """Assign a pipeline or a component to a budget, unless it already has one; return its budget.
 
-    Two threads that ask at once get the same one.
+    Two threads that call this at the same time get the same budget.
     """
     if budget_of(owner) is None:
-        owner.__dict__.pop(BUDGET, None)  # that of a copy is None
+        owner.__dict__.pop(BUDGET, None)  # the attribute of a copy is None
     own: Budget = owner.__dict__.setdefault(BUDGET, budget)
     return own
 

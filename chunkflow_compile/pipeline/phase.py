@@ -1,4 +1,4 @@
-"""A phase: the calls of one component of a pipeline, and what is known of them."""
+"""A phase: the calls of one component of a pipeline, with their plans and measurements."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
-_KEPT_SECONDS = 32  # of the newest calls
+_KEPT_SECONDS = 32  # number of newest calls whose times are kept
 
 
 class Learned(NamedTuple):
-    """Most bytes of activations, and whether they were measured in a call that did not change the arena.  ``assumed``: bytes
-    of them that are predicted, where none are measured."""
+    """The recorded activations of a phase.
+
+    ``activations``: their maximum in bytes.  ``steady``: whether they were measured in a call that did not change the arena.
+    ``assumed``: the bytes among them that are predicted, because they cannot be measured.
+    """
 
     activations: int
     steady: bool
@@ -45,14 +48,15 @@ class Learned(NamedTuple):
 
 
 class Phase:
-    """A component of a pipeline.
+    """A component of a pipeline, and the plans and measurements of its calls.
 
-    ``name``: in the pipeline.  ``root``: the model, kept weakly.  ``arena``: where its weights live, which it may share.
-    ``counts``: whether its plans count its predicted activations, so that its blocks are split where memory is short.
-    ``activations``: most bytes that the device held during a call beside the weights of this and other phases, small weights
-    included; 0 until a call has ended.  ``measured``: whether they were measured.  ``budget``: bytes of weights on the device
-    for which it is planned, None until then.  ``limit``: most bytes that may become its budget until the generation ends in
-    which a call ran out of memory, None otherwise.
+    ``name``: its name in the pipeline.  ``root``: the model, of which the phase keeps a weak reference.  ``arena``: the arena
+    of its weights, which it may share with other phases.  ``counts``: whether its plans include its predicted activations, so
+    that its blocks are split if memory is short.
+    ``activations``: maximum bytes on the device during a call, without the bytes in arenas but including the small weights of
+    all phases; 0 until a call has ended.  ``measured``: whether they were measured.
+    ``budget``: bytes of weights on the device for which its programs are planned, or None before that.  ``limit``: the
+    maximum of ``budget`` until the end of a generation in which a call ran out of memory; None otherwise.
     """
 
     def __init__(
@@ -64,7 +68,8 @@ class Phase:
         enabled: bool = False,
         counts: bool = False,
     ) -> None:
-        """``gone``: called when the model no longer exists.  ``enabled``: whether ``compile`` has enabled its adapters."""
+        """``gone``: function that is called when the model no longer exists.  ``enabled``: whether ``compile`` has enabled
+        adapters on the model."""
         self.name = name
         self.gone = gone
         self.enabled = enabled
@@ -73,26 +78,27 @@ class Phase:
         self.arena = arena
         self.activations = 0
         self.measured = False
-        self._assumed = 0  # predicted bytes in ``activations`` where none are measured
+        self._assumed = 0  # predicted bytes in ``activations`` if they cannot be measured
         self.steady = False  # whether ``activations`` was measured in a call that did not change the arena
         self.budget: int | None = None
         self.limit: int | None = None
         self.calls = 0
         self.retries = 0
-        self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
-        self._warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
+        # intercepted method -> previous attribute of the instance; empty if calls of the module are intercepted
+        self.methods: dict[str, Any] = {}
+        self._warned = 0  # the most bytes for which a warning about the budget was logged
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
-        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # in the newest call, and how often
+        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # programs of the newest call, and how often each ran
 
     @property
     def root(self) -> nn.Module:
-        """The model; an empty one once it is gone."""
+        """The model, or an empty module once the model no longer exists."""
         root = self._root()
         return nn.Module() if root is None else root
 
     @property
     def begins(self) -> bool:
-        """Whether its calls come here: ``module.compile()`` replaces what makes them."""
+        """Whether its calls are still intercepted.  ``module.compile()`` replaces the attribute that intercepts them."""
         return bool(self.methods) or isinstance(self.root._compiled_call_impl, Entry)
 
     @property
@@ -102,19 +108,19 @@ class Phase:
 
     @property
     def kept(self) -> int:
-        """Bytes of its weights that never leave the device, its pieces for other ranks among them."""
+        """Bytes of its weights that never leave the device, including the shards that it keeps for other ranks."""
         placement = placement_of(self.root)
         pieces = 0 if placement is None else placement.store.piece_bytes
         return pieces + sum(leaf.nbytes for leaf in self.weights if not isinstance(leaf, HostWeight))
 
     @property
     def streamed(self) -> int:
-        """Bytes of its weights that calls bring to the device."""
+        """Bytes of its weights that its calls copy to the device."""
         return sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight))
 
     @property
     def least(self) -> int:
-        """The least bytes of weights on the device that its plans take, with those that never leave it."""
+        """The minimum bytes of weights on the device for any plan, including the weights that never leave the device."""
         codes = {id(program.code): program.code for program in programs(self.root)}.values()
         needed = [
             least_memory(c.program.problem, s.hardware, s.chunk_bytes, s.outside, s.arena, s.part)
@@ -125,20 +131,23 @@ class Phase:
 
     @property
     def live(self) -> int:
-        """Predicted bytes of activations that its plans count, at all sizes so far."""
+        """The maximum predicted bytes of activations over all sizes so far; 0 if its plans do not include activations."""
         return _live_bytes(programs(self.root)) if self.counts else 0
 
     @property
     def grew(self) -> bool:
-        """Whether its newest call is predicted to take more activations than those that were assumed."""
+        """Whether the predicted activations of its newest call exceed the bytes that were assumed."""
         return self.counts and _live_bytes(program for program, _ in self._newest()) > self._assumed
 
     def steps(self) -> dict[SingleCall, int]:
-        """How often each of its programs has run."""
+        """Return how often each program in its arena has run."""
         return {s: s.call.steps for s in self.arena.programs if isinstance(s, SingleCall) and not s.preamble}
 
     def ended(self, before: dict[SingleCall, int], seconds: float) -> None:
-        """Note that a call has ended.  ``before``: its steps by then.  ``seconds``: from beginning to return."""
+        """Note that a call has ended.
+
+        ``before``: the result of :meth:`steps` before the call.  ``seconds``: the time from its beginning to its return.
+        """
         self._seconds.append(seconds)
         counts = {program: count - before.get(program, 0) for program, count in self.steps().items()}
         self._ran = [(weakref.ref(program), count) for program, count in counts.items() if count]
@@ -147,16 +156,16 @@ class Phase:
         self.calls += 1
 
     def begin_retry(self) -> None:
-        """A call ran out of memory, and is about to run again."""
+        """Note that a call ran out of memory and is about to be retried."""
         self.retries += 1
 
     def exceeds(self, taken: int) -> bool:
-        """A call took more than the budget: ``taken`` bytes on the device.  Returns whether that is the most so far."""
+        """Note that a call took ``taken`` bytes, more than the budget.  Returns whether this is the maximum so far."""
         before, self._warned = self._warned, max(self._warned, taken)
         return taken > before
 
     def plan_for(self, budget: int) -> None:
-        """Plan its programs for so many bytes of weights on the device.  Raises ChunkflowError if that is too little."""
+        """Plan its programs for ``budget`` bytes of weights on the device.  Raises ChunkflowError if this is too little."""
         if budget < self.kept:
             raise ChunkflowError("there is no room for any.")
         if programs(self.root):
@@ -165,7 +174,7 @@ class Phase:
         self.budget = budget
 
     def keep_budget(self) -> None:
-        """A call ran out of memory: until the generation ends, its plans take no more than its budget now."""
+        """Limit its plans to its current budget until the generation ends, after a call ran out of memory."""
         self.limit = self.budget
 
     def end_generation(self) -> None:
@@ -173,20 +182,23 @@ class Phase:
 
     @property
     def learned(self) -> Learned:
-        """What its calls need in addition to the weights."""
+        """The activations that are recorded so far."""
         return Learned(self.activations, self.steady, self._assumed)
 
     def assume(self, small: int) -> None:
-        """Note predicted activations where no call can be measured.  ``small``: as in :meth:`figures`."""
+        """Record the predicted activations, if calls cannot be measured.  ``small``: as in :meth:`figures`."""
         self._assumed = self.live
         self.activations = small + self._assumed
 
     def unlearn(self, before: Learned) -> None:
-        """Forget what the newest call needed."""
+        """Discard the activations of the newest call.  ``before``: the record before that call."""
         self.activations, self.steady, self._assumed = before
 
     def learn(self, activations: int, steady: bool) -> None:
-        """Note the activations of a call, bytes.  ``steady``: it did not change the arena, so it counts before others."""
+        """Record the measured activations of a call, in bytes.
+
+        ``steady``: whether the call left the arena unchanged.  Such a measurement is preferred to all others.
+        """
         self.measured = True
         if steady and not self.steady:
             self.activations, self.steady = activations, True
@@ -194,10 +206,10 @@ class Phase:
             self.activations = max(self.activations, activations)
 
     def figures(self, small: int, first: Phase) -> PhaseFigures:
-        """What is known of it now.
+        """Return its current figures.
 
-        ``small``: bytes of the weights of all phases that never leave the device.  ``first``: of those that share its arena,
-        the one that this memory is counted with.
+        ``small``: bytes of the weights of all phases that never leave the device.  ``first``: the first phase that uses its
+        arena.  The memory of the arena is counted with this phase only.
         """
         predicted, measured = self._predicted(), self.seconds(wait=True)
         newest = self._newest()
@@ -230,7 +242,7 @@ class Phase:
         )
 
     def _per_call(self, figure: str) -> float | None:
-        """A field of measured steps, of all programs of the newest call together; None without a measured program."""
+        """Sum a field of the measured steps over all programs of the newest call; None if no program was measured."""
         steps = [([getattr(m, figure) for m in [*program.call.measured]], count) for program, count in self._newest()]
         measured = [count * _median(values) for values, count in steps if values]
         return sum(measured) if measured else None
@@ -240,22 +252,23 @@ class Phase:
         return [(program, count) for ref, count in self._ran if (program := ref()) is not None]
 
     def _predicted(self) -> float | None:
-        """Seconds of the newest call, by its part of a cycle, or else by the plans of its programs."""
+        """Predicted seconds of the newest call, from its part of a cycle or else from the plans of its programs; or None."""
         newest = self._newest()
         problems = {program.key: program.program.problem for program, _ in newest}
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(program.code.cut) in cuts for program, _ in newest):
                 return _predicted(bound, problems.keys())
-            if problems.keys() == set(bound.keys):  # at other sizes
+            if problems.keys() == set(bound.keys):  # the cycle was planned at other sizes
                 return _played(bound, problems)
         times = [(count, s.plan.predicted.step_s) for s, count in newest if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
 
     def seconds(self, wait: bool = False) -> float | None:
-        """Seconds of a call: of the programs of the newest one, or from beginning to return if it has none.
+        """Seconds per call: the measured time of the programs of the newest call.
 
-        ``wait``: for steps in flight; else of what is measured now.
+        If there are no such measurements, it is the median time from the beginning of a call to its return, or None.
+        ``wait``: whether to wait for steps in flight.  Otherwise only the measurements that are already available are used.
         """
         newest = self._newest()
         if newest and not any(program.closed for program, _ in newest):
@@ -269,14 +282,20 @@ class Phase:
 
 
 def _predicted(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
-    """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
+    """Predicted seconds of the calls of a cycle with these keys, or None if the plan has no prediction.
+
+    The time of a call ends when the next call begins.
+    """
     if cycle.plan.predicted is None:
         return None
     return sum(seconds for key, seconds in zip(cycle.keys, seconds_of_calls(cycle.cycle), strict=True) if key in keys)
 
 
 def _played(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> float:
-    """Predicted seconds of a pass in which the calls with these keys have other sizes: those of the problems."""
+    """Simulate a pass over a cycle with other sizes under its plan, and return the predicted seconds.
+
+    ``problems``: key of a call -> the scheduling problem of this call at its new sizes.
+    """
     whole, plan = cycle.cycle.problem, cycle.plan
     sized = [problems.get(key, call.cut.problem) for key, call in zip(cycle.keys, cycle.calls, strict=True)]
     regions = zip(whole.regions, chain.from_iterable(p.regions for p in sized), strict=True)
@@ -290,20 +309,21 @@ def _played(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> fl
 
 
 def _live_bytes(programs: Iterable[SingleCall]) -> int:
-    """The most bytes of activations that one of the programs is predicted to take."""
+    """The maximum predicted bytes of activations over these programs."""
     return max((program.program.problem.live_bytes for program in programs), default=0)
 
 
 def kept_by(phases: Iterable[Phase]) -> int:
-    """Bytes of the weights of several phases that never leave the device."""
+    """Return the bytes of the weights of several phases that never leave the device."""
     return sum(phase.kept for phase in phases)
 
 
 class Entry:
-    """Stands for a method of a component, and makes its calls a phase."""
+    """Replaces a method of a component, and runs its calls as a phase."""
 
     def __init__(self, run: Callable[..., Any], phase: Phase, name: str, call: Callable[..., Any]) -> None:
-        """``run``: called with the phase and a call without arguments."""
+        """``run``: function that gets the phase and a call, whose arguments are bound already.  ``call``: the original
+        method."""
         self._run, self._phase, self._name, self._call = run, phase, name, call
         functools.update_wrapper(self, call)
 
@@ -311,7 +331,7 @@ class Entry:
         return self._run(self._phase, functools.partial(self._call, *args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The method of the copy of the component."""
+        """Return the original method, bound to the copy of the component."""
         root = self._phase.root
         return getattr(type(root), self._name).__get__(memo.get(id(root), root))
 
@@ -322,12 +342,12 @@ class Entry:
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the collector may run it anywhere
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the garbage collector may call it anywhere
 def _went(ref: weakref.ref[Phase], _: object) -> None:
     if (phase := ref()) is not None:
         phase.gone(phase)
 
 
 def _median(seconds: list[float]) -> float:
-    """Without the first, which pays for what is done once."""
+    """The median without the first value, which includes one-time costs; a single value is returned as it is."""
     return median(seconds[1:] or seconds)

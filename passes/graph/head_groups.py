@@ -167,7 +167,7 @@ class _Divided:
         self._erase()
 
     def _awaited(self, sent: Iterable[Node]) -> list[Node]:
-        """What a group receives, complete.  ``sent``: its exchanges, none after the last group."""
+        """Add a wait for each exchange in ``sent``, and return the waits.  ``sent`` is empty after the last group."""
         return [self._made(wait.target, (start,), wait) for wait, start in zip(self.received, sent, strict=False)]
 
     def _found(self) -> tuple[int, int]:

@@ -143,7 +143,7 @@ def test_outputs_stay_as_they_were_when_the_slots_have_other_weights(through: li
     assert 0 < len(through) < len(program.plan.regions) / 2, "the regions that return an input or a weight as it is"
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.long), True])
 def test_each_call_after_the_first_in_each_mode_and_size(dynamic: bool, through: list[Any]) -> None:
     """Also where the regions come from a cache, and in a profiler, which shows each region."""
     for found in (False, True):

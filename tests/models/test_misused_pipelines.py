@@ -237,6 +237,7 @@ def test_a_copy_of_a_pipeline(tmp_path: Path, applied: Applied) -> None:
     assert budget_of(pipe.vae) is budget
 
 
+@pytest.mark.long
 def test_components_that_change_after() -> None:
     """They are named until apply is called again, with the arguments of the first time or none."""
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")

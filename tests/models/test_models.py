@@ -21,9 +21,9 @@ from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import tensors_of
 
 STEPS = 4
-# Inductor takes half a minute for the regions of a family.  make test runs one family on one rank and one on two ranks, both
-# without Inductor; make test-all runs the others.
-SHORT = {("flux", "eager", 1), ("wan", "eager", 2)}
+# Inductor takes half a minute for the regions of a family.  make test runs one family on two ranks without
+# Inductor; make test-all runs the others.
+SHORT = {("wan", "eager", 2)}
 CASES = [
     pytest.param(*case, marks=() if case in SHORT else pytest.mark.long)
     for case in itertools.product(sorted(SMALL_MODELS), ("eager", "inductor"), (1, 2))

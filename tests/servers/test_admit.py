@@ -150,6 +150,7 @@ def test_it_traces_the_call_that_the_pipeline_makes(name: str, expand: bool) -> 
     assert inputs["timestep"].ndim == 1 + expand
 
 
+@pytest.mark.long  # it traces a model in several numbers of slices
 def test_activations_are_those_alive_in_compiled_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at a size that was not traced, between those that were; in as few slices as the budget needs."""
     pipe = apply(small_pipeline("wan"), memory="2MiB", min_bytes=2048, lowering="eager")
