@@ -123,10 +123,10 @@ The tables above are about the paper's method. This one is about an addition of 
 
 {groups_table(found["head groups"])}
 
-*Groups* is the number of groups with the shortest step. It divides the 12 heads of a rank and is at most 8. The step is computed
-from graphs with two and three blocks of each type, because all blocks of a type take equally long; for whole exchanges this gives the
-resident steps of the first table. Attention and an all-to-all that overlap are assumed to take {groups_factor(found)} times as
-long. This factor has not been measured on a GPU.
+*Groups* is the number of groups with the shortest step. It divides the 12 heads of a rank and is at most 8. The step is
+computed from graphs with two and three blocks of each type, because all blocks of a type take equally long; for whole
+exchanges this gives the resident steps of the first table. Attention and an all-to-all that overlap are assumed to take
+{groups_factor(found)} times as long. This factor has not been measured on a GPU.
 
 ## Chunk size and critical points
 
