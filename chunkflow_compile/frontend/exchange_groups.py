@@ -39,9 +39,12 @@ def agreed_groups(traced: Traced, settings: Settings) -> tuple[ExchangeGroups, t
     if not wanted:
         _post_none(groups, traced)
         return False, ()
-    chosen, note, failed = _chosen(traced, settings)
+    mine, note, failed = _chosen(traced, settings)
+    record, chosen = {_WANTED: wanted, _GROUPS: mine, _FAILED: failed and str(failed)}, mine
     for group in groups:
-        chosen = min(chosen, _agree(group, traced, {_WANTED: wanted, _GROUPS: chosen, _FAILED: failed and str(failed)}))
+        chosen = min(chosen, _agree(group, traced, record))
+    if chosen < mine:
+        note = f"{note}; another rank chooses {chosen}, which all ranks use"
     if failed is not None:
         raise failed
     return chosen > 1 and chosen, (note,) if note else ()

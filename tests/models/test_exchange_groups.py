@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from adapters import Library
 from conftest import EAGER, RESIDENT
-from helpers import check_small, small_twins
+from helpers import UlyssesStack, check_small, small_twins
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkflow_compile
@@ -32,6 +33,7 @@ from chunkflow_compile.placed.offload import offload
 # Eight heads, four on each of two ranks.
 SIZE = Size(layers=2, singles=1, heads=8)
 GROUPED = {**EAGER, "exchange_groups": 2}
+SLOW = Path(__file__).parent.parent / "slow_compute.json"
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -90,6 +92,30 @@ def traced_on_a_rank(rank: int, wanted: tuple[Any, Any], said: str) -> None:
 def test_ranks_that_do_not_agree(wanted: tuple[Any, Any], said: str, on_ranks: Callable[..., None]) -> None:
     """All ranks raise the same error, and can agree afterwards."""
     on_ranks(traced_on_a_rank, wanted, said)
+
+
+def choosing_on_a_rank(rank: int) -> None:
+    """On a machine where attention takes as long as its exchange, and on one where the two together gain nothing."""
+    machine = replace(
+        load_profile(SLOW),
+        launch_s=0.0,
+        collective_latency_s=0.0,
+        gemm_flops={"float32": 1e8},
+        collective_bandwidth=3e6,
+        attention_slowdown=1.0,
+    )
+    traced = trace(UlyssesStack(1, 32, 8), {"x": torch.randn(64, 32)}, 0)
+    settings = Settings(hardware=machine, goal=Goal(exchange_groups="auto"))
+    groups, (note,) = agreed_groups(traced, settings)
+    assert groups == 4 and re.match(r"the exchanges .* in 4 groups of heads: 4 groups are predicted to take 8", note)
+    if rank:
+        settings = replace(settings, hardware=replace(machine, attention_slowdown=2.0))
+    groups, (note,) = agreed_groups(traced, settings)
+    assert groups is False and ("whole" in note if rank else "another rank chooses 1" in note)
+
+
+def test_ranks_that_choose_differently_take_the_smallest_number(on_ranks: Callable[..., None]) -> None:
+    on_ranks(choosing_on_a_rank)
 
 
 @dataclass(frozen=True)
