@@ -417,7 +417,7 @@ def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node
 
 
 def _operands(node: Node) -> list[Node]:
-    """The nodes whose values a node reads, without nodes of which it only needs the size."""
+    """The nodes whose values a node reads.  Nodes are left out if only their size is needed."""
     if _name(node) in _READ_NO_VALUES:
         return []
     return [n for n in node.all_input_nodes if not (node.target is _COPY and n is node.args[0])]
