@@ -111,6 +111,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
         "pack=True with policy='resident', which copies nothing: leave out one",
     ),
     (given(pack=1), r"Option pack=1 is unknown; use one of False, True, auto"),
+    (
+        given(exchange_groups=True),
+        r"Option exchange_groups, unless it is False or 'auto', must be a whole number of at",
+    ),
     (given(policy="fsdp"), r"policy='fsdp' is only predicted, by chunkflow simulate; it does not run"),
     (given(policy="host-yield"), r"policy='host-yield' is only predicted, by chunkflow simulate; it does not run"),
     (

@@ -27,8 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured_folder(folder: Path) -> Path:
-    """The folder itself if it contains a plan.  Otherwise, in the subfolders of the lowest rank, the newest measured cycle
-    or, if there is none, program."""
+    """The folder itself if it contains a plan.  Otherwise, the newest measured cycle in the subfolders of the lowest rank
+    or, if there is no cycle, the newest program."""
     if not folder.is_dir():
         raise ChunkflowError(f"There is no folder {folder}: use the one that options={{'dump': DIR}} names.")
     if (folder / PLAN_FILE).exists():

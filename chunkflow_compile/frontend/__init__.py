@@ -1,5 +1,6 @@
 """From Dynamo to a program.  Input: a Dynamo graph.  Output: a callable that streams the weights of the graph.
 
-Read backend.py, then trace.py, preconditions.py, and model_lookup.py, which moves weights when a program starts.  compile.py
-compiles a model block by block, with the block types that block_kinds.py finds and the guards that guard_filter.py keeps.
+Read backend.py first, then trace.py, preconditions.py and model_lookup.py, which moves weights when a program starts.
+compile.py compiles a model block by block.  block_kinds.py finds the block types for it, and guard_filter.py selects the
+guards to keep.
 """

@@ -17,27 +17,29 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.placement import placements_of
 from chunkflow_compile.private_torch.dynamo import OptimizedModule
 
-# The name of a temporary adapter, for which PEFT chooses the class of each layer.
+# The name of a temporary adapter.  While PEFT injects it, PEFT chooses the class of each layer.
 _PROBE = "chunkflow_probe"
-# Attribute of an enabled model: the sizes of its slots.
+# The attribute of an enabled model that contains the sizes of its slots.
 _SIZES = "_chunkflow_sizes"
 # Methods of diffusers and transformers that load an adapter.
 _LOADS = ("load_lora_adapter", "load_adapter", "add_adapter")
-# Components of a pipeline that take adapters, apart from text encoders.
+# The components of a pipeline that support adapters, except text encoders.
 ADAPTED = ("transformer", "transformer_2", "unet")
 
 
 def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | None = None, slots: int = 1) -> Any:
-    """Let a model, or the denoisers of a pipeline, switch LoRA adapters without recompiling or re-planning; return it.
+    """Prepare a model, or the denoisers of a pipeline, so that LoRA adapters can be switched without recompiling or
+    re-planning; return ``model``.
 
-    Call it before the model is compiled or placed.  Its layers get slots, which stream like weights and count towards
-    ``memory``.  The methods of diffusers and PEFT, such as ``load_lora_weights``, ``set_adapters`` and ``fuse_lora``, work as
-    before.  The active adapters are copied into the slots before a call.
+    Call this function before the model is compiled or placed.  Each target layer gets slots, which stream like weights and
+    count towards ``memory``.  The methods of diffusers and PEFT, such as ``load_lora_weights``, ``set_adapters`` and
+    ``fuse_lora``, work as before.  Before each call of the model, the active adapters are copied into the slots.
 
-    ``rank``: the maximum rank of an adapter.  ``targets``: names of layers, as PEFT's ``target_modules``; by default all
-    linear layers in the repeated blocks.  ``slots``: the maximum number of adapters that are active at the same time.  If an
-    adapter has a larger rank or targets other layers, or if more adapters are active, the model is recompiled once.
-    Raises ChunkflowError if the model is already placed or compiled, if PEFT is missing, or if there are no such layers.
+    ``rank``: the maximum rank of an adapter.  ``targets``: names of layers, in the format of PEFT's ``target_modules``; by
+    default all linear layers in the repeated blocks.  ``slots``: the maximum number of adapters that are active at the same
+    time.  If an adapter has a larger rank or targets other layers, or if more adapters are active, the model is recompiled
+    once.
+    Raises ChunkflowError if the model is already placed or compiled, if PEFT is missing, or if no layer matches ``targets``.
     """
     parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in ADAPTED]
     models = [part for part in parts if isinstance(part, nn.Module)]
@@ -75,8 +77,8 @@ def disable_adapters(model: nn.Module) -> None:
 
 
 def _check(model: nn.Module, rank: int, slots: int) -> None:
-    """Raise ChunkflowError if a size is invalid, if the model is enabled, compiled or placed already, or if PEFT is
-    missing."""
+    """Raise ChunkflowError if ``rank`` or ``slots`` is invalid, if adapters are already enabled for the model, if the model
+    is already compiled or placed, or if PEFT is missing."""
     for name, value in (("rank", rank), ("slots", slots)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ChunkflowError(f"{name}={value!r} must be a positive number.")
@@ -113,7 +115,7 @@ def _enable(model: nn.Module, sizes: Sizes, targets: str | Sequence[str] | None)
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    """The names of the linear layers in the repeated blocks that have no adapter yet."""
+    """Return the names of the linear layers in the repeated blocks, except layers that PEFT has already replaced."""
     blocks = repeated_blocks(model)
     if not blocks:
         raise ChunkflowError(
@@ -129,9 +131,9 @@ def _linear_layers(model: nn.Module) -> list[str]:
 
 
 def _inject(model: Any, targets: Any) -> dict[int, torch.dtype]:
-    """Make PEFT replace the layers, without an adapter.
+    """Make PEFT replace the target layers by its own layers, but leave no adapter in them.
 
-    Returns the id of each new layer -> the dtype that PEFT would give the weights of an adapter.
+    Returns a mapping from the id of each new layer to the dtype that PEFT would give the weights of an adapter.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -152,8 +154,8 @@ def _inject(model: Any, targets: Any) -> dict[int, torch.dtype]:
 
 
 def _delete(layer: Any, name: str) -> None:
-    """Delete an adapter from a layer, without PEFT activating another one."""
-    layer._active_adapter = []  # else delete_adapter activates another one, and warns
+    """Delete an adapter from a layer, and prevent PEFT from activating another adapter instead."""
+    layer._active_adapter = []  # otherwise delete_adapter activates another adapter, and warns
     layer.delete_adapter(name)
 
 
@@ -166,14 +168,18 @@ def _forget(model: Any, names: Sequence[str]) -> None:
 
 
 def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None, late: bool = False) -> None:
-    """Add slots to a layer of PEFT.  ``late``: whether it was an ordinary layer until an adapter was loaded."""
+    """Add slots to a layer of PEFT.
+
+    ``dtype``: the dtype of adapter weights in this layer, or None for the dtype of an adapter that the layer already has.
+    ``late``: whether the layer was an ordinary layer until an adapter was loaded.
+    """
     weights = [a.weight for a in layer.lora_A.values()]
     kind: Any = type(layer)
     layer.__class__ = slotted(kind)
     layer.sizes, layer.own, layer.late = sizes, False, late
     rank = max([sizes.rank, *(w.shape[0] for w in weights)])
     dtype = dtype or weights[0].dtype
-    if dtype.itemsize < 2:  # the base weight is stored in float8, but computes in another dtype
+    if dtype.itemsize < 2:  # the base weight is stored in float8, but the layer computes in another dtype
         dtype = torch.float32
     layer.grow(rank, max(sizes.count, len(layer.active_adapters)), dtype)
     for name in layer.lora_A:
@@ -182,7 +188,7 @@ def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None, late: bool = Fals
 
 
 def _unslot(layer: Any) -> None:
-    """Turn a layer back into a layer of PEFT, with its adapters on the device of its base weight."""
+    """Remove the slots from a layer of PEFT, and move its adapters to the device of its base weight."""
     layer.__class__ = original_class(type(layer))
     for name in ("slots", "scale"):
         del layer._buffers[name]
@@ -202,7 +208,7 @@ def _make_ordinary(model: nn.Module, layers: Iterable[Any]) -> None:
 
 
 def tuned_layers(model: nn.Module) -> Iterable[Any]:
-    """The layers of PEFT in a model, for any type of adapter."""
+    """Return the layers of PEFT in a model, for all types of adapters."""
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:  # without PEFT there are no adapters
@@ -211,7 +217,7 @@ def tuned_layers(model: nn.Module) -> Iterable[Any]:
 
 
 def _lora_layers(model: nn.Module) -> list[Any]:
-    """The LoRA layers that can have slots, but have none yet."""
+    """Return the LoRA layers of a model that support slots, but have no slots yet."""
     from peft.tuners.lora import LoraLayer
 
     layers = [m for m in tuned_layers(model) if isinstance(m, LoraLayer) and not isinstance(m, Slotted)]
@@ -225,7 +231,7 @@ def _adapters(layer: Any) -> list[str]:
 def _update_slots(model: Any) -> None:
     """Update the slots after adapters were loaded.
 
-    Layers that have an adapter for the first time get slots, and the slots of all other layers are filled again.
+    Layers that now have their first adapter get slots.  The slots of all other layers are filled again at the next call.
     """
     sizes = model.__dict__[_SIZES]
     if fresh := _lora_layers(model):
@@ -243,9 +249,10 @@ def _update_slots(model: Any) -> None:
 
 @contextlib.contextmanager
 def _discarding_exports(model: nn.Module) -> Iterator[None]:
-    """A context for loading adapters.  It discards exports of weights by a ``state_dict`` that the load created and dropped.
+    """Return a context for loading adapters.
 
-    diffusers only reads the names in this ``state_dict``, so the weights are not written.
+    While diffusers loads an adapter, it calls ``state_dict()`` on the model, which exports offloaded weights, and drops the
+    result.  The context discards these exports when it ends.  This loses no writes, because diffusers reads only the names.
     """
     before = [(placement.store, {*placement.store.exported}) for placement in placements_of(model)]
     try:
@@ -272,8 +279,8 @@ def _updating_slots(load: Callable[..., Any]) -> Callable[..., Any]:
 def unload(model: Any) -> None:
     """Unload all adapters, as diffusers' ``unload_lora`` does, but keep the layers that had slots from the start.
 
-    All other layers become ordinary layers again, because diffusers expects this of layers that it has widened for an
-    adapter.  Fused adapters stay in the base weights.
+    All other layers of PEFT become ordinary layers again.  diffusers expects ordinary layers where it has widened a layer for
+    an adapter.  Fused adapters stay in the base weights.
     """
     tuned = [*tuned_layers(model)]
     stay: list[Any] = [layer for layer in tuned if isinstance(layer, Slotted) and not layer.late]
@@ -288,10 +295,11 @@ def unload(model: Any) -> None:
 
 
 def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str) -> None:
-    """Turn layers that diffusers will widen for an adapter back into ordinary layers, because it can widen only those.
+    """Turn the layers that diffusers will widen for an adapter back into ordinary layers: diffusers widens only ordinary
+    layers.
 
-    Only layers without adapters are changed.  They get slots again when the adapter is loaded.
-    ``adapter``: the state dict of the adapter, whose keys begin with ``prefix``.
+    Only layers without adapters are changed.  These layers get slots again when the adapter is loaded.
+    ``adapter``: the state dict of the adapter.  ``prefix``: the prefix of its keys, without the dot.
     """
     widened = list[Any]()
     layers: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, Slotted)]
@@ -306,7 +314,7 @@ def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str
 
 @functools.cache
 def _enabled(cls: Any) -> Any:
-    """The class of an enabled model.  Its methods to load and unload adapters also update slots."""
+    """Return the class of an enabled model.  In this class, the methods that load and unload adapters also update slots."""
     loads = {name: _updating_slots(getattr(cls, name)) for name in _LOADS if hasattr(cls, name)}
     unloads = {"unload_lora": unload} if hasattr(cls, "unload_lora") else {}
     return type(cls.__name__, (cls,), {**attributes_like(cls, _enabled), **loads, **unloads})

@@ -1,7 +1,8 @@
 """The backend: ``torch.compile(model, backend="chunkflow")``.
 
-It turns the Dynamo graph into a :class:`CompiledGraph` without touching a weight.  It describes the parameters; cuts, plans,
-rewrites and verifies the ATen graph; and lowers its regions.  Weights move at the first call, after all this has succeeded.
+The backend turns the Dynamo graph into a :class:`CompiledGraph` without reading a weight.  First it describes the parameters.
+Then it cuts, plans, rewrites and verifies the ATen graph.  Finally it lowers the regions of this graph.  Weights move only
+after all these steps have succeeded.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 _log = logging.getLogger(__name__)
 
 
-# The note for pack="auto" if there is no budget to choose by.
+# The note for pack="auto" without a memory budget: the budget would decide which weights to pack.
 _NO_GOAL = (
     "pack='auto' packs nothing: which weights to pack depends on a budget, and neither memory= nor weight_memory= was given. "
     "With memory='8GiB', or pack=True, the weights have 0.76 of their bytes in host memory and on the link"
@@ -107,9 +108,9 @@ _NO_GOAL = (
 class CompilationError(ChunkflowError, BackendCompilerFailed):
     """A ChunkflowError during compilation.
 
-    It is also a BackendCompilerFailed, the class that Dynamo wraps the errors of backends in, so Dynamo passes it on as it
-    is.  Its text is the text of the original error, without the name of the backend and without Dynamo's advice to report a
-    bug.
+    Dynamo wraps errors of backends in BackendCompilerFailed.  This class is derived from BackendCompilerFailed, so Dynamo
+    raises it unchanged.  Its message is the message of the original error, without the name of the backend and without
+    Dynamo's advice to report a bug.
     """
 
     def __str__(self) -> str:
@@ -127,10 +128,10 @@ def chunkflow(
 ) -> Any:
     """Compile a Dynamo graph; called by torch.compile.
 
-    ``options``, ``mode``, ``name``: as passed to torch.compile.  torch passes ``name`` from 2.15 on; it is ignored.
-    ``by_kind``: whether the model is deliberately compiled in parts, each block type once.
-    A frame without weights is lowered as it is.
-    Raises ChunkflowError before any weight moves in these cases: unknown options, unsupported settings of torch, enabled
+    A graph without weights is lowered without a plan, because there is nothing to stream.
+    ``options``, ``mode``: as passed to torch.compile.  ``name``: ignored; torch passes it since version 2.15.
+    ``by_kind``: whether the graph is part of a model that is compiled block by block, each block type once.
+    Raises ChunkflowError, before any weight moves, in these cases: unknown options, unsupported settings of torch, enabled
     gradients, inputs that are not on the device of the weights, weights that accelerate has offloaded, weights that are
     attributes of the graph, a graph that torch has split into the buckets of DistributedDataParallel, or a memory budget
     below the minimum.
@@ -189,7 +190,7 @@ def _compile_frame(
         warn_of_small_weights(index.root, min_bytes)  # for a pipeline, compile warns
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in offloaded]
-        if part and wanted:  # so that its guards fit the other blocks, too
+        if part and wanted:  # move the weights of the other blocks, too: then the guards of this block also fit those
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
         move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
@@ -205,7 +206,7 @@ def _graph_compiler(
     min_bytes: int,
     placement: Placement | None,
 ) -> _GraphCompiler:
-    """The compiler for the ATen graph of a Dynamo graph.  Raises ChunkflowError if the graph cannot be compiled."""
+    """Return the compiler for the ATen graph of a Dynamo graph.  Raises ChunkflowError if the graph cannot be compiled."""
     refuse_gradients(inputs)
     if index.root is not None:
         refuse_accelerate(index.root)
@@ -251,9 +252,10 @@ def _compile_with_dynamic_shapes(
 ) -> tuple[Callable[..., Any], CompiledGraph | HoistedGraph]:
     """Compile a graph with dynamic shapes, if possible; return the function for Dynamo, and the runner that it calls.
 
-    The graph is compiled for the sizes of this call only in two cases: Inductor fails on dynamic shapes, or the budget is too
-    small for whole blocks, which can be split only at fixed sizes.
-    ``fixed``: weight names of the graphs that are compiled for fixed sizes.  The names of this graph are added if needed.
+    In two cases, the graph is compiled only for the sizes of this call.  One case is that Inductor fails on dynamic shapes.
+    The other is that the budget is too small for whole blocks: blocks can be split into slices only at fixed sizes.
+    ``fixed``: for each graph that is compiled for fixed sizes, the tuple of its weight names.  In these two cases, the weight
+    names of this graph are added.
     """
     names = tuple(p.name for p in compiler.parameters)
     if names not in fixed:
@@ -278,7 +280,7 @@ def _compile_with_dynamic_shapes(
             fixed.add(names)
     for value in inputs:
         if isinstance(value, torch.SymInt):
-            int(value)  # adds the guard for this size
+            int(value)  # adds a guard on this size
     return lower_to_aten(graph, inputs, compiler)
 
 
@@ -286,11 +288,12 @@ def _compile_with_dynamic_shapes(
 class _GraphCompiler:
     """Plans, verifies and lowers the ATen graph that AOTAutograd makes from a Dynamo graph.
 
-    ``weights``: the weights by their parameter names.  ``index``: the index of their model.  ``report``: called with the
-    current stage of the work.  ``expected``: the goal that the model is expected to get, or None if it is not known.
-    ``pieces``: bytes of this rank's pieces of weights that other parts of the model read.  ``slow``: see :class:`Traced`.
-    ``root``: returns the model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: notes for the user on decisions
-    that are made before planning.  ``survey``: the survey that compiles it, in whose call nothing runs, or None.
+    ``weights``: the weights by their parameter names.  ``index``: the index of the model that contains the weights.
+    ``report``: a function that is called with the name of each stage of the compilation.  ``expected``: the goal that the
+    model is expected to get later, or None if it is not known.  ``pieces``: the size in bytes of this rank's pieces of the
+    weights that only other parts of the model read.  ``slow``: see :class:`Traced`.  ``root``: a function that returns the
+    model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: notes for the user on decisions that were made before
+    planning.  ``survey``: the survey during which the graph is compiled; None if the graph is compiled for an ordinary call.
     """
 
     chosen: Options
@@ -323,7 +326,7 @@ class _GraphCompiler:
         return replace(self, settings=settings, notes=notes)._halves(aten, traced, tables)
 
     def _halves(self, aten: GraphModule, traced: Traced, tables: HostConstants) -> CompiledGraph | HoistedGraph:
-        """Compile the graph as a whole, or its two halves if products are hoisted."""
+        """Compile the graph as a whole; if products are hoisted, compile its two halves instead."""
         with dynamo_timed("chunkflow.hoist"):
             hoisting = hoisting_of(traced, replace(self.settings, goal=self._expected_goal))
         unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
@@ -332,7 +335,7 @@ class _GraphCompiler:
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
         make = partial(self._graph, halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-        # in a survey, the preamble is not shared, because it will never run
+        # in a survey, no preamble of the model is reused, because the compiled graph will never run
         placement = placement_of(self.index.root) if self.index.root is not None and self.survey is None else None
         preamble = preamble_of(placement, hoisting, self.chosen, traced.repeats is not None, make)
         main = self._graph(halves.main, replace(hoisting.main, goal=unhoisted.goal), moved)
@@ -343,12 +346,13 @@ class _GraphCompiler:
 
     @property
     def _expected_goal(self) -> Goal:
-        """The goal in the settings.  If it sets neither a budget nor a slowdown, the model's expected goal is added."""
+        """The goal from the settings.  If this goal sets neither a budget nor a slowdown, the budget, the slowdown and the
+        policy come from the goal that the model is expected to get."""
         goal = self.settings.goal
         return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal
 
     def _describe(self, aten: GraphModule) -> Traced:
-        """The ATen graph together with data that its nodes do not contain."""
+        """Return the ATen graph together with the data that its nodes do not contain."""
         chosen = self.chosen
         repeats = None
         if self.settings.part and self.index.root is not None:
@@ -360,8 +364,11 @@ class _GraphCompiler:
     def _graph(
         self, traced: Traced, settings: Settings, tables: HostConstants, pieces: Cut | None = None
     ) -> CompiledGraph:
-        """Run the passes on a graph and lower it.  ``tables``: the tables among its inputs.  ``pieces``: the cut graph, or
-        None if it is not cut yet."""
+        """Run the passes on a graph and lower the result.
+
+        ``tables``: the inputs that are copied to the device once.  ``pieces``: the graph cut into regions, or None if it is
+        not cut yet.
+        """
         chosen = self.chosen
         notes, others = list[str](), list[str]()
         note_estimates(traced, notes.append)
@@ -405,7 +412,7 @@ class _GraphCompiler:
         return CompiledGraph(Codes(code, traced, goal), place, changed, chosen.arena, tables, chosen.pack is not False)
 
     def _refuse_pieces(self, program: Program) -> None:
-        """Raise ChunkflowError if this rank's pieces of all weights do not fit the budget."""
+        """Raise ChunkflowError if the budget is too small for this rank's pieces of all weights."""
         memory, chosen = self.settings.goal.memory, self.chosen
         if not self.pieces or memory is None:
             return
@@ -420,13 +427,13 @@ class _GraphCompiler:
 
 
 def _compile_whole(compiler: _GraphCompiler, traced: Traced, settings: Settings) -> CompiledGraph:
-    """Compile a hoisted graph as one program.  It is called while Dynamo is not compiling."""
+    """Compile a graph with hoisted products as one program.  Call this function only while Dynamo is not compiling."""
     with tracing(TracingContext(_fake_mode(traced.graph))):
         return compiler._graph(traced, settings, HostConstants(compiler.device))
 
 
 def _fake_mode(graph: GraphModule) -> Any:
-    """The FakeTensorMode of the values in the metadata of a graph, or None."""
+    """Return the FakeTensorMode of the fake tensors in a graph's metadata; None if there are no fake tensors."""
     values = (node.meta.get("val") for node in graph.graph.nodes)
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
@@ -434,9 +441,10 @@ def _fake_mode(graph: GraphModule) -> Any:
 def _lower_again(
     chosen: Options, program: Program, lowered: Mapping[str, LoweredRegion]
 ) -> Mapping[str, LoweredRegion]:
-    """Lower the regions of another program for a graph.  It is called while Dynamo is not compiling.
+    """Lower the regions of a new program for an already compiled graph; return the code of each region by name.
 
-    ``lowered``: code of regions that are already lowered, by their keys.
+    Call this function only while Dynamo is not compiling.
+    ``lowered``: the code that earlier programs of the graph have lowered, by region key; it is reused.
     """
     missing = {name: region for name, region in program.regions.items() if region.info.key not in lowered}
     modes = (mode for region in missing.values() if (mode := _fake_mode(region.module)) is not None)
@@ -458,7 +466,10 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 
 
 def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer | None]) -> int:
-    """Bytes of this rank's pieces of all weights of a model except ``buffers``; 0 unless all its weights are sharded."""
+    """Return the size in bytes of this rank's pieces of a model's weights, except the weights in ``buffers``.
+
+    Returns 0 unless all weights of the model are sharded.
+    """
     if placement is None or placement.peers is not True or (peers := placement.store.peers) is None:
         return 0
     others = set(placement.store.buffers).difference(buffers)
@@ -466,7 +477,7 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer 
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
-    """The problems and plans of the model's programs that have the same goal, but other input sizes."""
+    """Return the problem and the plan of each running program that differs from ``settings`` only in its input sizes."""
     if placement is None or settings.goal.policy != "chunkflow" or settings.timings is not None:
         return ()
     running = [p for p in placement.programs if not p.closed]
@@ -478,21 +489,22 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
 
 
 def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
-    """The goal that replan or a pipeline has set for the model of these weights, or None."""
+    """Return the goal that replan or a pipeline has set for the model that contains these weights, or None."""
     return next((p.goal for p in placements_around(parameters.values()) if p.goal is not None), None)
 
 
 def _no_other_goal(_: Mapping[str, nn.Parameter]) -> None:
-    """Return None, because a preamble does not follow changes of its model's goal."""
+    """Return None: if the goal of a model changes, the goal of its preamble stays the same."""
 
 
 def _is_first_compilation() -> bool:
     """Whether Dynamo compiles this code for the first time.
 
-    Dynamo makes the guards after the backend returns.  In a first compilation, the weights have been moved by then, so the
-    guards fit all later calls.  A later compilation may be for a model that was restored, or for another model of the class.
-    Its weights move only at its first call, so that its guards fit such models.  From its second call on, such a model fits
-    the guards of the first compilation.
+    Dynamo creates the guards after the backend returns.  In the first compilation, the backend has moved the weights by then,
+    so the guards describe moved weights and fit all later calls.  A later compilation may be for a model that was restored,
+    or for another model of the class.  In this case the weights move only at the first call, so the guards describe ordinary
+    weights and fit all models whose weights have not moved.  From its second call on, such a model fits the guards of the
+    first compilation.
     """
     compilation = torch._guards.CompileContext.current_compile_id()
     return compilation is not None and compilation.frame_compile_id == 0
@@ -507,10 +519,10 @@ def run_passes(
     last: StageName = "verified",
     **other: Any,
 ) -> tuple[Stage, Path | None]:
-    """Run the passes on an ATen graph and log every stage; return the last stage, and the folder of the dump or None.
+    """Run the passes on an ATen graph and log every stage; return the last stage, and the folder with the dump or None.
 
-    ``dump``: the folder to write the stages to, or None.  ``pieces``, ``last``: see :func:`stages`.  ``other``: fields of
-    ``settings`` to replace.
+    ``dump``: the folder in which to write the stages, or None.  ``pieces``, ``last``: see :func:`stages`.  ``other``: new
+    values for fields of ``settings``.
     """
     settings = replace(settings, **other)
     run = logged(_timed(stages(traced, settings, pieces=pieces, last=last)), settings.hardware)
@@ -518,7 +530,7 @@ def run_passes(
 
 
 def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
-    """The stages; torch's compilation timer measures each of them."""
+    """Yield the stages, and measure the time for each stage with torch's compilation timer."""
     for name in STAGES:
         with dynamo_timed(f"chunkflow.{name}"):
             stage = next(run, None)
@@ -528,7 +540,7 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
 
 
 def _room_advice(program: Program, chosen: Options, outside: int, arena: int, goal: Goal) -> str:
-    """A sentence on the minimum memory, for the error that is raised if the arena does not fit."""
+    """Return a sentence on the minimum memory, for the error message if the arena does not fit."""
     outside += goal.counted(program.problem.live_bytes)
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside, arena)
     budget = "No budget was given" if goal.memory is None else f"The budget was {goal.option}={size(goal.memory)}"

@@ -1,11 +1,11 @@
-"""Block types: modules of one class and one structure, which are compiled once.
+"""Block types: groups of modules with the same class and structure.  Each block type is compiled once.
 
 The repeated blocks of a model are the elements of its outermost ``ModuleList``s.  At run time, Dynamo's guards decide whether
-two blocks share a compilation.  The block types found here are the expected number of compilations.
+two blocks share a compilation.  The number of block types found here is the expected number of compilations.
 
 A step cache in diffusers puts hooks around blocks, or around modules inside blocks.  Such a hook has its own state in each
-block, so if Dynamo compiled it, it would recompile for every block.  Therefore hooks stay eager, and the functions that they
-call are compiled.
+block.  If Dynamo compiled the hooks, it would recompile for every block.  Therefore hooks stay eager, and the functions that
+the hooks call are compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chunkflow_compile.weights.modules import hook_registry
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# With more layers than this, a part may have enough ops to fuse.  Embeddings in diffusers have up to seven.
+# With more layers than this, a part may have enough ops for fusion to pay off.  Embeddings in diffusers have up to seven.
 _MOST_LAYERS = 8
 
 
@@ -34,8 +34,9 @@ _MOST_LAYERS = 8
 class Kind:
     """A block type: modules that are compiled once.
 
-    ``name``: name of their class.  ``members``: name -> module, in the order of the model.  ``counters``: attributes that the
-    code reads and whose values differ between members, such as a block index.  They force a separate compilation per member.
+    ``name``: the name of their class.  ``members``: the modules by their names, in the order of the model.  ``counters``: the
+    attributes that forward reads and whose values differ between members, such as a block index.  Such attributes force a
+    separate compilation per member.
     """
 
     name: str
@@ -44,9 +45,9 @@ class Kind:
 
 
 def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of a model, as name -> module.
+    """Return the repeated blocks of a model by their names.
 
-    They are the elements with weights of a list that contains at least two elements of their class.
+    An element of a ModuleList is a repeated block if it has weights and if the list contains another element of its class.
     """
     repeated: dict[str, nn.Module] = {}
     for prefix, blocks in _lists(root, ""):
@@ -60,9 +61,9 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats | None:
-    """How often the block that contains these weights is repeated in the model; None if no block contains all of them.
+    """Return how often the model repeats the block that contains the given weights; None if no block contains all of them.
 
-    ``weights``: names of weights.  ``goal``: the goal of the model.
+    ``weights``: the names of the weights.  ``goal``: the goal of the model.
     """
     blocks = repeated_blocks(root)
     mine = next((b for name, b in blocks.items() if all(w.startswith(f"{name}.") for w in weights)), None)
@@ -77,7 +78,10 @@ def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats
 
 
 def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> dict[str, nn.Module]:
-    """The outermost modules with large weights that are outside the blocks and contain no block, as name -> module."""
+    """Return the parts of a model outside its blocks, by their names.
+
+    A part is an outermost module that contains large weights, but no block.
+    """
     inside = {id(block) for block in blocks}
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -95,7 +99,7 @@ def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> 
 def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
     """Whether a part of a model should run op by op, because compiling it with Inductor is not worth the time.
 
-    This is so if all its large weights are in a few standard layers of torch.
+    This is the case if all large weights of the part are in a few standard layers of torch.
     """
     own = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in part.modules()}
     large = [m for m, tensors in own.items() if any(t.nbytes >= min_bytes for t in tensors)]
@@ -103,14 +107,17 @@ def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
 
 
 def caching_hook(module: nn.Module) -> Any:
-    """The innermost hook around a module that decides in each call whether the module runs; None if there is none."""
+    """Return the innermost hook around a module that decides, per call, whether the module runs; None if there is none."""
     registry = hook_registry(module)
     hooks = () if registry is None else (registry.get_hook(name) for name in registry._hook_order)
     return next((hook for hook in hooks if _decides(hook)), None)
 
 
 def calls_of_hooks(module: nn.Module) -> Sequence[Any]:
-    """References to the functions that diffusers' hooks around a module call: ``forward`` and ``original_forward``."""
+    """Return the objects in which diffusers' hooks keep the functions that they call.
+
+    Each object has the attributes ``forward`` and ``original_forward``.
+    """
     registry = hook_registry(module)
     return () if registry is None else registry._fn_refs
 
@@ -126,7 +133,10 @@ def _hooks_inside(module: nn.Module) -> bool:
 
 
 def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
-    """The modules to compile in the blocks, as name -> module: whole blocks, or parts of blocks with caching hooks inside."""
+    """Return the modules to compile, by their names.
+
+    These are whole blocks.  For a block with caching hooks inside, they are the parts between the hooks instead.
+    """
     compiled = dict[str, nn.Module]()
     for name, block in blocks.items():
         hooked = {n: m for n, m in block.named_modules() if n and caching_hook(m) is not None and not _hooks_inside(m)}
@@ -148,9 +158,9 @@ def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
 
 
 def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, Mapping[str, nn.Module]]]:
-    """The outermost lists in which a class occurs at least twice: the name of each list, and its elements by name.
+    """Yield the outermost lists in which a class occurs at least twice: the name of each list, and its elements by name.
 
-    Such lists may also be inside other lists, for example in the stages of a model.
+    The search also enters lists in which each class occurs only once, such as a list of a model's stages.
     """
     for name, child in module.named_children():
         blocks = dict(elements(child))
@@ -165,7 +175,7 @@ def _large(module: nn.Module, min_bytes: int) -> bool:
 
 
 def structure_of(module: nn.Module) -> object:
-    """The classes of the modules inside, and the shapes and dtypes of their parameters.
+    """Return the structure of a module: the classes of its submodules, and the shapes and dtypes of its parameters.
 
     Modules with different structures are compiled separately.
     """
@@ -175,7 +185,7 @@ def structure_of(module: nn.Module) -> object:
 
 
 def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """The attributes that the code reads and that differ between most of the modules."""
+    """Return the names of the attributes that the modules' methods read and that differ between most of the modules."""
     read = {name for m in modules[0].modules() for name in names_read(type(m))}
     attributes = [dict(_attributes(m)) for m in modules]
     values = {name: {repr(of_one.get(name)) for of_one in attributes} for name in attributes[0]}
@@ -183,8 +193,8 @@ def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes with simple values of a module, its submodules, and their helper objects, such as attention
-    processors."""
+    """Yield the attributes with simple values, as (path, value), in a module, its submodules and their helper objects, such
+    as attention processors."""
     for prefix, inner in module.named_modules():
         for name, value in inner.__dict__.items():
             path = f"{prefix}.{name}".lstrip(".")
@@ -195,7 +205,10 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def names_read(cls: type) -> Iterator[str]:
-    """The names of attributes and variables that the methods of a class use, except methods from torch."""
+    """Yield the names of the attributes and variables that the methods of a class use.
+
+    Methods that the class inherits from torch are ignored.
+    """
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins"):
             continue

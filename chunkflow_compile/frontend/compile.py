@@ -44,11 +44,11 @@ from chunkflow_compile.units import Size
 
 _log = logging.getLogger(__name__)
 
-# Values of the option cudagraphs for which a model is compiled as one call.
+# The values of the option cudagraphs with which the whole model is compiled as one graph.
 _WHOLE = (True, "collectives")
 
-# Dynamo's default is 8; beyond the limit, a module runs eagerly.  Blocks whose code reads a block index need one compilation
-# per block, and torch's own modules are all compiled through one function.
+# Dynamo's default is 8; beyond the limit, a module runs eagerly.  Two cases need more: blocks whose code reads a block index
+# need one compilation per block, and torch's own modules are all compiled through one function.
 _RECOMPILE_LIMIT = 256
 
 
@@ -64,10 +64,10 @@ def compile(
     dynamic: bool | None = None,
     **options: Unpack[BackendOptions],
 ) -> nn.Module:
-    """``chunkflow_compile.compile`` for a model: place it and compile each block type once, in place; return it.
+    """``chunkflow_compile.compile`` for a model: place it and compile each block type once, in place; return ``model``.
 
-    The calls of its parts run as a cycle, in the same way as one program for the whole model would, but not every block has
-    to be traced.
+    The calls of the compiled parts run as a cycle, with one copy schedule, as if one program contained the whole model.  But
+    only one block of each type has to be traced.
     """
     _check_arguments(model, dynamic)
     given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory, "peers": peers or None}
@@ -90,7 +90,7 @@ def compile(
 
 
 def _check_arguments(model: nn.Module, dynamic: bool | None) -> None:
-    """Raise ChunkflowError if the model cannot be compiled in this way."""
+    """Raise ChunkflowError if ``dynamic`` is invalid, or if the model or a part of it is already compiled."""
     root = unwrap(model)
     refuse_applied(root)
     check_dynamic(dynamic)
@@ -105,7 +105,7 @@ def _check_arguments(model: nn.Module, dynamic: bool | None) -> None:
 
 
 def refuse_no_peers(peers: OnPeers, share: Any, device: torch.device, chosen: Options) -> None:
-    """Raise ChunkflowError for peers=True if, by the profile, the ranks cannot read each other's devices."""
+    """Raise ChunkflowError for peers=True if, according to the profile, the ranks cannot read each other's GPU memory."""
     group = group_of_peers(peers, share, device)
     if group is not None and peers is True:
         chosen.on(device).profile().check_peers(len(group.ranks))
@@ -114,8 +114,9 @@ def refuse_no_peers(peers: OnPeers, share: Any, device: torch.device, chosen: Op
 def check_options(
     options: Mapping[str, Any], mode: str | None, caller: Callable[..., Any], refused: Collection[str] = ()
 ) -> Options:
-    """Parse and check the options of ``caller`` before any weight moves, including that their files can be read or written.
+    """Parse and check the options of ``caller`` before any weight moves.
 
+    This includes a check that the files named in options can be read or written.
     ``refused``: see :func:`parse_options`.  Raises ChunkflowError for invalid options.
     """
     if theirs := [name for name in ("backend", "fullgraph", "options", "recompile_limit") if name in options]:
@@ -123,25 +124,25 @@ def check_options(
             f"{theirs[0]} is an argument of torch.compile: pass options of ChunkFlow by name, such as memory='8GiB'."
         )
     chosen = parse_options(options, mode, caller, refused)
-    chosen.settings()  # reads the plan and the timings
+    chosen.settings()  # reads the files with the plan and the timings
     if chosen.dump is not None:
         check_folder(chosen.dump)
     return chosen
 
 
 def check_dynamic(dynamic: bool | None) -> None:
-    """Raise ChunkflowError for a value of ``dynamic`` that torch.compile does not accept."""
+    """Raise ChunkflowError if ``dynamic`` is a value that torch.compile does not accept."""
     if dynamic not in (None, True, False):
         raise ChunkflowError(f"dynamic={dynamic!r} must be True, False or None, as in torch.compile.")
 
 
 def compiled_whole(model: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Whether :func:`compile_by_kind` compiles the whole model as one call."""
+    """Whether :func:`compile_by_kind` compiles the whole model as one graph instead of block by block."""
     return bool(_why_whole(model, options))
 
 
 def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
-    """The reason why a model is compiled as one call; empty if it is not."""
+    """Return the reason why a model is compiled as one graph; an empty string if it is compiled block by block."""
     if not repeated_blocks(model):
         return "has no repeated blocks"
     if options.get("cudagraphs") in _WHOLE:
@@ -149,22 +150,22 @@ def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
     hoist = options.get("hoist")
     if not hoist or (isinstance(hoist, bool | str) and _hoists_by_kind(model)):
         return ""
-    # Whether hoisting is worth it is known only after the whole model was traced, which is most of the compilation time.
+    # Only a trace of the whole model shows whether hoisting is worth it, and this trace is most of the compilation time.
     return "may have hoisted weights" if hoist == "auto" else "has hoisted weights"
 
 
 def _hoists_by_kind(model: nn.Module) -> bool:
-    """Whether hoisting works if blocks are compiled separately, so that they find the rows of earlier generations.
+    """Whether hoisting works when blocks are compiled separately, that is, whether each block can find the rows that were
+    computed in earlier generations.
 
-    Blocks take one value that the code around them has computed from all small inputs.  If the prompt is one of these inputs,
-    this value is different for each prompt, and only a graph of the whole model can compute its rows ahead.
+    The blocks receive one value, which the code around them computes from all small inputs.  If the prompt is one of these
+    inputs, this value is different for each prompt.  Then only a graph of the whole model can compute the rows in advance.
 
-    The names of forward's arguments decide.  In diffusers, pooled text is a separate argument, and a model that has this
-    argument needs it.  ``guidance`` does not count: some models have the argument but never read it, and the others are
-    usually called with the same guidance again.  A wrong guess only costs time.
+    The decision depends on the names of forward's arguments.  In diffusers, pooled text is a separate argument, and a model
+    that has this argument also uses it.  The argument ``guidance`` is ignored: some models have it but never read it, and all
+    others are usually called with the same guidance again.  A wrong guess only costs time.
 
-    In a model with a step cache, blocks are always compiled separately, because the cache decides between blocks in eager
-    code.
+    In a model with a step cache, blocks are always compiled separately, because the cache runs eager code between blocks.
     """
     names = inspect.signature(model.forward).parameters
     if any(caching_hook(module) is not None for module in model.modules()):
@@ -181,14 +182,14 @@ def compile_by_kind(
     name: str | None = None,
     levels: bool = False,
 ) -> None:
-    """Compile a placed model, or a module in one, in place; each block type is compiled once.
+    """Compile a placed model, or a module inside a placed model, in place; each block type is compiled once.
 
-    The model is compiled as a whole instead in three cases: it has no repeated blocks, a call is to be one CUDA graph, or
-    hoisted products also depend on the prompt.
+    In three cases, the model is compiled as one graph instead: it has no repeated blocks, each of its calls has to be one
+    CUDA graph, or the values of its hoisted products also depend on the prompt.
 
-    ``options``: options of the backend.  ``dynamic``: as in torch.compile.  ``name``: name of the model in progress displays;
-    by default the name of its class.  ``levels``: whether its blocks get several sizes within one call, as in the decoder of
-    a VAE.
+    ``options``: options of the backend.  ``dynamic``: as in torch.compile.  ``name``: the name of the model in progress
+    displays; by default the name of its class.  ``levels``: whether blocks are called with several input sizes within one
+    call of the model, as in the decoder of a VAE.
     """
     name = type(model).__name__ if name is None else name
     if placement.hoist:
@@ -218,9 +219,10 @@ def compile_by_kind(
 
 
 class CompiledForward:
-    """The compiled forward of a module that a caching hook calls.  ``eager``: the original forward.
+    """A compiled forward that a caching hook calls.
 
-    When the hook is removed, diffusers sets this object as the forward of the module, and another hook may take it over.
+    When the hook is removed, diffusers makes this object the forward of the module.  Another hook may then wrap it.
+    ``eager``: the original forward.
     """
 
     def __init__(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> None:
@@ -240,7 +242,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
 
     ``device``: see :func:`bring_back`.
     """
-    with compile_lock:  # so that no call in another thread places it meanwhile
+    with compile_lock:  # so that no call in another thread places the model meanwhile
         roots = [unwrap(model), *(placement.root for placement in placements_of(model))]
         refuse_applied(model)
         bring_back(model, device)
@@ -252,7 +254,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
 def uncompile(model: nn.Module) -> None:
     """Undo :func:`compile_by_kind` and ``module.compile(backend="chunkflow")``, so that the modules run eagerly again.
 
-    It also works if hooks were added or removed since.
+    This also works if hooks were added or removed after the compilation.
     """
     for module in model.modules():
         if is_ours(module._compiled_call_impl):
@@ -274,20 +276,20 @@ def is_ours(call: Any) -> bool:
 
 
 def _eager(forward: Any) -> Any:
-    """The original forward of a compiled one; any other forward as it is."""
+    """Return the original forward if ``forward`` is a CompiledForward; otherwise return ``forward`` itself."""
     return forward.eager if isinstance(forward, CompiledForward) else forward
 
 
 class CallWithDynamicSizes:
-    """The calls of a block.  From the first change on, the sizes that change between its calls are compiled as dynamic
-    shapes.
+    """Calls a compiled block.  When the input sizes of the block first change, the changed sizes become dynamic shapes.
 
-    torch marks sizes as dynamic if they change between two calls of the same code.  Blocks on several levels of a model run
-    the same code at different sizes within one call of the model.  So here each block is compared only with itself.
+    By default, torch makes sizes dynamic if they change between two calls of the same code.  Blocks on several levels of a
+    model run the same code at different sizes within one call of the model.  Therefore this class compares the sizes of each
+    block only with earlier sizes of the same block.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        """``call``: the compiled call, made with ``dynamic=False``."""
+        """``call``: the call of the block, compiled with ``dynamic=False``."""
         self._call = call
         self._first: list[torch.Size] | None = None
 
@@ -303,28 +305,31 @@ class CallWithDynamicSizes:
 
 
 def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
-    """The dimensions that differ.  For images and videos, always both height and width, because the other may differ
-    later."""
+    """Return the dimensions in which two shapes differ.
+
+    For images and videos, height and width are always included, because either of them may differ later.
+    """
     plane = range(len(sizes) - 2, len(sizes)) if len(sizes) >= 4 else ()
     return [d for d in range(len(sizes)) if d in plane or sizes[d : d + 1] != first[d : d + 1]]
 
 
 class CallWithProgress:
-    """The calls of a model.  They show the progress of its compilations.
+    """Calls a compiled model and shows the progress of its compilations.
 
-    If a budget is too small for one of its parts, the call raises the error for the part that needs most.  The programs that
-    a failed call has started end, so plans do not count activations of sizes whose calls never succeeded.
+    If the budget is too small for one of the model's parts, the call raises the error of the part that needs the most memory.
+    When a call fails, the programs that it has started end, so that plans ignore the activations of sizes that never
+    succeeded.
     """
 
     def __init__(self, model: nn.Module, progress: CompileProgress, whole: bool = False) -> None:
-        """``whole``: whether the model is compiled as one call."""
+        """``whole``: whether the model is compiled as one graph."""
         self._called, self._progress, self._whole = model._compiled_call_impl, progress, whole
         self._model = weakref.ref(model)  # weak, so that a dropped model is freed at once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()
         call = self._called or model._call_impl
-        if torch.compiler.is_compiling():  # as part of other code that is being compiled
+        if torch.compiler.is_compiling():  # the model is called by other code that is being compiled
             return call(*args, **kwargs)
         placement = placement_of(model)
         if placement is None:
@@ -336,19 +341,21 @@ class CallWithProgress:
                 return call(*args, **kwargs)
             except Exception as error:
                 first = shortage(error)
-                # After other errors of memory, the programs stay: the call may be retried with smaller plans for them.
+                # After other out-of-memory errors the programs stay, because a retry may give them smaller plans.
                 if first is not None or not isinstance(error, torch.OutOfMemoryError | ChunkflowError):
                     placement.end_programs(before)
-                alone = placement.store.peers is None  # with peers, the ranks would wait for each other
+                alone = placement.store.peers is None  # with peers, ranks in a survey would wait for each other
                 if first is not None and not self._whole and alone:
                     _raise_largest(surveyed(model, call, args, kwargs, first, first is error), first, error)
                 raise
 
 
 def _raise_largest(largest: BudgetError, first: BudgetError, error: Exception) -> None:
-    """Raise the ``largest`` error of all parts, unless it is the error of the ``first`` part.
+    """Raise ``largest``, the error of the part that needs the most memory, unless ``largest`` is ``first``.
 
-    ``error``: the error that the call has raised for the first part; the largest error is raised in the same form.
+    ``first``: the error of the part that made the call fail.
+    ``error``: the error that the call has raised: ``first`` itself, or a CompilationError around it.  If it is a
+    CompilationError, ``largest`` is also raised as a CompilationError.
     """
     if largest is first:
         return
@@ -358,13 +365,12 @@ def _raise_largest(largest: BudgetError, first: BudgetError, error: Exception) -
 
 
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
-    """The backend for a part of a model.  Hooks of its modules are always guarded, no matter how many weights a frame
-    reads."""
+    """The backend for a part of a model.  Unlike :func:`chunkflow`, it always guards the hooks of modules."""
     guard_hooks()
     return chunkflow(graph, inputs, by_kind=True, **given)
 
 
-_with_hooks.__name__ = "chunkflow"  # the name in torch's errors
+_with_hooks.__name__ = "chunkflow"  # torch shows this name in its errors
 
 
 def _compile_module(
@@ -374,7 +380,7 @@ def _compile_module(
     backend: str | Callable[..., Any] = "chunkflow",
     levels: bool = False,
 ) -> None:
-    """Compile a module in place; this happens at its first call.  ``levels``: see :func:`compile_by_kind`."""
+    """Let a module be compiled, in place, at its first call.  ``levels``: see :func:`compile_by_kind`."""
     opened = levels and dynamic is None
     limited = "recompile_limit" in inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if limited else {}
@@ -386,7 +392,8 @@ def _compile_module(
         return
     module.compile(**more)
     if type(module).forward.__module__.startswith("torch.nn."):
-        # Dynamo does not compile frames of torch's own modules, such as Linear; it only traces them in calls by other code.
+        # Dynamo does not compile the forward of torch's own modules, such as Linear, except as part of a function that calls
+        # the module.
         module._compiled_call_impl = torch.compile(_function_that_calls(module), **more)
     call = module._compiled_call_impl
     assert call is not None
@@ -394,9 +401,9 @@ def _compile_module(
 
 
 class EagerForNested:
-    """The calls of a block.  Calls with nested tensors in the C++ layout run eagerly, because they crash in Dynamo's guards.
+    """Calls a compiled block, or runs the block eagerly if an input is a nested tensor with the strided layout.
 
-    nn.TransformerEncoder, which is not compiled itself, converts its input to such a tensor if it gets a padding mask.
+    Dynamo's guards crash on such nested tensors.  If nn.TransformerEncoder gets a padding mask, it converts its input to one.
     """
 
     def __init__(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> None:
@@ -410,7 +417,7 @@ class EagerForNested:
 
 
 def _function_that_calls(module: nn.Module) -> FunctionType:
-    """A function that calls a module.  All modules with the same structure share the code object of this function."""
+    """Return a function that calls a module.  For modules with the same structure, these functions share one code object."""
     call = module._call_impl
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -421,9 +428,9 @@ def _function_that_calls(module: nn.Module) -> FunctionType:
     return called
 
 
-@functools.cache  # per process, like Dynamo's cache, so that another model of the class uses the same compilation
+@functools.cache  # per process, like Dynamo's cache, so that another model of the same class reuses the compilation
 def _copy(code: CodeType, structure: object) -> CodeType:
-    """One copy of a code object for each structure, because Dynamo finds, counts and keeps compilations by code object."""
+    """Return a copy of ``code``, one per structure: Dynamo looks up, counts and caches compilations by code object."""
     return code.replace()
 
 

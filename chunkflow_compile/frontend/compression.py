@@ -1,4 +1,4 @@
-"""Compression: find out which weights can be compressed, before code is lowered for compressed weights."""
+"""Compression: before regions are lowered for compressed weights, check which weights can be compressed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from chunkflow_compile.weights.packed import Packed
 
 
 def compressible(cut: Cut, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """The names of the weights that a cut expects compressed and whose values can be compressed.
+    """Return the names of the weights that ``cut`` expects in compressed form and whose values can be compressed.
 
-    Weights that are already placed are compressed here.  For all other weights, it is only checked whether their values can
-    be compressed; they are compressed when they move into the host store.
+    Weights that are already in a host store are compressed by this call.  All other weights are only checked; they are
+    compressed when they move into the host store.
     ``weights``: the weights by their names in the cut.
     """
     with unset_fake_temporarily(), torch.no_grad():

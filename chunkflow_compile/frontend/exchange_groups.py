@@ -1,7 +1,7 @@
-"""Exchange groups: the ranks of a model agree on the number of groups of heads that they divide exchanges into.
+"""Exchange groups: the ranks of a model agree into how many groups of attention heads each exchange is divided.
 
-All ranks must divide an exchange in the same way.  If one of them had another number of all-to-alls, data would be mixed up,
-or the other ranks would wait forever.
+All ranks must divide an exchange in the same way.  If one rank ran a different number of all-to-alls than the others, the
+ranks would receive wrong data or wait forever.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from chunkflow_compile.passes.names import ExchangeGroups
 from chunkflow_compile.passes.pipeline import Settings, groups_for
 from chunkflow_compile.weights.groups import Group, StoreEnded, group_named, numbers
 
-# Fields of the record that a rank posts: the value of the option, the number of groups that follows from it on this rank, and
-# the error if exchanges cannot be divided, else None.
+# The fields of the record that a rank posts: the value of the option, the number of groups that the rank chooses, and the
+# error if the rank cannot divide its exchanges (otherwise None).
 _WANTED, _GROUPS, _FAILED = "wanted", "groups", "failed"
 _NOTE = "the exchanges of attention are"
 
 
 def agreed_groups(traced: Traced, settings: Settings) -> tuple[ExchangeGroups, tuple[str, ...]]:
-    """The number of groups that all ranks use for this graph, or False if it is not divided.  Also notes for the user.
+    """Return the number of groups that all ranks use for this graph, and notes for the user.
 
-    With "auto", each rank chooses a number, and all ranks use the smallest one.  Raises ChunkflowError, on all ranks, if the
-    ranks pass different values of the option, or if one of them cannot divide its exchanges into the given number of groups.
+    The number is False if exchanges are not divided.
+    With "auto", each rank chooses a number, and all ranks use the smallest of these numbers.
+    Raises ChunkflowError on all ranks if the ranks pass different values of the option, or if one of the ranks cannot divide
+    its exchanges into the given number of groups.
     """
     wanted, exchanged = settings.goal.exchange_groups, _exchanged(traced)
     if not exchanged:
@@ -51,7 +53,10 @@ def agreed_groups(traced: Traced, settings: Settings) -> tuple[ExchangeGroups, t
 
 
 def _chosen(traced: Traced, settings: Settings) -> tuple[int, str, NoGroups | None]:
-    """The number of groups that this rank chooses, a note on it, and the error if the given number is not possible."""
+    """Return the number of groups that this rank chooses, a note on this choice, and an error or None.
+
+    There is an error if exchanges cannot be divided into the number of groups that the user has passed.
+    """
     wanted = settings.goal.exchange_groups
     if wanted == "auto":
         choice = groups_for(traced, settings)
@@ -67,28 +72,28 @@ def _chosen(traced: Traced, settings: Settings) -> tuple[int, str, NoGroups | No
 
 
 def _exchanged(traced: Traced) -> Collection[str]:
-    """The names of the process groups that the all-to-alls in a graph use."""
+    """Return the names of the process groups that the all-to-alls in a graph use."""
     nodes = (node for node in traced.graph.graph.nodes if collective_kind(node) == "all-to-all")
     return dict.fromkeys(group_name(node) for node in nodes).keys()
 
 
 def _occasion(traced: Traced) -> str:
-    """A key for the store that is equal on all ranks for the same part of a model."""
+    """Return a store key for this part of the model.  The key is the same on all ranks."""
     names = "\n".join(parameter.name for parameter in traced.parameters)
     return f"exchange groups {hashlib.sha256(names.encode()).hexdigest()[:16]}"
 
 
 def _post_none(groups: Collection[Group], traced: Traced) -> None:
-    """Post that this rank does not divide exchanges, for ranks that do.  It does not wait for them."""
+    """Post that this rank does not divide exchanges, so that other ranks need not wait.  Do not wait for their records."""
     for group in groups:
         with contextlib.suppress(StoreEnded):
             group.post(_occasion(traced), {_WANTED: False, _GROUPS: 1, _FAILED: None})
 
 
 def _agree(group: Group, traced: Traced, mine: Mapping[str, Any]) -> int:
-    """The number of groups that the ranks of a process group agree on.  Raises ChunkflowError if they cannot agree.
+    """Return the number of groups that the ranks of a process group agree on.
 
-    ``mine``: the record of this rank.
+    Raises ChunkflowError if the ranks cannot agree.  ``mine``: the record of this rank.
     """
     key = group.post(_occasion(traced), mine)
     values = group.posted(key, group.timeout.total_seconds())

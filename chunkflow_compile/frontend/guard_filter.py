@@ -1,5 +1,7 @@
-"""The guards of Dynamo that a compiled block needs.  Guards that others imply are dropped, because each costs time per
-call."""
+"""Selects the Dynamo guards that a compiled block needs.
+
+Guards that other guards imply are dropped, because each guard costs time in every call.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from chunkflow_compile.private_torch.dynamo import GuardFilterEntry
 from chunkflow_compile.weights.host_weight import HostWeight
 
-# Guards on the class of a tensor, which its TENSOR_MATCH guard also checks.
+# The types of guards on the class of a tensor.  They are redundant, because the TENSOR_MATCH guard also checks the class.
 _OF_CLASS = ("TENSOR_SUBCLASS_METADATA_MATCH", "TYPE_MATCH")
 _INSIDE = (".host", ".__tensor_flatten__()[0]")
 _WITH_KWARGS = "_with_kwargs"
@@ -18,11 +20,13 @@ _OF_GRADIENTS = ("._backward_hooks", "._backward_pre_hooks")
 
 
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
-    """Whether each guard can fail while all others hold; for the option ``guard_filter_fn`` of torch.compile.
+    """Return, for each guard, whether to keep it; for the option ``guard_filter_fn`` of torch.compile.
 
-    Three groups of guards are dropped.  Guards on the inside of an offloaded weight: its class, sizes, strides, dtype and
-    device are guarded.  Guards on which hooks take keyword arguments, if there is a guard that there are no hooks.  And
-    guards on gradient hooks if gradients are disabled, because the grad mode is guarded.
+    A guard is dropped if it cannot fail while all other guards hold.  There are three groups of such guards:
+    - Guards on tensors inside an offloaded weight: other guards check the class, sizes, strides, dtype and device of this
+      weight.
+    - Guards on the set of hooks that take keyword arguments, if another guard checks that there are no hooks.
+    - Guards on gradient hooks, if gradients are disabled: another guard checks the grad mode.
     """
     weights = {g.name for g in guards if g.has_value and isinstance(g.value, HostWeight)}
     without = {g.name for g in guards if g.has_value and isinstance(g.value, dict) and not g.value}

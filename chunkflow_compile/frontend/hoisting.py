@@ -1,4 +1,4 @@
-"""Hoisting during compilation: choose the preamble that computes the rows of a graph, and warn if nothing is hoisted."""
+"""Hoisting during compilation: choose the preamble that computes the rows for a graph, and warn if nothing is hoisted."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def preamble_of(
     of_blocks: bool,
     make: Callable[[], CompiledGraph],
 ) -> Preamble:
-    """The preamble of a graph.  It is reused from a graph of the same model for another size, or else created.
+    """Return the preamble for a graph.  If the model already has this preamble for another input size, it is reused.
 
-    ``chosen``: options of the graph.  ``of_blocks``: whether the graph is compiled for all blocks of its type.  ``make``:
-    compiles the preamble.
+    ``chosen``: the options of the graph.  ``of_blocks``: whether the graph serves all blocks of a block type.  ``make``: a
+    function that compiles the preamble.
     """
     key = hoisting.halves.key, chosen
     found = None if placement is None else placement.preamble(key)
-    # blocks do not get the timestep itself, but a value computed from it
+    # the input of blocks is not the timestep itself, but a value computed from the timestep
     follow = _unknown if of_blocks else _timesteps_of
     return found or Preamble(make(), hoisting.halves, hoisting.rows, key, follow, _share)
 
@@ -59,8 +59,8 @@ def preamble_of(
 def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> None:
     """Warn if hoist=True has no effect on a part of a model, or if hoist="auto" has no effect on a whole model.
 
-    (hoist=True raises an error for a whole model.)  ``by_kind``: whether each block type of the model is compiled once; then
-    there is no warning for the small parts outside its blocks.
+    If hoist=True has no effect on a whole model, an error is raised elsewhere.
+    ``by_kind``: whether the model is compiled block by block.  If it is, there is no warning for parts outside the blocks.
     """
     if settings.goal.hoist == "auto" and not settings.part:
         _log.warning(_NOT_BY_AUTO)
@@ -74,19 +74,19 @@ def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> No
 
 
 def _timesteps_of(program: SingleCall) -> torch.Tensor | None:
-    """The timesteps of the schedule that the calls of a model follow, or None if they are not known."""
+    """Return the timesteps of the schedule that the model's calls follow; None if the schedule is not known."""
     placement = _placement_of(program)
     return None if placement is None else placement.timesteps()
 
 
 def _unknown(program: SingleCall) -> None:
-    """Return None, because no schedule is known."""
+    """Return None, because the schedule is not known."""
 
 
 def _share(preamble: Preamble, program: SingleCall) -> None:
-    """Register the preamble with the placement of a program whose rows it computes.
+    """Register a preamble with the placement of ``program``, which reads the rows that the preamble computes.
 
-    The memory for rows is divided among all preambles with the same weights.
+    All preambles with the same hoisted weights divide the memory for rows equally.
     """
     if (placement := _placement_of(program)) is not None:
         placement.share(preamble)

@@ -26,9 +26,10 @@ from chunkflow_compile.weights.leaves import leaves
 def index_of(
     weights: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
 ) -> tuple[ModelIndex, int | None]:
-    """The index of the model around ``weights``, and the ``min_bytes`` that it was placed with, or None if it is not placed.
+    """Return the index of the model that contains ``weights``, and the ``min_bytes`` that the model was placed with.
 
-    ``near``: modules that Dynamo read inputs from.  ``min_bytes``: the value for a model that is not placed.
+    The second value is None if the model is not placed.
+    ``near``: the modules from which Dynamo read inputs.  ``min_bytes``: the value in bytes for a model that is not placed.
     """
     parameters = [leaf for weight in weights for _, leaf in leaves(weight)]
     placements = placements_around(parameters)
@@ -38,7 +39,9 @@ def index_of(
     if whole is not None:
         return whole, least
     if indices and all(buffer_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
-        names = {k: v for i in indices for k, v in i.names.items()}  # several models, each placed
+        names = {
+            k: v for i in indices for k, v in i.names.items()
+        }  # the weights are in several models, which are all placed
         return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
     index = index_around(parameters, near, min_bytes if least is None else least)
     return index, least if any(p.root is index.root for p in placements) else None
@@ -47,7 +50,10 @@ def index_of(
 def move_weights(
     index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequence[torch.Tensor], pack: Pack
 ) -> None:
-    """Move weights of a model into its host store.  ``pack``: the value for a model that is not placed yet."""
+    """Move weights into the host store of their model.
+
+    ``min_bytes``, ``pack``: the values with which to place a model that is not placed yet.
+    """
     if weights and index.root is not None:
         with compile_lock, (placement := Placement.on(index.root, device, min_bytes, pack=pack)).lock():
             placement.move((index.names[id(p)], p) for p in weights)
@@ -63,12 +69,12 @@ def start_program(
     wanted: Collection[str],
     start: Callable[[Arena], SingleCall],
 ) -> SingleCall:
-    """Start a program.  First, ``wanted`` weights that are in no host store move into the host store of their model.
+    """Move weights into the host store of their model if needed; then start a program and return it.
 
-    ``pack``: see :func:`move_weights`.
-    ``seen``: returns the compiled model, or None.  If the weights do not belong to it, their model is searched for.
-    ``start``: makes the program in an arena.
     The program ends as soon as one of the placements of its weights ends.
+    ``pack``: see :func:`move_weights`.  ``seen``: a function that returns the compiled model, or None.  If this model does
+    not contain the weights, their model is searched for.  ``parameters``: all weights of the program by name.  ``wanted``:
+    the names of the weights that must be in a host store.  ``start``: a function that creates the program in an arena.
     """
     while True:
         around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()
@@ -80,12 +86,12 @@ def start_program(
             loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
             _refuse_copies(loose)
             warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)
-        if not around:  # there is no module to attach the program to, so it ends with the parameter
+        if not around:  # there is no module to attach the program to, so the program ends when the parameter is freed
             program = start(Arena(device))
             next(iter(parameters.values()))._chunkflow_program = program  # type: ignore[attr-defined]
             return program
         with contextlib.ExitStack() as held:
-            held.enter_context(compile_lock)  # so that no other thread traces hooks while they are added
+            held.enter_context(compile_lock)  # so that no other thread traces a module while hooks are added to it
             for placement in sorted(around, key=id):
                 held.enter_context(placement.lock())
             if not all(placement.current for placement in around):
@@ -99,14 +105,17 @@ def start_program(
 
 
 def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> list[nn.Parameter]:
-    """The weights to move into a host store: ``wanted`` weights, and offloaded weights that are in no store."""
+    """Return the weights to move into a host store: weights in no store that are ``wanted`` or already offloaded."""
     return [
         p for name, p in parameters.items() if buffer_of(p) is None and (name in wanted or isinstance(p, HostWeight))
     ]
 
 
 def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
-    """Raise ChunkflowError for copies of offloaded weights in no known module, because their bytes are in no host store."""
+    """Raise ChunkflowError if one of the weights, which no known module contains, is a copy of an offloaded weight.
+
+    No host store contains the values of such a copy.
+    """
     for name, weight in loose.items():
         if isinstance(weight, HostWeight):
             raise ChunkflowError(

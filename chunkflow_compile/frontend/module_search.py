@@ -1,9 +1,9 @@
 """Finds the modules that contain given weights, by the identity of the weights.
 
-A backend gets parameters and a graph, but not the model.  Once per compilation, the modules that contain the parameters are
-searched for.  The search covers the modules that Dynamo read the parameters from and the objects that Python's garbage
-collector tracks.  After ``gc.freeze()``, which hides objects from the collector, it also covers objects that the callers
-hold.
+A backend gets parameters and a graph, but not the model.  So each compilation searches once for the modules that contain the
+parameters.  The search covers the modules from which Dynamo read the parameters, and all objects that Python's garbage
+collector tracks.  ``gc.freeze()`` hides objects from the garbage collector.  If it was called, the search also covers the
+objects to which the variables of the calling functions refer.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from chunkflow_compile.weights.leaves import leaves, quant_state_tensors
 
 
 def index_around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = (), min_bytes: int = 0) -> ModelIndex:
-    """The index of the module that contains all ``parameters`` which are in any module at all.
+    """Return the index of the module that contains the parameters.
 
-    If there is no such module, the index of the module that contains all of them with at least ``min_bytes``.
+    Parameters that are in no module at all are ignored.  If no module contains all other parameters, the index of the module
+    that contains all parameters of at least ``min_bytes`` bytes is returned.
     ``near``: modules that are known to contain some of the parameters.
-    Raises ChunkflowError if modules contain the parameters, but no single module contains all large ones.
+    Raises ChunkflowError if the parameters of at least ``min_bytes`` bytes are in modules, but no single module contains all
+    of them.
     """
     root, maybe_block = _holder(parameters, near, min_bytes) if parameters else (None, False)
     return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root, maybe_block)
 
 
 def blocks_around(root: nn.Module, weights: Iterable[torch.Tensor]) -> list[nn.Module]:
-    """The outermost lists of blocks that contain any of ``weights``."""
+    """Return the outermost ModuleLists in ``root`` that contain at least one of ``weights``."""
     wanted = {id(w) for w in weights}
     lists, inner = list[nn.Module](), set[int]()
     for module in root.modules():
@@ -47,7 +49,10 @@ def blocks_around(root: nn.Module, weights: Iterable[torch.Tensor]) -> list[nn.M
 
 
 def _held(module: nn.Module) -> Iterator[int]:
-    """The ids of the tensors that are attributes of the module itself.  For a tensor subclass, the tensors inside it."""
+    """Yield the ids of the tensors in a module itself, without its submodules.
+
+    For a tensor subclass, these are the ids of the tensors inside it.
+    """
     for kind in ("_parameters", "_buffers"):
         for tensor in module.__dict__.get(kind, {}).values():
             for whole in (tensor, *(t for _, t in quant_state_tensors(tensor))) if tensor is not None else ():
@@ -56,7 +61,10 @@ def _held(module: nn.Module) -> Iterator[int]:
 
 
 def held_by(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of the tensors in these modules and in their submodules.  For a tensor subclass, the tensors inside it."""
+    """Return the ids of the tensors in these modules and in their submodules.
+
+    For a tensor subclass, these are the ids of the tensors inside it.
+    """
     return {held for module in _with_those_below(modules) for held in _held(module)}
 
 
@@ -70,19 +78,20 @@ def _with_those_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """The direct submodules of a module.  It may be incomplete, because another thread may be constructing it."""
+    """Return the direct submodules of a module.  The module may be incomplete if another thread is constructing it."""
     return [child for child in [*module.__dict__.get("_modules", {}).values()] if child is not None]
 
 
-# Types that the search does not enter, because they refer to half of the objects in the process.
+# The search does not enter objects of these types, because they refer to half of all objects in the process.
 _ENDS = (CodeType, FrameType, FunctionType, ModuleType, type)
-# The number of references to follow: from a variable to an element of a list in an attribute of an attribute, that is an
-# object and its __dict__, twice, and the list.  Each step takes longer; five take 0.7 s in a compilation of 20 s.
+# The number of references to follow from a variable.  Five reach the elements of a list that is an attribute of an attribute:
+# each of the two attributes takes two references (through the __dict__), and the list takes one.  Each step takes longer than
+# the step before; five steps take 0.7 s in a compilation of 20 s.
 _STEPS = 5
 
 
 def _of_callers(frame: FrameType | None) -> list[object]:
-    """The objects in variables of a frame and its callers, and in attributes and lists that these refer to."""
+    """Return the objects in the variables of a frame and its callers, and the objects to which these refer."""
     spaces, near = dict[int, dict[str, object]](), list[object]()
     while frame is not None:
         near += [*frame.f_locals.values()]
@@ -98,14 +107,17 @@ def _of_callers(frame: FrameType | None) -> list[object]:
 
 
 def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
-    """The modules among objects.  It uses type(), because isinstance() on a lazy proxy could run arbitrary code."""
+    """Return the modules among objects.
+
+    The check uses type(), because isinstance() on a lazy proxy could run arbitrary code.
+    """
     return [cast("nn.Module", o) for o in objects if issubclass(type(o), nn.Module)]
 
 
 def _holder(
     parameters: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
 ) -> tuple[nn.Module | None, bool]:
-    """The module that contains ``parameters``, or None.  Also whether ``gc.freeze()`` may have hidden a module around it."""
+    """Return the module that contains ``parameters``, or None, and whether ``gc.freeze()`` may hide a module around it."""
     asked = {id(p) for p in parameters}
     tracked = _modules_among(gc.get_objects())
     hidden = gc.get_freeze_count() > 0 and not asked.issubset(held for m in tracked for held in _held(m))
@@ -129,7 +141,7 @@ def _holder(
             candidates[id(module)] = module
             todo.extend(parents.get(id(module), ()))
     around = [module for module in candidates.values() if wanted <= held_by([module])]
-    if not around:  # some layers are outside the model, such as an adapter's
+    if not around:  # some layers are outside the model, such as the layers of an adapter
         wanted &= {id(p) for p in parameters if p.nbytes >= min_bytes}
         around = [module for module in candidates.values() if wanted <= held_by([module])]
     if candidates and not around:
@@ -149,7 +161,10 @@ def _holder(
 
 
 def _model_around(module: nn.Module, parents: Mapping[int, list[nn.Module]]) -> nn.Module:
-    """The outermost module around a block, so that blocks that are compiled one by one share a placement."""
+    """Return the outermost module around a block, so that separately compiled blocks share one placement.
+
+    Returns ``module`` itself unless it is a block, that is, an element of a ModuleList.
+    """
     root, seen = module, set[int]()
     while (around := parents.get(id(root), ())) and len(around) == 1 and id(root) not in seen:
         seen.add(id(root))

@@ -1,5 +1,8 @@
-"""Checks of a frame before it is compiled.  A frame is the code that Dynamo passes to the backend: a whole model, or the part
-of a model between two graph breaks."""
+"""Checks that run before a frame is compiled.
+
+A frame is the code that Dynamo compiles with one call of the backend: a whole model, or the part of a model between two graph
+breaks.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +47,17 @@ _DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
 def lower_without_weights(
     graph: GraphModule, inputs: Sequence[Any], lowering: Lowering, inductor: Mapping[str, Any]
 ) -> Any:
-    """Lower a frame that reads no weight as it is, because there is nothing to stream."""
+    """Lower a frame that reads no weight.  Its graph stays unchanged, because there is nothing to stream."""
     if lowering == "eager":
         return graph.forward
     return compile_fx(graph, list(inputs), config_patches=dict(inductor))
 
 
 def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: int) -> tuple[list[Any], list[nn.Module]]:
-    """The weights among the inputs of a Dynamo graph, and the modules that Dynamo read inputs from.
+    """Return the weights among the inputs of a Dynamo graph, and the modules from which Dynamo read inputs.
 
-    The weights are the parameters.  If there are none, they are the buffers of these modules with at least ``min_bytes``.
+    The weights are the parameters.  If there are no parameters, the weights are the buffers in these modules that have at
+    least ``min_bytes`` bytes.
     """
     modules = _read_from(graph)
     weights = [v for v in inputs if isinstance(v, (nn.Parameter, HostWeight))]
@@ -72,7 +76,7 @@ def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: in
 
 
 def _read_from(graph: GraphModule) -> list[nn.Module]:
-    """The modules through which Dynamo got from variables of the frame to the inputs of its graph."""
+    """Return the modules from which Dynamo read the inputs of a graph, directly or through submodules."""
     try:
         frame = InstructionTranslator.current_tx()
         scope: dict[str, Any] = {"L": frame.f_locals, "G": frame.f_globals}
@@ -85,7 +89,7 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
             name = source_name(source)
             if name not in values:
                 try:
-                    values[name] = eval(name, scope)  # Dynamo's guards use the names as expressions
+                    values[name] = eval(name, scope)  # Dynamo's guards evaluate the same names as expressions
                 except _NO_VALUE:
                     values[name] = None
             source = getattr(source, "base", None)
@@ -93,7 +97,10 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
 
 
 def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> None:
-    """Warn that ``weights``, which are in no known module, stay on the device, if any of them is large."""
+    """Warn that ``weights`` stay on the device because no module was found that contains them.
+
+    There is no warning if all these weights are smaller than ``min_bytes`` bytes.
+    """
     if nbytes := _large_bytes(weights, min_bytes):
         hidden = "gc.freeze() has hidden it, or there is none"
         warn_once(
@@ -105,7 +112,10 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
 
 
 def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
-    """Warn if no weight of a module streams, and the module may be a block of a model that was not found."""
+    """Warn if no weight of a module streams and if the module may be a block of a model that was not found.
+
+    ``made``: the programs that were compiled for the module.
+    """
     nbytes = sum(w.nbytes for program in made for w in program.problem.weights if w.name in program.offloaded)
     if index.maybe_block and nbytes and not any(program.plan.streamed for program in made):
         warn_once(
@@ -116,9 +126,9 @@ def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
 
 
 def warn_of_small_weights(model: nn.Module, min_bytes: int | None = None) -> None:
-    """Warn, once per process and class, if no weight of a model streams.
+    """Warn, once per process and class, if all weights of a model are too small to be streamed.
 
-    ``min_bytes``: the size below which weights do not stream; by default the value of the model's placement.
+    ``min_bytes``: the size in bytes below which weights are not streamed; by default the value of the model's placement.
     """
     if reason := why_nothing_streams(model, min_bytes):
         warn_once(f"{type(model).__name__}: {reason}")
@@ -128,16 +138,17 @@ def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
     return sum(w.nbytes for w in {id(w): w for w in weights}.values() if w.nbytes >= min_bytes)
 
 
-@functools.cache  # once per process, for all blocks
+@functools.cache  # so that all blocks in a process cause one warning
 def warn_once(said: str) -> None:
-    """Log a warning, unless this process has logged the same one."""
+    """Log a warning, unless this process has already logged the same warning."""
     _log.warning("%s", said)
 
 
 def guard_hooks() -> None:
-    """Make the running compilation guard the hooks of modules.
+    """Make the running compilation add guards on the hooks of modules.
 
-    Dynamo omits these guards for speed.  Without them, it would run the code of one block on another block that has hooks.
+    By default, Dynamo omits these guards for speed.  Without these guards, a block with hooks could run code that was
+    compiled for a block without hooks.
     """
     if not config.skip_nnmodule_hook_guards:  # Dynamo may call the backend twice in one compilation
         return
@@ -146,7 +157,7 @@ def guard_hooks() -> None:
 
     def ends(_: object) -> None:
         guarded.close()
-        # a new list, because Dynamo is iterating over the old one, and each callback must be called
+        # assign a new list: Dynamo is iterating over the old list, and each callback must be called
         callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c != ends]
 
     callback_handler.register_end_callback(ends)
@@ -166,13 +177,20 @@ def note_graph_break(graph: GraphModule) -> None:
 
 
 def note_estimates(traced: Traced, note: Callable[[str], object]) -> None:
-    """Note the sizes that depend on data, and the values that the plan assumes for them."""
+    """Report the sizes that depend on data, and the values that the plan assumes for these sizes.
+
+    ``note``: a function that takes the text.
+    """
     if guesses := ", ".join(f"{name} for {traced.sizes[name]}" for name in traced.unknown):
         note(f"sizes that depend on data: the plan takes {guesses}, so its FLOPs, bytes and times are estimates")
 
 
 def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
-    """Note the ops for which there is no FLOP formula, and log each once per process.  One of them may communicate."""
+    """Report the ops without a FLOP formula, and log each of these ops once per process.
+
+    The user has to know these ops, because one of them may communicate.
+    ``note``: a function that takes the text.
+    """
     computing = [n for n in traced.graph.graph.nodes if collective_kind(n) is None]
     for name, sentence in without_formula(computing).items():
         if "::" in name:
@@ -182,9 +200,10 @@ def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
 
 
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:
-    """Whether a frame reads at most half of the bytes of a model's large weights, so that other frames alternate with it.
+    """Whether a frame is a part of a model, that is, whether other frames of the model alternate with it.
 
-    It does not check whether the frame reads all weights, because a model may have weights that its forward does not use.
+    This is assumed if the frame reads at most half of the bytes in the model's large weights.  A frame of a whole model may
+    also leave weights unread, because forward does not have to use all weights.
     """
     if root is None:
         return False
@@ -196,9 +215,10 @@ def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: 
 
 
 def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_bytes: int, part: bool) -> int:
-    """Bytes of the weights on the device that a model has and a frame does not read.
+    """Return the size in bytes of the model's weights that are on the device and that a frame does not read.
 
-    ``part``: whether the frame is a part of the model.  Large weights then do not count, because other frames will move them.
+    ``read``: the weights that the frame reads.  ``part``: whether the frame is a part of the model.  In this case, large
+    weights are not counted, because other frames will move them.
     """
     if root is None:
         return 0
@@ -214,9 +234,10 @@ def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_byte
 
 
 def refuse_decisions_of_a_rank(root: nn.Module, graph: GraphModule) -> None:
-    """Raise ChunkflowError for a step cache in diffusers that skips blocks by values that each rank computes for itself.
+    """Raise ChunkflowError if ranks exchange activations in blocks that a step cache may skip on one rank only.
 
-    This applies only if ranks exchange activations in these blocks: a rank could skip an exchange that another one waits for.
+    Such a cache compares activations, and each rank has different activations.  So one rank could skip an exchange while
+    another rank waits for it.
     """
     names = {name for m in root.modules() for name in hooks_of(m)}
     if _DECIDES_BY_VALUES & names and any(_is_exchange(node) for node in graph.graph.nodes):
@@ -228,14 +249,15 @@ def refuse_decisions_of_a_rank(root: nn.Module, graph: GraphModule) -> None:
 
 
 def _is_exchange(node: Node) -> bool:
-    """Whether a node of a Dynamo graph is a collective of more than one rank."""
+    """Whether a node of a Dynamo graph is a collective and the process runs with other ranks."""
     return "_c10d_functional" in str(node.target) and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def refuse_gradient_buckets(graph: GraphModule) -> None:
-    """Raise ChunkflowError for a part of a model that torch has split by the gradient buckets of DistributedDataParallel.
+    """Raise ChunkflowError if torch has split the model's graph into the gradient buckets of DistributedDataParallel.
 
-    Such parts get copies of weights without values, and torch expects another type of outputs from them.
+    The parts of such a graph get copies of weights that have no values.  Also, torch expects outputs of another type from
+    these parts.
     """
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and reason.reason.startswith("DDPOptimizer"):
@@ -247,7 +269,7 @@ def refuse_gradient_buckets(graph: GraphModule) -> None:
 
 
 def refuse_attributes(graph: GraphModule, min_bytes: int) -> None:
-    """Raise ChunkflowError for large weights that are attributes of a Dynamo graph, and therefore not inputs."""
+    """Raise ChunkflowError if large weights are attributes of a Dynamo graph instead of inputs."""
     if nbytes := _large_bytes(graph.parameters(), min_bytes):
         raise ChunkflowError(
             f"{size(nbytes)} of parameters are attributes of the graph that the backend gets, so they cannot be streamed: "
@@ -265,7 +287,10 @@ def refuse_gradients(inputs: Sequence[Any]) -> None:
 
 
 def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
-    """Fix the symbolic sizes of weights, and symbolic sizes that are not inputs of the graph.  int() adds the guards."""
+    """Specialize the symbolic sizes of weights, and all symbolic sizes that are not inputs of the graph.
+
+    Calling int() on such a size adds the guard.
+    """
     symbols = {name for value in inputs if isinstance(value, torch.SymInt) for name in symbols_of(value)}
     fixed = {id(weight) for weight in weights}
     for value in inputs:
@@ -275,11 +300,11 @@ def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
 
 
 def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection[int] | None) -> list[Any]:
-    """The inputs of a Dynamo graph, with the sizes of slow inputs fixed, because rows are computed at the size of a call.
+    """Return the inputs of a Dynamo graph, with the sizes of slow inputs specialized: hoisted rows have a fixed size.
 
-    torch then recompiles the graph for another batch size.  The image size stays symbolic.  ``slow``: positions of the slow
-    inputs that the user named.  None means all inputs with one value per sample, such as the timestep, or with one vector per
-    sample, such as the embedding of the timestep that blocks get.
+    For another batch size, torch then recompiles the graph.  The image size stays symbolic.
+    ``slow``: the positions of the slow inputs that the user has named.  None stands for all inputs with one value per sample,
+    such as the timestep, and for all inputs with one vector per sample, such as the timestep embedding that blocks receive.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     fakes = [node.meta.get("example_value") for node in nodes]
@@ -305,17 +330,17 @@ def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection
 
 
 def _number(size: Any) -> Any:
-    """The value of a symbolic size if it can have only one value; any other size as it is."""
+    """Return the value of a symbolic size if it can have only one value; otherwise return the size unchanged."""
     return int(size) if isinstance(size, torch.SymInt) and not symbols_of(size) else size
 
 
 def device_of(
     parameters: Mapping[tuple[int, str], torch.Tensor], inputs: Sequence[Any], graph: GraphModule
 ) -> torch.device:
-    """The device of the weights.
+    """Return the device of the weights.
 
-    Raises ChunkflowError if an input is on another device, unless forward moves it, as it does with a table that is not a
-    buffer.
+    Raises ChunkflowError if the weights are on several devices, or if an input is on another device.  An input that forward
+    only moves to the device of the weights is allowed; an example is a table that is not a buffer.
     """
     devices = {p.device for p in parameters.values()}
     if len(devices) > 1:

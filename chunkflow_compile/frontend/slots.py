@@ -1,7 +1,8 @@
-"""LoRA adapters in slots: weights of a fixed size that layers have from the start, and that any adapter can fill.
+"""LoRA adapters in slots.  A slot is a weight of fixed size that a layer has from the start and that any adapter can fill.
 
-Calls of PEFT and diffusers change PEFT's own dictionaries, which stay in host memory.  Before a program runs, the active
-adapters are copied from them into the slots.  So switching adapters only changes values, and the program stays the same.
+The methods of PEFT and diffusers change only PEFT's own dictionaries, which stay in host memory.  Before a program runs, the
+active adapters are copied from these dictionaries into the slots.  So switching adapters only changes the values of weights,
+and the program stays the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from chunkflow_compile.weights.host_weight import HostWeight
 
 _log = logging.getLogger(__name__)
 
-# Attribute of a class made with :func:`attributes_like`: the original class.
+# The name of the class attribute in which :func:`attributes_like` stores the original class.
 _PLAIN = "_chunkflow_plain"
 
 
@@ -44,13 +45,13 @@ class Sizes:
 
 
 class Slotted(nn.Module):
-    """A LoRA layer of PEFT with slots.  :func:`slotted` makes its class from the class of the layer, with this as first base.
+    """The first base class of LoRA layers with slots.  :func:`slotted` derives the other base from PEFT's class of the layer.
 
-    ``slots``: the matrices A [rank, in] and B [out, rank] of each slot, one after the other in a flat tensor, which is a
-    single weight in a plan.
+    ``slots``: one flat tensor, which is a single weight in a plan.  For each slot, it contains the matrices A [rank, in] and
+    B [out, rank], one after the other.
     ``scale``: the scale of each slot, stored as the bits of a float32, so that casting the model does not change it.
-    ``own``: whether it runs PEFT's own forward, because slots do not support the type of an active adapter.
-    ``late``: whether it was an ordinary layer until an adapter was loaded.
+    ``own``: whether the layer runs PEFT's own forward, because slots do not support the type of an active adapter.
+    ``late``: whether the layer was an ordinary layer until an adapter was loaded.
     """
 
     chunkflow_filled = ("slots",)
@@ -67,7 +68,7 @@ class Slotted(nn.Module):
 
     @property
     def chunkflow_aside(self) -> Sequence[nn.Module]:
-        """The modules whose weights no program reads, so that they are not moved."""
+        """Return the modules whose weights must not be moved, because no program reads them."""
         peft: Any = self
         return () if self.own else [getattr(peft, name) for name in peft.adapter_layer_names]
 
@@ -83,7 +84,7 @@ class Slotted(nn.Module):
         for slot in range(len(scale)):
             a, b = self._views(self.slots, slot)
             delta = F.linear(F.linear(x, a), b)
-            # PEFT's scale is a Python number, which is not rounded to the dtype
+            # PEFT's scale is a Python number, so PEFT does not round it to the dtype either
             wide = delta if delta.dtype == torch.float64 else delta.float()
             result = result + (wide * scale[slot]).to(delta.dtype)
         return result.to(dtype)
@@ -95,22 +96,24 @@ class Slotted(nn.Module):
         a = slots[begin:middle].view(rank, ins)
         return a, slots[middle : middle + rank * outs].view(outs, rank)  # type: ignore[operator]
 
-    # The active adapters, and the contents of the slots.
+    # Methods that find the active adapters and copy them into the slots.
 
     def _active(self) -> Iterator[tuple[str, Any, Any, float]]:
-        """The name, A, B and scale of each active adapter."""
+        """Yield the name, the matrices A and B, and the scale of each active adapter."""
         peft: Any = self
         if peft._disable_adapters or peft.merged_adapters:
             return
         a, b = peft._modules["lora_A"]._modules, peft._modules["lora_B"]._modules
         for name in peft.active_adapters:
-            if name in a and name in b and name in peft.scaling:  # another thread may be removing it
+            if name in a and name in b and name in peft.scaling:  # another thread may be removing the adapter
                 yield name, a[name]._parameters["weight"], b[name]._parameters["weight"], float(peft.scaling[name])
 
     def fill(self) -> None:
-        """Copy the active adapters into the slots if they have changed.  The caller holds no lock of an arena.
+        """Copy the active adapters into the slots if the adapters have changed.
 
-        Raises ChunkflowError if an adapter has no values or does not fit, or if too many are active.
+        The caller must not hold the lock of an arena.
+        Raises ChunkflowError if an adapter has no values, if an adapter does not fit its slot, or if more adapters are active
+        than there are slots.
         """
         peft: Any = self
         if self.own:
@@ -142,7 +145,7 @@ class Slotted(nn.Module):
                     self._write(host, slot, *(active[slot][1:3] if now else (None, None)))
             scales = [scale for *_, scale in active] + [0.0] * (count - len(active))
             self.scale.copy_(torch.tensor(scales, dtype=torch.float32).view(torch.int32))
-            # the weights are kept alive, because the id and the memory of a freed weight may be reused
+            # keep references to the weights: a new weight could reuse the id and the memory of a freed weight
             self._held, self._alive = held, [(a, b) for _, a, b, _ in active]
 
     def _check(self, name: str, a: Any, b: Any) -> None:
@@ -159,9 +162,10 @@ class Slotted(nn.Module):
             )
 
     def _write(self, host: torch.Tensor, slot: int, a: Any, b: Any) -> None:
-        """Copy an adapter into a slot, with zeros up to the rank of the slot; None fills the slot with zeros.
+        """Copy an adapter into a slot and pad it with zeros up to the rank of the slot.  If ``a`` is None, fill the slot with
+        zeros.
 
-        The rest is overwritten, not multiplied by zero, because an earlier adapter may have left NaN there.
+        The padding is written, not multiplied by zero, because an earlier adapter may have left NaN there.
         """
         into_a, into_b = self._views(host, slot)
         rank = 0 if a is None else a.shape[0]
@@ -171,11 +175,11 @@ class Slotted(nn.Module):
         into_a[rank:].zero_()
         into_b[:, rank:].zero_()
 
-    # The properties that determine which program runs.  They are updated when adapters are loaded or activated, before
-    # Dynamo's guards run.
+    # Methods that change the properties on which the choice of the program depends.  They run when adapters are loaded or
+    # activated, that is, before Dynamo's guards run.
 
     def choose_forward(self) -> None:
-        """Grow the slots for the adapters of this layer if needed, and choose the forward for the active adapters."""
+        """Grow the slots if the adapters of this layer need it, and choose the forward for the active adapters."""
         peft: Any = self
         active = [name for name in peft.active_adapters if name in peft.lora_A]
         kinds = {name: _kind(peft, name) for name in active}
@@ -200,7 +204,7 @@ class Slotted(nn.Module):
             self.grow(*wanted, self.slots.dtype)
 
     def grow(self, rank: int, count: int, dtype: torch.dtype) -> None:
-        """Replace the slots of the layer by empty ones of this rank, number and dtype."""
+        """Replace the slots of the layer by ``count`` empty slots with the given rank and dtype."""
         peft: Any = self
         device = peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0]
         with torch.inference_mode(False):
@@ -210,7 +214,7 @@ class Slotted(nn.Module):
         self.slot_rank, self._held, self._alive = rank, (), []
 
     def mark_stale(self) -> None:
-        """Fill the slots again at the next call, because a hotswap writes adapters without changing their versions."""
+        """Make the next call fill the slots again, because a hotswap does not change the versions of the weights."""
         self._held = ((),) * len(self.scale)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -218,38 +222,38 @@ class Slotted(nn.Module):
         self.choose_forward()
 
     def unmerge(self) -> None:
-        if self.merged_adapters:  # else PEFT would warn for each layer without an adapter
+        if self.merged_adapters:  # otherwise PEFT would warn for each layer without an adapter
             super().unmerge()  # type: ignore[misc]
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """The product of an adapter, on the device of the base weight, for merging."""
+        """Return the change of the base weight that an adapter makes, on the device of the base weight, for merging."""
         peft: Any = self
         delta: torch.Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
         return delta.to(peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0])
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Keep adapters in host memory, because the slots are filled from there."""
+        """Move an adapter to host memory instead of the given device, because the slots are filled from host memory."""
         if device is None and not self.own:
             device = torch.device("cpu")
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)  # type: ignore[misc]
 
 
 def _values(weight: Any) -> torch.Tensor:
-    """The values of an adapter's weight.  The weight is offloaded if PEFT's own forward has read it."""
+    """Return the values of an adapter's weight.  If PEFT's own forward has read the weight, the weight is offloaded."""
     return weight.values_on_host if isinstance(weight, HostWeight) else weight
 
 
 def _state(weight: Any) -> tuple[int, int, int]:
-    """A value that changes if a weight is replaced, gets other memory, or is written.
+    """Return a value that changes whenever a weight is replaced, gets other memory, or is written.
 
-    Writes to inference tensors are not noticed, because they have no version.
+    Writes to inference tensors do not change the value, because inference tensors have no version.
     """
     values = _values(weight)
     return id(weight), values.data_ptr(), -1 if values.is_inference() else values._version
 
 
 def _kind(layer: Any, name: str) -> str | None:
-    """The type of an adapter that is not an ordinary LoRA; None for an ordinary LoRA."""
+    """Return the name of the adapter's type; None if the adapter is an ordinary LoRA."""
     if (variant := layer.lora_variant.get(name)) is not None:
         return type(variant).__name__.removesuffix("LinearVariant")
     return "lora_bias" if layer.lora_bias.get(name) else None
@@ -257,14 +261,15 @@ def _kind(layer: Any, name: str) -> str | None:
 
 @cache
 def slotted(cls: type) -> type:
-    """The class for layers of class ``cls`` with slots.  It has the same name as ``cls``."""
+    """Return the class of layers with slots that is derived from ``cls``.  It has the same name as ``cls``."""
     return type(cls.__name__, (Slotted, cls), attributes_like(cls, slotted))
 
 
 def attributes_like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
-    """The attributes of a class that ``make`` derives from ``cls``, so that it looks like ``cls``.
+    """Return the attributes that make a derived class look like ``cls``.
 
-    Copying or unpickling an object of the derived class calls ``make`` again.
+    ``make``: the function that derives the class from ``cls``.  Copying or unpickling an object of the derived class calls
+    this function again.
     """
     return {
         "__module__": cls.__module__,
@@ -276,7 +281,7 @@ def attributes_like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
 
 
 def original_class(cls: type) -> type:
-    """The class that a class was derived from with :func:`attributes_like`; any other class as it is."""
+    """Return the class from which ``cls`` was derived with :func:`attributes_like`; otherwise return ``cls`` itself."""
     base: type = vars(cls).get(_PLAIN, cls)
     return base
 

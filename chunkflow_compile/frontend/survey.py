@@ -1,8 +1,8 @@
-"""Surveys: find the minimum budget for all parts of a model that are compiled one by one.
+"""Surveys: find the minimum budget for a model whose parts are compiled one by one.
 
-If a budget is too small, the first part that does not fit raises an error.  Later parts may need even more, but they have not
-been traced by then.  A survey calls the model once more on fake tensors, so that each part is traced and planned, but nothing
-runs or moves.
+If a budget is too small, the first part that does not fit raises an error.  Later parts may need even more memory, but they
+have not been traced by then.  A survey calls the model once more, on fake tensors.  In this call each part is traced and
+planned, but no op runs and no weight moves.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ _log = logging.getLogger(__name__)
 
 
 class Survey(FakeTensorMode):
-    """The FakeTensorMode of a call that plans each part of a model, but runs none.
+    """The FakeTensorMode for a call of a model in which each part is planned, but no part runs.
 
-    ``largest``: the error of the part that needs the most memory so far.  ``whole``: whether graphs with dynamic shapes are
-    kept, instead of compiling them for each size, because the call that failed had already compiled them.
+    ``largest``: among the errors so far, the error of the part that needs the most memory.
+    ``whole``: whether a graph with dynamic shapes that does not fit raises its error at once.  Otherwise the graph is
+    compiled again for fixed sizes, at which blocks can be split.
     """
 
     def __init__(self, first: BudgetError, whole: bool) -> None:
-        """``first``: the error that the failed call has raised."""
+        """``first``: the error of the part that made the call of the model fail."""
         super().__init__(allow_non_fake_inputs=True)
         self.largest = first
         self.whole = whole
 
     def note(self, error: BudgetError) -> None:
-        """Note the error of a part that does not fit the budget."""
+        """Record the error of a part that does not fit the budget."""
         if error.needed > self.largest.needed:
             self.largest = error
 
 
 class Unplanned:
-    """The callable that Dynamo gets for a part of a model that did not fit the budget in a survey.
+    """The callable that the backend returns if, in a survey, a part of a model does not fit the budget.
 
-    Dynamo keeps it in its cache, so later surveys may call it, too.
+    Dynamo keeps the callable in its cache, so later calls and surveys may call it, too.
     """
 
     def __init__(self, graph: GraphModule, error: BudgetError) -> None:
@@ -63,7 +64,8 @@ class Unplanned:
 
 
 def survey_of(inputs: Sequence[Any]) -> Survey | None:
-    """The survey for which a graph with these inputs is compiled; None if it is compiled for an ordinary call."""
+    """Return the survey during which a graph with these inputs is compiled; None if the graph is compiled for an ordinary
+    call."""
     modes = (value.fake_mode for value in inputs if isinstance(value, FakeTensor))
     return next((mode for mode in modes if isinstance(mode, Survey)), None)
 
@@ -71,11 +73,11 @@ def survey_of(inputs: Sequence[Any]) -> Survey | None:
 def surveyed(
     model: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, error: BudgetError, whole: bool
 ) -> BudgetError:
-    """Survey a model; return the error of the part that needs the most memory.
+    """Call a model in a survey; return the error of the part that needs the most memory.
 
-    ``call``: calls the model.  ``args``, ``kwargs``: its inputs.  ``error``: the error that it has raised.  This error is
-    returned if the model cannot run on fake tensors, for example because its forward reads values.  ``whole``: see
-    :class:`Survey`.
+    ``call``: a function that calls the model.  ``args``, ``kwargs``: the inputs of the model.  ``error``: the error of the
+    part that made the ordinary call fail.  ``whole``: see :class:`Survey`.
+    A model may fail on fake tensors, for example because its forward reads values.  Then the later parts are not planned.
     """
     if any(caching_hook(module) is not None for module in model.modules()):
         return error  # the hook would keep fake tensors for the next call
@@ -85,7 +87,7 @@ def surveyed(
     try:
         with survey:
             call(*fakes[0], **fakes[1])
-    except Exception as other:  # noqa: BLE001  # the first error is raised in any case
+    except Exception as other:  # noqa: BLE001  # a failed survey must not hide the error of the ordinary call
         _log.info("not all parts of %s were planned: %s", type(model).__name__, first_line(other))
     finally:
         for module, attributes in before:  # drop fake tensors that forward has stored

@@ -1,4 +1,5 @@
-"""From a model or a Dynamo graph to the ATen inference graph, with descriptions of its parameters and process groups."""
+"""Trace a model or a Dynamo graph into an ATen inference graph, and describe the parameters of this graph and its process
+groups."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ from chunkflow_compile.weights.host_buffer import Form, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, with_leaves
 
-# The reason why a parameter stays on the device if no module that contains it was found.
+# The reason given for a parameter that stays on the device because no module was found that contains it.
 NO_MODULE = "no module holds it"
 _NO_LIMIT = 1 << 30
-# Dynamo's name for the source of a call's argument: L['timestep'] or L['kwargs']['timestep'].
+# Dynamo's name for the source of an argument of forward: L['timestep'] or L['kwargs']['timestep'].
 _OF_CALL = re.compile(r"^L(?:\['kwargs'\])?\['(\w+)'\]$")
 # ATen's ops for Tensor.to and Tensor.cuda.
 _DEVICE_MOVES = (torch.ops.aten._to_copy.default,)
@@ -46,8 +47,8 @@ _DEVICE_MOVES = (torch.ops.aten._to_copy.default,)
 def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
     """Trace one call of ``model`` into an ATen graph without running it.
 
-    ``min_bytes``: the size in bytes below which parameters are not streamed.  Model and inputs may be fake tensors, because
-    no values are read.  The model must trace into one graph.
+    The parameters and the inputs may be fake tensors, because no values are read.  The model must trace into one graph.
+    ``min_bytes``: the size in bytes below which parameters are not streamed.
     """
     index, traced = ModelIndex.of(model), list[Traced]()
 
@@ -61,7 +62,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 
         return lower_to_aten(graph, example_inputs, compiler)[0]
 
-    # each trace counts as one more compilation of the same code, although no later call uses it
+    # Dynamo counts each trace as one more compilation of the same code, although no later call uses the trace
     limits = dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     with torch.no_grad(), limits:
         try:
@@ -73,10 +74,10 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 
 
 def inline_regions(graph: GraphModule) -> None:
-    """Replace the calls of regions that users mark (``torch.compiler.nested_compile_region``) by their ops, in place.
+    """Inline, in place, the calls of regions that users have marked with ``torch.compiler.nested_compile_region``.
 
-    Such a call is one op, which would hide its FLOPs, collectives and memory from the plan.  Regions with the same structure
-    are lowered once in any case.
+    Such a call is a single op.  If it stayed in the graph, the plan could not see the FLOPs, collectives and memory of the
+    ops in the region.  Inlining costs no extra compilation time, because regions with the same structure are lowered once.
     """
     while calls := graph.graph.find_nodes(op="call_function", target=invoke_subgraph):
         for call in calls:
@@ -86,7 +87,7 @@ def inline_regions(graph: GraphModule) -> None:
 
 
 def _inline(graph: GraphModule, call: Node) -> None:
-    """Replace one call of a region, ``call(region, name, *operands)``."""
+    """Replace one call of a region by the ops of the region.  The arguments of the call are (region, name, *operands)."""
     place: Any
     operands: Any
     place, _, *operands = call.args
@@ -112,12 +113,12 @@ def _inline(graph: GraphModule, call: Node) -> None:
 def lower_to_aten(
     graph: GraphModule, example_inputs: Sequence[Any], compiler: Callable[[GraphModule, Sequence[Any]], Any]
 ) -> tuple[Callable[..., Any], Any]:
-    """Pass the ATen inference graph of ``graph`` to ``compiler``.
+    """Lower a Dynamo graph to an ATen inference graph, and pass the ATen graph to ``compiler``.
 
-    Returns the function for Dynamo to call, and the result of ``compiler``, which this function calls.
+    Returns a pair: the function that Dynamo should call, and the result of ``compiler``, which this function calls.
     """
     cached = torch._functorch.config.enable_autograd_cache
-    autocast = core.autocasts()  # AOTAutograd turns autocast off while it compiles, and its wrapper does in calls
+    autocast = core.autocasts()  # AOTAutograd turns autocast off in compilations, and its wrapper turns it off in calls
     on_device, compiled, direct = as_on_device(example_inputs), list[Any](), False
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -131,9 +132,9 @@ def lower_to_aten(
         direct = not autocast and _needs_no_wrapper(graph, on_device, inputs)
         return compiled[-1]
 
-    # A hit in AOTAutograd's cache would return a compiled graph without calling the compiler at all.
+    # If AOTAutograd's cache contained the graph, AOTAutograd would not call the compiler at all.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        # uncached is for graphs with gradients, if the model's forward has enabled them
+        # fw_compiler is called if the model's forward has enabled gradients
         compilers: dict[str, Any] = {"fw_compiler": uncached, "inference_compiler": inference}
         wrapped = aot_module_simplified(graph, on_device, **compilers)
     boxed = compiled[-1]
@@ -143,10 +144,11 @@ def lower_to_aten(
 def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence[Any]) -> bool:
     """Whether a graph runs correctly without AOTAutograd's wrapper, which costs 50 us per call.
 
-    This holds if the ATen graph has the same inputs and outputs as the Dynamo graph, writes no input, returns no view of an
-    input, does not change the grad mode, and has no output with symbolic sizes, which the wrapper would mark for a later
-    graph.
-    ``given``: inputs of the Dynamo graph, on the device.  ``inputs``: inputs of the ATen graph.
+    The ATen graph needs no wrapper if it has the same inputs and outputs as the Dynamo graph, writes no input, returns no
+    view of an input, does not change the grad mode, and has no output with symbolic sizes.  (The wrapper would mark the sizes
+    of such an output as dynamic for a later graph.)
+    ``given``: the inputs of the Dynamo graph, with fake tensors on the device for offloaded weights.  ``inputs``: the inputs
+    of the ATen graph.
     """
     about: Any = torch._guards.TracingContext.get().fw_metadata
     returned = [node.meta.get("example_value") for node in graph.graph.output_node().all_input_nodes]
@@ -157,9 +159,9 @@ def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence
 
 
 def as_on_device(inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of a Dynamo graph, with each offloaded weight replaced by a fake tensor on the device.
+    """Return the inputs of a Dynamo graph, with each offloaded weight replaced by a fake tensor on the device.
 
-    The graph then treats a weight as an ordinary input, and the compiled graph provides its values.
+    In the traced graph, each weight is then an ordinary input.  The compiled graph provides the values of the weight.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
@@ -199,22 +201,22 @@ def describe_graph(
 
 
 def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int) -> list[Parameter]:
-    """The parameters among the inputs of a Dynamo graph.
+    """Return descriptions of the parameters among the inputs of a Dynamo graph.
 
     ``min_bytes``: the size in bytes below which parameters stay on the device.
     """
     parameters = [_parameter_at(*key, p, model, min_bytes) for key, p in weights_among(inputs, model).items()]
     uses = Counter(p.name for p in parameters)
     return [
-        p if uses[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # two models use it
+        p if uses[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # two models use the name
         for p in parameters
     ]
 
 
 def slow_inputs(graph: GraphModule, hoist: bool | str | Collection[str]) -> frozenset[int] | None:
-    """The indices of the inputs of a Dynamo graph that ``hoist`` names; None if it names none.
+    """Return the positions of the graph inputs whose names ``hoist`` contains; None if ``hoist`` contains no names.
 
-    Raises ChunkflowError for a name that is not an input.
+    Raises ChunkflowError if a name is not the name of an input.
     """
     if isinstance(hoist, bool | str):
         return None
@@ -232,7 +234,10 @@ def slow_inputs(graph: GraphModule, hoist: bool | str | Collection[str]) -> froz
 
 
 def weights_among(inputs: Sequence[Any], model: ModelIndex) -> dict[tuple[int, str], torch.Tensor]:
-    """The weights among the inputs of a Dynamo graph, as (position, path inside a tensor subclass) -> tensor."""
+    """Return the weights among the inputs of a Dynamo graph.
+
+    The keys are the position of the input and, for a weight inside a tensor subclass, its path there.
+    """
     return {
         (position, inside): leaf
         for position, value in enumerate(inputs)
@@ -257,7 +262,7 @@ def _parameter_at(index: int, inside: str, parameter: torch.Tensor, model: Model
 
 
 class _TracedError(Exception):
-    """Raised to end a call after its graph was captured."""
+    """Raised to end a call once its graph has been captured."""
 
 
 def _stop(*_: Any) -> Any:
@@ -265,10 +270,12 @@ def _stop(*_: Any) -> Any:
 
 
 def move_tables(graph: GraphModule, device: torch.device) -> tuple[int, ...]:
-    """Change the graph so that inputs which it only moves to ``device`` are taken there directly; return their positions.
+    """Find the inputs that a graph only moves to ``device``, and change the graph to take these inputs on ``device``.
 
-    Qwen-Image keeps its rotary tables on the CPU and moves them in every forward.  This copy from pageable memory would
-    synchronize host and GPU in every step.  The caller moves the tables once, see ``HostConstants`` in ``runtime/graph.py``.
+    Returns the positions of these inputs.  The caller must move them to ``device``.
+    For example, Qwen-Image keeps its rotary tables on the CPU and moves them to the GPU in every forward.  This copy from
+    pageable memory would synchronize host and GPU in every step.  Therefore ``HostConstants`` in ``runtime/graph.py`` moves
+    the tables only once.
     """
     moved = []
     for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):

@@ -1,4 +1,4 @@
-"""The device arena: one allocation of device memory and its streams, shared by programs that run one step at a time."""
+"""The device arena: one allocation of device memory, and streams, shared by programs of which only one runs at a time."""
 
 from __future__ import annotations
 
@@ -39,28 +39,29 @@ Make = Callable[[torch.device, DeviceKind], Device]
 
 
 class SharedDevice(Protocol):
-    """The object that limits how much memory the arenas of one device may use, as an arena sees it."""
+    """The interface through which the arenas that share a device limit the memory that each of them uses."""
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
-        """Free other memory on the device, because the arena is about to allocate ``nbytes``."""
+        """Free memory that other arenas hold on the device, because ``arena`` is about to allocate ``nbytes``."""
 
     def most_bytes(self, arena: Arena) -> int | None:
-        """The maximum bytes of weights in the arena, over all models; None means the sum of the models' budgets."""
+        """Return the maximum total bytes of weights in ``arena``; None means the sum of the budgets of its models."""
 
 
 class Owner(Protocol):
-    """A program or a cycle that runs in the memory of an arena, as the arena sees it."""
+    """The interface of a program or a cycle that runs in the memory of an arena."""
 
     def unbind(self) -> None:
-        """Wait for work in flight, then drop every reference to the arena's memory, so that it can be allocated again."""
+        """Wait for work in flight, then drop every reference to the arena's memory, so that this memory can be freed."""
 
 
 class Tenant(Owner, Protocol):
-    """A program that runs in an arena, alone or as part of cycles.
+    """The interface of a program that runs in an arena, alone or as part of cycles.
 
-    ``budget``: an id of its model, and the maximum bytes of this model's offloaded weights on the device (None if there is no
-    limit).  ``reads``: ids of its weights; equal for programs that read the same weights.  ``stale``: whether a weight was
-    dropped, moved or given other memory, so that the program can never run again.
+    ``budget``: a pair: an id of the program's model, and the maximum bytes of this model's offloaded weights on the device
+    (None if there is no limit).  The property itself is None if the program adds no limit.  ``reads``: ids of the weights
+    that the program reads; equal for programs that read the same weights.  ``stale``: whether a weight was dropped, moved or
+    stored in other memory, so that the program can never run again.
     """
 
     @property
@@ -76,20 +77,20 @@ class Tenant(Owner, Protocol):
     def stale(self) -> bool: ...
 
     def close(self) -> None:
-        """End the program."""
+        """End the program, which can then never run again."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """The memory that a program runs on.
+    """The memory that a program reads its weights from.
 
-    ``arena``: the arena that holds its slots and its streams.
-    ``values``: offloaded weight -> the tensor that its readers get, which is a slot or a resident copy.  Readers of any other
-    weight get the parameter, which is an input of every call.
-    ``slots``: streamed weight -> its bytes on the device, uint8.
-    ``hosts``: streamed weight -> its bytes in host memory or on the SSD, uint8.
-    ``state``: the contents of the slots.  Programs with the same placement share it, and so do the calls of a cycle.  None if
-    the program shares its slots with no other program.
+    ``arena``: the arena whose memory contains the slots, and whose streams the program uses.
+    ``values``: name of an offloaded weight -> the tensor on the device that regions read: a view of a slot, or a resident
+    copy.  For all other weights, regions read the parameter, which is an input of every call.
+    ``slots``: name of a streamed weight -> its bytes in the arena's memory, uint8.
+    ``hosts``: name of a streamed weight -> its bytes in host memory or on the SSD, uint8.
+    ``state``: the contents of the slots.  Programs with the same placement share this object, and so do the calls of a
+    cycle.  None if the program shares its slots with no other program.
     """
 
     arena: Arena
@@ -102,24 +103,25 @@ class Binding:
 class Arena:
     """Device memory and streams that several programs share.
 
-    Its size is the size of the largest plan that ran in it, not the sum of all plans.  The programs of one model share an
-    arena automatically.  Models that run one after the other, such as the two transformers of Wan 2.2 or a text encoder and a
-    transformer, share an arena if it is passed to each of them as ``options={"arena": arena}``.
-    Each switch from one program to another is a cold start, with two exceptions: both programs place the same weights in the
-    same way, or the order of the programs repeats, so that they run as a cycle (order.py).
+    The size of an arena is the size of the largest plan that ran in it, not the sum of all plans.  The programs of one model
+    share an arena automatically.  Models that run one after the other can share an arena: pass it to each of them as
+    ``options={"arena": arena}``.  Examples are the two transformers of Wan 2.2, or a text encoder and a transformer.
+    Each switch from one program to another is a cold start, with two exceptions.  Programs that place the same weights in
+    the same way share the contents of the memory.  Programs that are called in a repeating order run as a cycle (order.py).
     """
 
     def __init__(
         self, device: torch.device | str = "cpu", *, make: Make = make_device, shared: SharedDevice | None = None
     ) -> None:
-        """``make``: creates the streams for a device and its kind.  ``shared``: limits how much of the device the arena may
-        use; None if no other arena uses the device.  Raises ChunkflowError for an unsupported device."""
+        """``make``: a function that creates the streams for a device and its kind.  ``shared``: an object that limits the
+        memory that the arena may use; None if no other arena uses the device.  Raises ChunkflowError for an unsupported
+        device."""
         self.device = check_device(device)
-        self.lock = ProcessLock()  # held during a step
-        self.holder: ArenaContents | None = None  # contents left by the last program, if complete
-        self.lost_weight = False  # whether a program lost a weight since the last step
+        self.lock = ProcessLock()  # held while a step is issued
+        self.holder: ArenaContents | None = None  # the contents that the last program left, if they are complete
+        self.lost_weight = False  # whether a weight of a program was dropped since the last step
         self.graphs = CudaGraphs()
-        self.bits = InputBits()  # shared by all tables of rows, because the blocks of a model get the same tensors
+        self.bits = InputBits()  # shared by all tables of rows, because all blocks of a model get the same tensors
         self._make = make
         self._shared = shared
         self._kind = DeviceKind()
@@ -128,7 +130,7 @@ class Arena:
         self._running: tuple[int, str] | None = None  # the process id and the title of the running call
         self._memory: torch.Tensor | None = None
         self._programs: list[weakref.ref[Tenant]] = []
-        # bound program or cycle -> the weights that it keeps on the device outside the arena's memory; owners share copies
+        # bound program or cycle -> its resident weights outside the arena's memory; several owners may share a copy
         self._residents: weakref.WeakKeyDictionary[Owner, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
@@ -137,7 +139,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated now."""
+        """Bytes of device memory that are allocated now."""
         return 0 if self._memory is None else self._memory.numel()
 
     @property
@@ -164,9 +166,9 @@ class Arena:
     ) -> Binding:
         """Bind a cycle to the arena's memory.  The caller holds the lock.
 
-        ``owner``: the object that keeps weights on the device until it releases them (:meth:`release`) or ends.
-        ``buffers``: the offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``: see
-        :meth:`reserve`.
+        ``owner``: the object that keeps the resident weights on the device until they are released (:meth:`release`) or it
+        ends.  ``buffers``: the offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``:
+        see :meth:`reserve`.
         Raises ChunkflowError if the device does not have enough memory.
         """
         plan = cycle.plan
@@ -182,9 +184,9 @@ class Arena:
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
-        # Cycles that place the same weights in the same way share the contents of the memory, and the reads that fill it.
-        # The key also says which weights are read from the SSD: a write to a weight that fails changes no values, but cycles
-        # bound after it no longer read this weight from the SSD.
+        # Cycles that place the same weights in the same way share the contents of the memory, and the copies and reads into
+        # it.  The key also contains which weights are read from the SSD, because this can change while the values stay the
+        # same: after a failed write to a weight, cycles that are bound later no longer read this weight from the SSD.
         weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
@@ -195,9 +197,9 @@ class Arena:
     def keep(
         self, owner: Owner, buffers: Collection[HostBuffer], advice: Callable[[], str]
     ) -> Mapping[HostBuffer, torch.Tensor]:
-        """Keep copies of these weights on the device, outside the arena's memory; return the copies.
+        """Keep copies of the weights in ``buffers`` on the device, outside the arena's memory; return the copies.
 
-        The owner releases its copies of all other weights.
+        Copies of other weights that ``owner`` kept before are released.
         Raises ChunkflowError if the device does not have enough memory.  ``advice``: see :meth:`reserve`."""
         before, stagings = dict(self._residents.get(owner, {})), GpuStagings()
         kept = {buffer: before[buffer] for buffer in buffers if buffer in before and before[buffer] is buffer.on_device}
@@ -217,13 +219,13 @@ class Arena:
         return kept
 
     def release(self, owner: Owner) -> None:
-        """Unbind a program or a cycle, and release the weights that it keeps on the device outside the arena's memory."""
+        """Unbind a program or a cycle, and release its resident weights outside the arena's memory."""
         owner.unbind()
         self._residents.pop(owner, None)
 
     def displace(self, buffers: Iterable[HostBuffer]) -> None:
-        """Release the programs that keep any of these weights outside the arena's memory: a cycle stores the weights in
-        it."""
+        """Release the programs that keep any of the weights in ``buffers`` outside the arena's memory, because a cycle
+        stores these weights inside it."""
         displaced = set(buffers)
         for program in self.programs:
             if not displaced.isdisjoint(self._residents.get(program, ())):
@@ -232,11 +234,12 @@ class Arena:
     def _evict_for(self, nbytes: int, residents: int) -> None:
         """Evict everything if the next plan would exceed the budgets of the models.
 
-        The weights that earlier programs left on the device may be too many for the budget of the next plan.  The budget of a
-        model is the smallest one of its programs: the larger a program's activations, the less memory is left for weights.
-        It is unlimited if any of the programs has no limit.
+        Together with the next plan, the weights that earlier programs left on the device may exceed the budget.  The budget
+        of a model is the smallest budget of its programs, because a program with larger activations leaves less memory for
+        weights.  If any program of a model has no limit, the model has none.
 
-        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: further bytes outside it.
+        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes that it needs in addition,
+        for resident weights outside this memory.
         """
         budgets: dict[int, float] = {}
         for program in self.programs:
@@ -260,7 +263,7 @@ class Arena:
 
     @property
     def reader(self) -> DriveReader:
-        """The reader that reads weights from the SSD ahead of their copies."""
+        """The object that reads weights from the SSD before they are copied to the device."""
         if self._reader is None:
             rate = 0.0 if self._kind.link is None else self._kind.link.drive
             self._reader = DriveReader(self.streams.pin, rate, self.streams.clock)
@@ -272,9 +275,9 @@ class Arena:
         return [program for ref in self._programs if (program := ref()) is not None]
 
     def prove(self, program: Program) -> None:
-        """Verify a program together with each program of this arena, once for each pair of modules.
+        """Verify a program together with each program of this arena.  Each pair of modules is verified only once.
 
-        Raises FindingError if they are not safe in one arena.
+        Raises FindingError if two of the programs are not safe in one arena.
         """
         mine = program.module
         for other in (tenant.program for tenant in self.programs):
@@ -299,39 +302,41 @@ class Arena:
             self._programs.append(weakref.ref(program, partial(_sweep, weakref.ref(self))))
 
     def remove(self, program: Tenant) -> None:
-        """Remove a program, which must have released its memory."""
+        """Remove a program.  The program must have released its memory."""
         with self.lock():
             self._programs = [ref for ref in self._programs if ref() is not program]
             self.sweep()
 
     def begin_filling(self) -> None:
-        """Note that copies into the memory begin.  If they are interrupted, no program has its chunks complete."""
+        """Note that copies into the memory begin.  Until :meth:`hold`, the contents count as incomplete for every
+        program."""
         self.holder = None
 
     def hold(self, contents: ArenaContents) -> None:
-        """Note that the memory holds these chunks, or that their copies have been issued."""
+        """Note that the memory holds the chunks of ``contents``, or that all copies of these chunks have been issued."""
         self.holder = contents
 
     def discard(self, contents: ArenaContents | None) -> None:
-        """Make the next call a cold start if the memory holds these chunks."""
+        """Make the next call a cold start if the memory holds the chunks of ``contents``."""
         if self.holder is contents:
             self.holder = None
 
     def begin_call(self, title: str) -> None:
-        """Note that a call runs from now until :meth:`end_call`.  ``title``: its name in errors."""
+        """Note that a call runs from now until :meth:`end_call`.  ``title``: the name of the call in error messages."""
         self._running = os.getpid(), title
 
     def end_call(self) -> None:
         self._running = None
 
     def lose_weight(self) -> None:
-        """Note that a weight of a program was dropped.  The next step ends the programs that cannot run without it."""
+        """Note that a weight of a program was dropped.  The next step ends the programs that need the weight."""
         self.lost_weight = True
 
     def close_stale(self) -> None:
-        """End the programs that have lost a weight, such as an adapter's, because they would keep all other weights alive."""
+        """End the programs that have lost a weight (of a deleted adapter, for example).  They would keep all other weights
+        alive."""
         self.lost_weight = False
-        stale: dict[tuple[int, ...], bool] = {}  # checked once per set of weights, not per size
+        stale: dict[tuple[int, ...], bool] = {}  # one check per set of weights, which programs for several sizes share
         for program in self.programs:
             if program.reads not in stale:
                 stale[program.reads] = program.stale
@@ -339,7 +344,8 @@ class Arena:
                 program.close()
 
     def refuse_inside(self) -> None:
-        """Raise ChunkflowError if a call is running now.  It can only be in this thread: other threads wait for the lock."""
+        """Raise ChunkflowError if a call is running now.  Such a call runs in this thread, because other threads wait for
+        the lock."""
         if self._running is not None and self._running[0] == os.getpid():
             raise ChunkflowError(
                 f"A compiled model is called inside a call of {self._running[1]}, from an op of its own, and both share an "
@@ -348,14 +354,15 @@ class Arena:
             )
 
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
-        """Grow the memory to at least ``nbytes``; return it as uint8, aligned to 256 bytes.  The caller holds the lock.
+        """Grow the arena's memory to at least ``nbytes``; return it as a uint8 tensor, aligned to 256 bytes.  The caller
+        holds the lock.
 
-        If it must grow, the old memory is freed first, and each cycle is bound again at its next step.  Then other arenas on
-        a shared device free memory.
+        Before it grows, the old memory is freed, and other arenas on a shared device free memory if needed.  Each cycle is
+        bound again at its next step.
 
-        ``advice``: returns a sentence for the error, on which plan would fit.
-        Raises ChunkflowError if the device does not have enough memory.  Memory of the old size is then allocated again, if
-        that is still possible; otherwise the arena is left without memory.
+        ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.
+        Raises ChunkflowError if the device does not have enough memory.  Before it raises, it tries to allocate memory of
+        the old size again; if this fails too, the arena is left without memory.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:
@@ -381,7 +388,7 @@ class Arena:
         self._states.clear()
 
     def sweep(self) -> None:
-        """Forget programs that were garbage-collected.  After the last one, free the memory and close the streams."""
+        """Forget programs that were garbage-collected.  If no program is left, free the memory and close the streams."""
         with self.lock():
             self._programs = [ref for ref in self._programs if ref() is not None]
             if self._programs or self._streams is None:
@@ -395,7 +402,7 @@ class Arena:
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            del memory  # not sooner: copies into it may have been in flight
+            del memory  # only now, because copies into the memory may have been in flight until the streams were closed
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:
@@ -410,7 +417,7 @@ class Arena:
         return raw[start : start + nbytes]
 
     def __deepcopy__(self, _: object) -> Arena:
-        """Return the arena itself: a copy of a model compiled with an arena shares it."""
+        """Return the arena itself, so that a copy of a model that was compiled with an arena shares the arena."""
         return self
 
     def __reduce_ex__(self, _: object) -> NoReturn:
@@ -422,6 +429,6 @@ class Arena:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sweep(ref: weakref.ref[Arena], _: object) -> None:
-    """Remove a program that was garbage-collected with its model from its arena, which other models may share."""
+    """Remove a program from its arena after the program was garbage-collected.  Other models may still use the arena."""
     if (arena := ref()) is not None:
         aside(arena.sweep)

@@ -1,4 +1,4 @@
-"""Contents of an arena: the state of the chunks in its memory, for programs that place weights in the same way."""
+"""Contents of an arena: the state of the chunks in its memory, shared by programs that place weights in the same way."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .device_base import Device
 class ArenaContents:
     """The state of the chunks in an arena's memory, for one placement of weights.
 
-    Programs with the same placement share it, and so do the calls of a cycle.
+    Programs with the same placement share this object, and so do the calls of a cycle.
 
-    ``events``: the events of a step by their numbers; they mark the openings of windows and the arrivals of copies.
-    ``next_call``: the call of the cycle that can run on the chunks as they are; None while a call runs.
-    ``measured``: whether the calls of the current pass are measured.  ``measurement_requested``: whether this pass was
-    requested through :meth:`Device.measure`.
-    ``versions``: name of a weight -> the version of its values in the memory at the start of a call.
+    ``events``: the events of a step, indexed by event number.  They mark when windows open and when copies have arrived.
+    ``next_call``: the number of the call that can run on the present chunks without a prologue; None while a call runs.
+    ``measured``: whether the calls of the current pass are measured.  ``measurement_requested``: whether
+    :meth:`Device.measure` requested a measurement of this pass.
+    ``versions``: name of a weight -> the version of the values that the memory contains when a call starts.
     """
 
     def __init__(self, device: Device, events: CallEvents) -> None:
@@ -28,28 +28,29 @@ class ArenaContents:
         self.measurement_requested = False
         self.versions: dict[str, int] = {}
         self._call_count = 0
-        # the number of the latest measured call, and the time of its end
+        # the number of the latest measured call, and the time in seconds when it ended
         self._last_end: tuple[int, float] | None = None
 
     def begin_pass(self, measured: bool, requested: bool) -> None:
         self.measured, self.measurement_requested = measured, requested
 
     def fill(self, versions: dict[str, int]) -> None:
-        """Note that copies were issued, after which the weights in the memory have these versions."""
+        """Note that all copies of a prologue were issued, so that the weights in the memory have these ``versions``."""
         self.versions = versions
 
     def begin_call(self) -> None:
         self.next_call = None
 
     def end_call(self, next_call: int) -> int:
-        """Note that a call was issued; return its number."""
+        """Note that a call was issued; return the number of this call, counted from 0."""
         self.next_call, self._call_count = next_call, self._call_count + 1
         return self._call_count - 1
 
     def idle_before(self, number: int, begin: float, end: float) -> float:
-        """The seconds from the end of the previous call to ``begin``; 0 if the previous call was not measured.
+        """Return the seconds from the end of the previous call to ``begin``; 0 if the previous call was not measured.
 
-        ``number``, ``begin``, ``end``: the number and the times of this call; they are kept for the next one.
+        ``number``, ``begin``, ``end``: the number of this call, and the times in seconds when it began and ended.  The
+        number and the end are kept for the next call.
         """
         before, self._last_end = self._last_end, (number, end)
         return max(0.0, begin - before[1]) if before is not None and before[0] == number - 1 else 0.0

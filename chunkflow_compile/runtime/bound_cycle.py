@@ -30,11 +30,11 @@ from .measurement import CycleTimes, StepMeasurement, as_one
 class BoundCycle:
     """Calls that repeat in one order under one plan, bound to the memory of an arena.
 
-    ``calls``: the calls as they were planned.  ``settings``: the settings that it was planned with, without measured times.
-    ``replan_after``: the number of warm passes after which to re-plan from their times, see :meth:`CycleTimes.due`; 0 means
-    never.  ``folder``: the folder that measurements are written to, or None.  ``keys``: the keys of the calls; empty for a
-    program that runs alone.  ``position``: the index of the expected next call.  ``jumps``: how often the cycle was entered
-    at another call than the expected one.
+    ``calls``: the calls as they were planned.  ``settings``: the settings of the planning, without measured times.
+    ``replan_after``: the number of warm passes after which the cycle is re-planned from measured times (see
+    :meth:`CycleTimes.due`); 0 means never.  ``folder``: the folder that measurements are written to, or None.  ``keys``: the
+    keys of the calls; empty for a program that runs alone.  ``position``: the index of the expected next call.  ``jumps``:
+    how often a call other than the expected one entered the cycle.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class BoundCycle:
         replan_after: int = 0,
         advice: Callable[[], str] = str,
     ) -> None:
-        """``buffers``: name of a weight in the cycle -> its buffer.  ``advice``: returns a sentence on which plan would fit,
-        for the error that is raised if the arena does not fit."""
+        """``buffers``: name of a weight in the cycle -> its buffer.  ``advice``: a function that returns a sentence on which
+        plan would fit; the error that is raised when the arena does not fit contains this sentence."""
         self.arena = arena
         self.calls = calls
         self.settings = settings
@@ -62,10 +62,10 @@ class BoundCycle:
         self.folder: Path | None = None
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
-        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # the weight versions that each call ran on
+        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # per call: weight versions in its last run
         self.times = CycleTimes(cycle)
-        self._begun = 0  # passes
-        self._in_order = 0  # calls since a pass began, without a jump
+        self._begun = 0  # the number of passes that have begun
+        self._in_order = 0  # the number of calls of the current pass so far; 0 after a jump
         self._binding: Binding | None = None
         self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
             weakref.WeakKeyDictionary() for _ in calls
@@ -78,11 +78,11 @@ class BoundCycle:
 
     @property
     def alive(self) -> bool:
-        """Whether all weights still exist in the same memory."""
+        """Whether all weights still exist, in the memory where they were when the cycle was planned."""
         return all((buffer := ref()) is not None and buffer.token is not None for ref in self._refs.values())
 
     def can_bind(self) -> bool:
-        """Whether the cycle is bound to the arena's memory, or could be."""
+        """Whether the cycle is bound to the arena's memory or can be bound now."""
         return self._binding is not None or self.alive
 
     @property
@@ -92,13 +92,14 @@ class BoundCycle:
 
     @property
     def passes(self) -> list[tuple[StepMeasurement, ...]]:
-        """The measurements of the latest passes, oldest first, with one entry per call.  Waits for passes in flight."""
+        """The latest measured passes, oldest first; each is a tuple of one measurement per call.  Waits for passes in
+        flight."""
         self._collect()
         return list(self.times.whole)
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The measurements of the latest passes, oldest first, each pass as one step.  Waits for passes in flight."""
+        """The latest measured passes, oldest first, each combined into one measurement.  Waits for passes in flight."""
         return tuple(map(as_one, self.passes))
 
     @property
@@ -107,9 +108,10 @@ class BoundCycle:
         return [executor for bound in self._executors for executor in bound.values()]
 
     def timings_due(self) -> Timings | None:
-        """Note that a call has ended.  Return the times to re-plan from if re-planning is due, else None.
+        """Note that a call has ended.  If re-planning is due, return the times to re-plan from; otherwise return None.
 
-        It is due once, at the end of a pass.  Raises ChunkflowError, once, if the times will never be known.
+        Re-planning is due only once, at the end of a pass.  Raises ChunkflowError if the times will never be known; the
+        error is raised only once.
         """
         if self._in_order != len(self.calls):
             return None
@@ -124,11 +126,11 @@ class BoundCycle:
         return timings
 
     def continue_from(self, other: BoundCycle) -> None:
-        """Continue at the position that the cycle has reached under another plan."""
+        """Continue at the position that ``other``, the same cycle under another plan, has reached."""
         self.position, self.jumps = other.position, other.jumps
 
     def add_jump(self) -> None:
-        """Count a call that entered the cycle at another position than the expected one."""
+        """Count a call that entered the cycle at a position other than the expected one."""
         self.jumps += 1
 
     def measure_into(self, folder: Path) -> None:
@@ -140,7 +142,7 @@ class BoundCycle:
             self.arena.streams.collect(wait)
 
     def begin(self, call: CallSite, number: int) -> Executor:
-        """Begin a call at its position in the cycle; return its executor.
+        """Begin a call at position ``number`` in the cycle; return the executor of the call.
 
         Raises ChunkflowError if the device does not have enough memory for the arena.
         """
@@ -148,7 +150,7 @@ class BoundCycle:
         self.position = (number + 1) % len(self.calls)
         self._in_order = number + 1 if number in (0, self._in_order) else 0
         if number == 0:
-            # saved after passes 1, 2, 4, 8, ..., because the process may be killed
+            # times are saved after passes 1, 2, 4, 8, ..., because the process may be killed before it ends
             if self.folder is not None and self._begun and not self._begun & (self._begun - 1):
                 self._collect(wait=False)
                 self.times.save(self.folder)
@@ -156,8 +158,8 @@ class BoundCycle:
         return executor
 
     def executor_of(self, call: CallSite, number: int) -> Executor:
-        """The executor of a call at its position in the cycle.  It will copy again the weights that were written since they
-        were copied.
+        """Return the executor of a call at position ``number`` in the cycle.  Weights that were written since their last
+        copy are marked, so that the executor copies them again.
 
         Raises ChunkflowError if the device does not have enough memory for the arena.
         """
@@ -180,16 +182,17 @@ class BoundCycle:
         for executors in self._executors:
             for call, executor in list(executors.items()):
                 executor.forget()
-                del executors[call]  # first, so that a Ctrl-C leaves no executor here that runs nothing
+                del executors[call]  # before drop_references(), so that a Ctrl-C leaves no unusable executor here
                 executor.drop_references()
         if self._binding is not None:
             self.arena.discard(self._binding.state)
         self._binding = None
 
     def _renew(self, names: Sequence[str]) -> None:
-        """Renew the copies, outside the arena's memory, of weights that were written since they were copied.
+        """Renew resident copies outside the arena's memory if their weights were written since they were copied.
 
-        Releases the whole binding if the host memory of a weight has moved since then, or is no longer pinned.
+        ``names``: names of the weights of the call.  If the bytes of one of them have moved in host memory or are no longer
+        pinned, the whole binding is released.
         """
         if (binding := self._binding) is None:
             return
@@ -201,12 +204,13 @@ class BoundCycle:
             return
         kept = self.arena.keep(self, outside.values(), self._advice)
         if any(kept[buffer] is not binding.values[name] for name, buffer in outside.items()):
-            self.arena.release(self)  # programs of another arena read the old copy
+            self.arena.release(self)  # a new copy was made because programs of another arena read the old one
 
     def _moved(self, name: str, bound: Bytes) -> bool:
-        """Whether the bytes of a weight have moved since they were ``bound``, or are no longer pinned.
+        """Return whether the bytes of a weight have moved or are no longer pinned.  ``bound``: the bytes that the cycle is
+        bound to.
 
-        A write to a weight moves it away from the SSD, and out of the memory and the devices that ranks share.
+        A write to a weight moves it from the SSD, or from memory and devices that ranks share, into memory of this process.
         """
         buffer = self._buffer(name)
         now = buffer.bytes_now
@@ -217,8 +221,8 @@ class BoundCycle:
     def _make(self, call: CallSite, number: int) -> Executor:
         cycle, placed = self.cycle, self.calls[number]
         names = self._names(call, number)
-        # The call may have another graph, such as one for another size.  Or it has the same graph, but its weights have
-        # changed places: the projections of queries and keys may do so.
+        # The call may have another graph than the planned call, for example for another size.  Or it has the same graph, but
+        # its weights are in another order: for example, the projections of queries and keys may be swapped.
         if call.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
             placed = call.in_cycle(call.names() | names)
             cycle = cycle.at(number, self._program(call, number, placed))
@@ -227,12 +231,12 @@ class BoundCycle:
         return Executor(cycle.calls[number], run, self._bound(call), poison, cycle, file, self._versions, captures)
 
     def _program(self, call: CallSite, number: int, placed: Call) -> Program:
-        """The program, within this cycle, of a call that has another graph or other sizes than the planned call."""
+        """Return a program within this cycle for a call whose graph or sizes differ from the planned call."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         earlier = [(self.cycle.calls[number], self.calls[number].cut)]
         earlier += [(e.program, other.code.cut) for other, e in [*self._executors[number].items()]]
         for program, cut in earlier:
-            # the same graph at other sizes has the same ops on the same weights
+            # the same graph at other sizes has the same ops on the same weights, so its program can be reused
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
                 return replace(program, problem=placed.problem())
         program = rewritten(self.cycle, number, placed, share="sharing" not in call.code.settings.disabled)
@@ -241,8 +245,8 @@ class BoundCycle:
         return program
 
     def _names(self, call: CallSite, number: int) -> dict[str, str]:
-        """The weight names of a call -> their names in the cycle.  A buffer has several names if parameters were tied after
-        compilation."""
+        """Return a mapping from each weight name of a call to the name in the cycle.  If parameters were tied after
+        compilation, one buffer has several names."""
         placed = self.calls[number].names
         of_buffer: dict[int, list[str]] = {}
         for name in placed.values():
@@ -254,11 +258,11 @@ class BoundCycle:
         }
 
     def _bound(self, call: CallSite) -> Binding:
-        """The binding of the cycle, which is bound now if it is not yet.
+        """Return the binding of the cycle.  Bind the cycle first if this has not been done.
 
         Raises ChunkflowError if the device does not have enough memory.
         """
-        if self.keys:  # running alone, the programs of a cycle keep other weights on the device
+        if self.keys:  # a program that ran alone may keep weights outside the arena that the cycle stores inside it
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}
@@ -268,7 +272,7 @@ class BoundCycle:
         return self._binding
 
     def _versions(self) -> dict[str, int]:
-        """Name of a weight of the cycle -> the current version of its values."""
+        """Return a mapping from the name of each weight in the cycle to the current version of its values."""
         return {name: self._buffer(name).version for name in self._refs}
 
     def _buffer(self, name: str) -> HostBuffer:

@@ -1,5 +1,5 @@
-"""Call sites: a call site is a compiled graph at one size, on the weights of one model.  It lists the weights that the call
-reads and the code that it runs."""
+"""Call sites.  A call site is a compiled graph at one size, called with the weights of one model.  It lists the weights that
+the calls read and the code that they run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .measurement import KEPT_MEASUREMENTS, StepMeasurement
 from .target import Cost
 from .wrapped_calls import tuple_getter
 
-# The reason why a weight stays on the device that other calls of the same code stream.
+# The reason that plans show for a weight that stays on the device although other calls of the same code stream it.
 _NOT_OFFLOADED = "on the device: not offloaded"
 
 _version = attrgetter("_version")
@@ -35,7 +35,7 @@ class CallKey:
     """The identity of the weights that a call reads.  Calls that read the same weights in the same regions share one key."""
 
     def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
-        """``settings``: the settings of the newest program with this key."""
+        """``buffers``: the weights.  ``settings``: the settings of the newest program with this key."""
         self._settings = settings
         self._buffers = [weakref.ref(buffer) for buffer in buffers]
 
@@ -45,7 +45,8 @@ class CallKey:
         return all(ref() is not None for ref in self._buffers)
 
     def renew(self, settings: Settings) -> bool:
-        """Note that there is a new program with this key; return whether its goal differs from its predecessor's."""
+        """Note that there is a new program with this key; return whether its goal differs from the goal of the previous
+        program."""
         before, self._settings = self._settings, settings
         return without_call_fields(before) != without_call_fields(settings)
 
@@ -53,12 +54,13 @@ class CallKey:
 class CallSite:
     """The calls of a compiled graph, at one size, on the weights of one model.
 
-    ``code``: the code that the calls run.  ``current``: holds the code that the next call is to run.
-    ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of their values, in this order.
-    ``in_place``: the other weights, by name.  ``kept_bytes``: their size in bytes.
-    ``model``: an id of the model whose weights they are.  ``counts``: the counters of this model.
-    ``steps``: the number of steps so far.  ``measured``: the latest measured steps.
-    ``captures``: the state of the call as a CUDA graph.
+    ``code``: the code that the calls run.  ``current``: the holder of the code that the next call should run.
+    ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of the values of these weights,
+    in the same order.  ``in_place``: the parameters that are not offloaded, by name.  ``kept_bytes``: the total bytes of
+    these parameters.
+    ``model``: an id of the model that owns the weights.  ``counts``: the counters of this model.
+    ``steps``: the number of steps so far.  ``measured``: the measurements of the latest measured steps.  ``captures``: the
+    log of captures of this call into CUDA graphs.
     """
 
     def __init__(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -68,7 +70,7 @@ class CallSite:
         self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
         self.in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
         self.kept_bytes = sum(w.nbytes for w in program.problem.weights if w.name not in self.buffers)
-        # not the id of the root module, which may be gone, so that another object has its id
+        # not the id of the root module: once the module is gone, another object may get this id
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
         self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self.steps = 0
@@ -79,7 +81,7 @@ class CallSite:
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._storeless = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
         weights = [parameters[name] for name in self.buffers]
-        self._marks = list(map(mark_of, weights))  # before the states, so that a concurrent change is noticed
+        self._marks = list(map(mark_of, weights))  # read before the states, so that a concurrent change is noticed
         self._watch(list(map(state_of, weights)))
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
@@ -88,27 +90,28 @@ class CallSite:
 
     @property
     def part(self) -> bool:
-        """Whether the program is a part of a model, so that it alternates with the programs of other parts."""
+        """Whether the program is a part of a model and therefore alternates with the programs of other parts."""
         return self.code.settings.part
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds of the latest steps.  They are times of graph launches if the call is a CUDA graph."""
+        """Seconds of the latest steps, or of the latest graph launches if the call is a CUDA graph."""
         return [*self.captures.step_s] or [step.step_s for step in [*self.measured]]
 
     @property
     def is_stale(self) -> bool:
-        """Whether a weight was dropped, moved or given other memory, so that the program can never run again."""
+        """Whether a weight was dropped, moved or stored in other memory, so that the program can never run again."""
         gone = any(buffer.token is None for buffer in self.buffers.values())
         return gone or any(buffer_of(p) is not None for p in self.in_place.values())
 
     @property
     def budget(self) -> tuple[int, int | None] | None:
-        """An id of the model, and the maximum bytes of its offloaded weights on the device under the newest goal.
+        """A pair: an id of the model, and the maximum bytes of the model's offloaded weights on the device under the newest
+        goal.
 
-        The bytes are None if there is no limit.  The property itself is None if the budget follows from the model's other
-        programs: a program without offloaded weights belongs to no known model and needs no budget, and a preamble is planned
-        with its main program.
+        The bytes are None if there is no limit.  The property itself is None in two cases.  A program without offloaded
+        weights belongs to no known model and needs no budget.  A preamble is planned together with its main program, whose
+        budget counts.
         """
         settings = self.current.code.settings
         if not self.buffers or settings.preamble:
@@ -119,15 +122,16 @@ class CallSite:
         return self.model, max(0, settings.goal.memory - live - settings.outside - self.kept_bytes)
 
     def count(self, cost: Cost) -> None:
-        """Count a run of this cost."""
+        """Count a step that had this ``cost``."""
         self.steps += 1
         self.counts.add_call(cost.moved, cost.primed)
 
     def notice(self, again: bool = False) -> None:
-        """Let modules refresh their buffers, and register writes to weights that were not seen since the last call.
+        """Let modules refresh their buffers, and register writes to weights since the last call that have not been noticed
+        yet.
 
-        The arena is not locked.  ``again``: whether this was already done for the current call.  Then exported weights are
-        not checked: those that are still in use would be counted as written once more.
+        The caller does not hold the lock of the arena.  ``again``: whether :meth:`notice` already ran for the current call.
+        If so, exported weights are not checked again, because each check counts those that are still in use as written.
         """
         for fill in self._fills:
             fill()
@@ -136,34 +140,34 @@ class CallSite:
                 store.sync_external_writes()
 
     def fits(self, weights: Sequence[nn.Parameter]) -> bool:
-        """Whether the program can run on its weights as they are now.  If not, a new program is needed.
+        """Return whether the program can run on its weights as they are now.  If not, a new program is needed.
 
-        ``weights``: the weights of the call, in the order of the parameters.  Every call runs this check, so all loops over
-        the weights are in C.
+        ``weights``: the weights of the call, in the order of the parameters.  This check runs in every call, so its loops
+        over the weights use C functions.
         """
         if self.current.code is not self.code:
             return False
         offloaded = self._offloaded(weights)
         try:
-            with core.DisableTorchFunctionSubclass():  # else torch looks for an override of _version on each tensor
+            with core.DisableTorchFunctionSubclass():  # or torch would look up __torch_function__ per tensor
                 marks = list(map(mark_of, offloaded))
                 same = marks == self._marks and list(map(_version, self._hosts)) == self._host_versions
                 if not same or list(map(_version, self._exposed(offloaded))) != self._exposed_versions:
                     if not self._take_versions(offloaded):
                         return False
                     self._marks = marks
-        except AttributeError:  # a weight is an ordinary tensor now, or in no store
+        except AttributeError:  # a weight is now an ordinary tensor, or is not in any store
             return False
         others = self._others(weights)
         if not all(map(is_, others, self.in_place.values())):
             return False
-        # a weight that was offloaded meanwhile is the same object with another class
+        # a weight that was offloaded since then is the same object with another class
         return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._storeless))
 
     def _take_versions(self, offloaded: Iterable[torch.Tensor]) -> bool:
-        """Record the new versions of weights that were written, whose copies on the device are out of date.
+        """Record the new versions of weights that were written; the copies of these weights on the device are out of date.
 
-        Returns False if a weight was exchanged, restored, replaced, given other memory, packed or unpacked.
+        Returns False if a weight was exchanged, restored, replaced, stored in other memory, packed or unpacked.
         """
         states = list(map(state_of, offloaded))
         if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(states, self._states, strict=True)):
@@ -172,7 +176,8 @@ class CallSite:
         return True
 
     def _watch(self, states: Sequence[tuple[Any, ...]]) -> None:
-        """Store the states of the offloaded weights, and the versions that the next call is compared with."""
+        """Store the states of the offloaded weights.  :meth:`fits` compares the versions at the next call with these
+        states."""
         buffers = [*self.buffers.values()]
         exposed = [i for i, buffer in enumerate(buffers) if buffer.exposed]
         self._states = states
@@ -181,9 +186,10 @@ class CallSite:
         self._exposed, self._exposed_versions = tuple_getter(exposed), [states[i][4] for i in exposed]
 
     def names(self) -> dict[str, str]:
-        """Weight name in the graph -> its name in the model.
+        """Return a mapping from each weight name in the graph to the weight's name in the model.
 
-        They differ if the graph was compiled for another block of the same type: it then uses the names of that block.
+        The names differ if the graph was compiled for another block of the same type, because the graph then uses the names
+        of that block.
         """
         names = {name: buffer.name for name, buffer in self.buffers.items()}
         blocks = {block_of(old): block_of(new) for old, new in names.items()}
@@ -193,13 +199,13 @@ class CallSite:
         return names
 
     def in_cycle(self, names: Mapping[str, str], live: int = 0) -> Call:
-        """This call site as a call of a cycle.  ``names``: its weight names -> their names in the cycle.  ``live``: see
-        :class:`Call`."""
+        """Return this call site as a call of a cycle.  ``names``: weight name in this call site -> name in the cycle.
+        ``live``: see :class:`Call`."""
         keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
         in_files = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.source.file)
         return Call(self.code.cut, names, keep, in_files, live)
 
     def let_go(self) -> None:
-        """Drop all references to weights, because the program has ended."""
+        """Drop all references to weights after the program has ended."""
         self.buffers, self.in_place = {}, {}
         self._states, self._hosts, self._storeless, self._stores, self._fills = [], [], [], [], []

@@ -1,4 +1,4 @@
-"""Capture: record a call as a CUDA graph, if that is possible."""
+"""Capture: record a call as a CUDA graph, if the call allows this."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from .instructions import instructions
 from .target import Cost, RunningStep, Target
 from .wrapped_calls import undeclared
 
-# The position of an input, and its tensor.
+# The position of an input among all inputs, and the tensor for this input.
 _InputTensor = tuple[int, torch.Tensor]
 
 
 def _reasons(target: Target, collectives: bool) -> Iterator[str]:
-    """The reasons why a call cannot be recorded with any inputs.  ``collectives``: whether collectives may be recorded."""
+    """Yield the reasons why a call cannot be recorded, whatever its inputs are.  ``collectives``: whether collectives may be
+    recorded."""
     for name, host in target.binding.hosts.items():
         if isinstance(host, DriveBytes):
             yield f"{name} is on the drive, and a graph copies from host memory only"
@@ -43,9 +44,9 @@ def _reasons(target: Target, collectives: bool) -> Iterator[str]:
 
 
 def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> CudaGraph | None:
-    """Record a call with :func:`capture` if that is possible; if not, return None and write the reason to ``log``.
+    """Record a call with :func:`capture`.  If the call cannot be recorded, return None and write the reason to ``log``.
 
-    Ranks that share the collectives of the call record it together: if one of them cannot, none does.
+    Ranks that share the collectives of the call either all record it or all issue it op by op.
     """
     graph, why = None, next(_reasons(target, log.wanted == "collectives"), "")
     try:
@@ -63,9 +64,10 @@ def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> Cu
 
 
 def _reason_of_any_rank(program: Program, why: str) -> str:
-    """The reason why a rank does not record a call, with its number; empty if all ranks record it.
+    """Return the reason why this or another rank cannot record a call; empty if all ranks can.  A reason from another rank
+    names that rank.
 
-    ``why``: the reason of this rank, or empty.
+    ``why``: the reason of this rank; empty if it can record the call.
     """
     groups = (group_named(name) for name in group_names(program.module.graph))
     for group in {group.ranks: group for group in groups if group is not None}.values():
@@ -77,10 +79,10 @@ def _reason_of_any_rank(program: Program, why: str) -> str:
 
 
 def capture(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> CudaGraph:
-    """Record a call on inputs of these sizes, without running it; return its CUDA graph.
+    """Record a call on inputs with the sizes in ``env``, without running the call; return the CUDA graph.
 
-    ``target``: the target of the call when it is issued op by op.  ``call``: its number in the cycle.  ``env``: the values of
-    the step by node number, of which only the inputs are set.
+    ``target``: the target of the call when it is issued op by op.  ``call``: the number of the call in the cycle.  ``env``:
+    the values of the step, indexed by node number; only the inputs are set.
 
     Raises ChunkflowError for inputs that cannot be recorded, and RuntimeError if there is not enough memory.  An op that
     cannot be recorded may raise other errors.

@@ -25,13 +25,13 @@ from .cuda_graphs import CudaGraphsWanted
 from .device import DeviceKind
 from .wrapped_calls import LoweredRegion
 
-# The number of sizes whose plans are kept; beyond it, the least recently used plan is dropped.  It allows for twenty text
-# lengths, if prompts are not padded, and a dozen resolutions.  Each size keeps a plan, and a program for each block if
-# blocks are compiled separately.
+# The maximum number of sizes whose plans are kept.  If there are more, the least recently used plan is dropped.  The number
+# is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  Each size keeps a plan, and a program for
+# each block if blocks are compiled separately.
 KEPT_SIZES = 32
 
-# The number of goals for which a graph keeps codes; beyond it, the oldest code is dropped.  Models of one class share a
-# graph, and each may have its own goal.
+# The maximum number of goals for which a graph keeps codes.  If there are more, the oldest code is dropped.  Models of one
+# class share a graph, and each of them may have its own goal.
 KEPT_GOALS = 4
 
 Sizes = tuple[int, ...]
@@ -39,20 +39,21 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Code:
-    """The result of compilation.  ``regions``: name of a submodule of the program -> its lowered code.
+    """The result of compilation.  ``regions``: name of a submodule of the program -> the lowered code of this region.
 
-    ``cut``, ``settings``: the cut graph and the settings that the program was made from.  The goal in the settings names the
-    weights that are compressed and sharded.
-    ``make``: a function that runs the passes on other ``pieces`` or with other settings, passed by name; it returns the last
-    stage and the folder of the dump.
-    ``lower``: a function that lowers the regions of a program.  It also takes a dict from region keys to code that is already
-    lowered and can be reused.
-    ``replan_after``: the number of warm steps after which to re-plan from their times; 0 means never.
+    ``cut``, ``settings``: the cut graph and the settings that the program was made from.  The goal in the settings contains
+    the names of the compressed weights and of the sharded weights.
+    ``make``: a function that runs the passes on another cut graph (``pieces``) or with other settings.  Arguments are passed
+    by name.  It returns the last stage and the folder of the dump.
+    ``lower``: a function that lowers the regions of a program.  Its second argument is a dict from region keys to lowered
+    code that can be reused.
+    ``replan_after``: the number of warm steps after which the code is re-planned from measured times; 0 means never.
     ``folder``: the folder that measurements are written to, or None.  ``kind``: the kind of device.
-    ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option.
+    ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option with this name.
     ``pin_bytes``: the maximum bytes of host memory to pin; None means as many as the machine allows.
     ``notes``: sentences for the user about the compilation.
-    ``advice``: returns a sentence on which plan would fit, for the error that is raised if the arena does not fit.
+    ``advice``: a function that returns a sentence on which plan would fit; the error that is raised when the arena does not
+    fit contains this sentence.
     """
 
     program: Program
@@ -87,16 +88,18 @@ class Code:
 
     @property
     def sources(self) -> Mapping[str, frozenset[str]]:
-        """The names of the compressed weights and of the sharded weights, as fields of :class:`Goal`."""
+        """The names of the compressed weights (key ``pack``) and of the sharded weights (key ``peers``), as in
+        :class:`Goal`."""
         return {"pack": self.packed, "peers": self.on_peers}
 
     @property
     def verified(self) -> bool:
-        """Whether the program was verified.  It is then also verified together with the other programs in its arena."""
+        """Whether programs are verified.  If so, this program is also verified together with the other programs in its
+        arena."""
         return "verify" not in self.settings.disabled
 
     def remade(self, **settings: Any) -> Code:
-        """The code for other settings.  It is compiled again only if their goal names other weights to compress.
+        """Return the code for other settings.  Regions are compiled again only if the new goal compresses other weights.
 
         Raises ChunkflowError if no plan meets the settings.
         """
@@ -116,11 +119,12 @@ class Code:
         return replace(code, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
 
     def reading(self, names: frozenset[str]) -> Code:
-        """The code for weights of which some are in files although the plan expects them in host memory.
+        """Return the code for weights of which some are in files although the plan expects them in host memory.
 
-        Nothing is compiled.  ``names``: the weights in files.
-        Returns this code unchanged in three cases: the plan expects all of them in files, a cycle plans for the files, or the
-        user gave the plan.  In the latter two, the copies of such weights read the files themselves.
+        Nothing is compiled.  ``names``: names of the weights that are in files.
+        Returns this code unchanged in three cases: the plan already expects all these weights in files, the program is a
+        part of a model and is planned as part of a cycle, or the user gave the plan.  In the latter two cases, each copy of
+        such a weight reads its file directly.
         """
         if names <= self.in_files or self.settings.part or self.settings.plan is not None:
             return self
@@ -130,7 +134,7 @@ class Code:
         return replace(self, program=stage.program, cut=pieces, folder=folder)
 
     def at(self, traced: Traced) -> Code:
-        """The code at other sizes of the same graph, which is another plan for the same regions.
+        """Return the code for other sizes of the same graph: a new plan for the same regions.
 
         Raises ChunkflowError if no plan meets the settings.
         """
@@ -138,7 +142,7 @@ class Code:
         if self.folder is None:
             stage, _ = self.make(pieces=pieces, likes=likes, last="planned")
             assert stage.plan is not None
-            if stage.plan.placement == self.program.plan.placement:  # its transfers are already verified
+            if stage.plan.placement == self.program.plan.placement:  # its transfers are verified already
                 program = replace(self.program, problem=pieces.problem, plan=stage.plan)
                 return replace(self, program=program, cut=pieces)
             likes = ((pieces.problem, stage.plan),)
@@ -149,10 +153,10 @@ class Code:
 
 @dataclass(eq=False)
 class CurrentCode:
-    """The code that runs on the weights of one model.  It outlives the programs of the model.
+    """The holder of the code that runs on the weights of one model.  It outlives the programs of the model.
 
-    ``by_itself``: whether the code was chosen by automatic re-planning (``replan_after``), not by the user.  A failure to
-    start it is then logged instead of raised.
+    ``by_itself``: whether the code was chosen by automatic re-planning (``replan_after``), not by the user.  If so, a
+    failure to start the code is logged instead of raised.
     """
 
     code: Code
@@ -167,12 +171,12 @@ class CurrentCode:
         self.code = replace(code, replan_after=0)
 
     def adapt(self, code: Code) -> None:
-        """Run ``code``, which is made for the same goal and for the current sources of the weights."""
+        """Make the next call run ``code``, which has the same goal but fits the current sources of the weights."""
         self.code = code
 
 
 class Codes:
-    """The codes of one graph, by the sizes and the goals for which they were planned.  Sizes of equal cost share a code."""
+    """The codes of one graph, indexed by sizes and by goal.  Sizes for which the programs are equal share a code."""
 
     def __init__(self, first: Code, traced: Traced, goal: Goal) -> None:
         """``first``: the code at the sizes for which the graph was compiled.  ``goal``: the goal given by the options."""
@@ -188,7 +192,7 @@ class Codes:
         self._codes = {begun: {**self._firsts}}
         self._same = {begun: begun}
         self._clock = itertools.count()
-        self._used = {begun: next(self._clock)}  # not an OrderedDict: other threads read sizes meanwhile
+        self._used = {begun: next(self._clock)}  # not an OrderedDict, because other threads read it
 
     @property
     def graph(self) -> GraphModule:
@@ -196,7 +200,8 @@ class Codes:
         return self._traced.graph
 
     def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
-        """The sizes under which the code of a call is kept; None if there is no code for it yet."""
+        """Return the sizes under which the code for a call with ``inputs`` is kept; None if there is no code for this call
+        yet."""
         if not self._symbols:
             return ()
         same = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
@@ -205,9 +210,9 @@ class Codes:
         return same
 
     def plan(self, inputs: Sequence[Any], changed: Goal | None) -> None:
-        """Plan for the sizes of a call, and drop the least recently used plan if there are too many.
+        """Plan for the sizes of a call, and drop the least recently used plan if more than KEPT_SIZES plans are kept.
 
-        ``changed``: the goal that replan or a pipeline has set for the model, or None.  Raises ChunkflowError if no plan
+        ``changed``: the goal that ``replan`` or a pipeline has set for the model, or None.  Raises ChunkflowError if no plan
         meets the goal.
         """
         goal = self._goal.aimed_at(changed)
@@ -226,8 +231,8 @@ class Codes:
             self._same = {other: size for other, size in self._same.items() if size != oldest}
 
     def code(self, sizes: Sizes, changed: Goal | None, **form: frozenset[str]) -> Code:
-        """The code for sizes that :meth:`sizes` has returned.  ``changed``: see :meth:`plan`.  ``form``: the names of the
-        compressed weights and of the sharded weights, as fields of the goal.  Raises ChunkflowError if no plan meets the
+        """Return the code for sizes that :meth:`sizes` has returned.  ``changed``: see :meth:`plan`.  ``form``: the names of
+        the compressed weights and of the sharded weights, as fields of the goal.  Raises ChunkflowError if no plan meets the
         goal."""
         goal = self._goal.aimed_at(changed)
         return _code_for(
@@ -239,7 +244,7 @@ class Codes:
 
 
 def _code_for(goal: Goal, codes: dict[Goal, Code]) -> Code:
-    """The code for a goal.  If there is none yet, it is made from the code for another goal."""
+    """Return the code for a goal.  If there is none yet, make it from the code for another goal."""
     if goal not in codes:
         code = next(iter(codes.values())).remade(goal=goal, plan=None)
         if len(codes) >= KEPT_GOALS:
@@ -249,13 +254,13 @@ def _code_for(goal: Goal, codes: dict[Goal, Code]) -> Code:
 
 
 def decided(goal: Goal, cut: Cut) -> Goal:
-    """The goal with the choices that ``cut`` has made, which the goal may have left open: the names of the compressed and of
-    the sharded weights, and the number of groups of heads."""
+    """Return the goal with the choices that were made for ``cut``: the names of the compressed weights, the names of the
+    sharded weights, and the number of groups of attention heads.  The given goal may leave these choices open."""
     groups = cut.problem.exchange_groups
     return replace(goal, pack=cut.packed, peers=cut.on_peers, exchange_groups=groups > 1 and groups)
 
 
 def without_call_fields(settings: Settings) -> Settings:
-    """The settings without the fields that differ between the sizes of one call, and between calls."""
+    """Return the settings without the fields that may differ between the sizes of one call or between calls."""
     goal = replace(settings.goal, pack=False, peers=False, hoist=False, exchange_groups=False)
     return replace(settings, likes=(), part=False, outside=0, arena=0, table=0, tables=0, goal=goal)

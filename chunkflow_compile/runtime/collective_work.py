@@ -1,4 +1,4 @@
-"""The functions that issue collectives to their stream, and the events between it and compute."""
+"""The functions that issue collectives to their stream, and the events that order this stream and compute."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .wrapped_calls import explained
 
 
 def collective_issue(target: Target, node: Node, window: int) -> Issue:
-    """A function that issues a collective, its completion, or one of its results to the collective stream.
+    """Return a function that issues a node to the collective stream: a collective, its completion, or one of its results.
 
-    ``window``: the index of the window that its seconds are added to.
+    ``window``: the index of the window to which the duration of the node's work is added.
     """
     stream, traffic = target.device.collective, target.traffic
     number, read = target.number[node], reader(target.number, node.args, node.kwargs)
@@ -40,7 +40,7 @@ def collective_issue(target: Target, node: Node, window: int) -> Issue:
 
 
 def start_issue(target: Target, collective: Issue) -> Issue:
-    """A function that starts a collective when compute has reached it."""
+    """Return a function that issues a collective, which starts once compute has reached this point."""
     compute, stream, started = target.device.compute, target.device.collective, target.started
 
     def issue(step: RunningStep) -> None:
@@ -54,9 +54,9 @@ def start_issue(target: Target, collective: Issue) -> Issue:
 
 
 def finish_issue(target: Target, completion: Issue | None) -> Issue:
-    """A function that makes compute wait for the end of a collective.
+    """Return a function that makes compute wait for the end of a collective.
 
-    ``completion``: issues the completion of the collective, or None if it needs none.
+    ``completion``: a function that issues the completion of the collective; None if there is no completion to issue.
     """
     compute, stream, ended = target.device.compute, target.device.collective, target.ended
 
@@ -71,9 +71,9 @@ def finish_issue(target: Target, completion: Issue | None) -> Issue:
 
 
 def _explained(target: Target, node: Node) -> Callable[..., Any]:
-    """The op of a node that belongs to a collective, wrapped by :func:`explained`.
+    """Return the op of a collective node, wrapped by :func:`explained`.
 
-    The last completion of a collective also reports the bytes received.
+    If the node is the last completion of its collective, the wrapped op also reports the received bytes to the device.
     """
     collective, function = node, node.target
     while collective_kind(collective) is None:

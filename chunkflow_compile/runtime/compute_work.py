@@ -1,4 +1,4 @@
-"""Work of the compute stream on the values of a step: it runs a region or another node, or drops values."""
+"""Work of the compute stream on the values of a step: run a region or another node, or drop values."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from chunkflow_compile.passes.plan import runs
 from .target import Target
 from .wrapped_calls import LoweredRegion, checked, owning, repeated, tuple_getter, undeclared
 
-# Work on the values of a step.
+# Work on the values of a step, which it gets as a list.
 Work = Callable[[list[Any]], None]
-# Returns the positional and the keyword operands of a node, given the values of a step.
+# A function that gets the values of a step, and returns the positional and the keyword operands of a node.
 Reader = Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Work on the values of a step, in the order of the compute stream.
+    """A piece of work for the compute stream.
 
-    ``window``: the index of the region whose compute time it is, or None.  ``name``: the name shown by a profiler.
-    ``once``: whether it runs for the last row only.
+    ``window``: the index of the region to whose compute time the work counts, or None.  ``name``: the name shown by a
+    profiler.  ``once``: whether the work runs only for the last row if a step computes several rows.
     """
 
     work: Work
@@ -39,9 +39,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class PicksAndDrops:
-    """Work that first picks elements of region outputs as values, and then drops values.  It is one function.
+    """Work that first takes elements out of region outputs and then drops values, all in one function.
 
-    ``picks``: for each element its own number, the number of the outputs, and its index in them.
+    ``picks``: for each element, the number of its value, the number of the value that contains the region's outputs, and the
+    index of the element in these outputs.
     ``drops``: the numbers of the values to drop.
     """
 
@@ -49,15 +50,15 @@ class PicksAndDrops:
     drops: list[int] = field(default_factory=list)
 
     def work(self) -> Work:
-        """The work, including picks and drops that are added later."""
+        """Return the work.  It includes picks and drops that are added after this call."""
         return partial(_pick_and_drop, self.picks, self.drops)
 
 
 def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) -> Compute:
-    """The work that calls a region.
+    """Return the work that calls a region.
 
-    ``index``: the index of the region in the problem of the program.  ``taken``: the numbers of the values that no later work
-    reads, which are dropped before the call.
+    ``index``: the index of the region in the problem of the program.  ``taken``: the numbers of the values that only this
+    region still reads; they are dropped before the call.
     """
     program, values, module = target.program, target.binding.values, str(node.target)
     read = program.problem.regions[index].weights
@@ -66,7 +67,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
     if (slicing := node.meta.get(SLICING)) is not None:
         outputs = sorted(node.users, key=lambda user: cast(int, user.args[1]))
         region = repeated(region, slicing, [output.meta["val"] for output in outputs])
-    # a call that is being recorded was checked when it ran before
+    # a call that is being recorded has run before, and was checked then
     if not target.device.records and (ops := undeclared(getattr(program.module, module))):
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
 
@@ -87,7 +88,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
 
 
 def node_work(target: Target, node: Node) -> Work:
-    """The work of a constant, of the outputs, or of an op outside of regions that does not pick an element."""
+    """Return the work of a node outside of regions: a constant, the outputs, or an op other than picking an element."""
     place, function = target.number, cast(Any, node.target)
     number = place[node]
     if node.op == "get_attr":
@@ -98,9 +99,9 @@ def node_work(target: Target, node: Node) -> Work:
 
 
 def poison_work(target: Target, weight: str) -> Work:
-    """The work that overwrites the bytes of an evicted weight that are copied in each step.
+    """Return the work that overwrites an evicted weight.  Only the bytes that are copied in every step are overwritten.
 
-    It needs no event: the next window over these bytes opens after it on the compute stream.
+    The work needs no event, because the next window for these bytes opens later on the same compute stream.
     """
     plan = target.program.plan
     placed = next(w for w in plan.streamed if w.name == weight)
@@ -109,14 +110,15 @@ def poison_work(target: Target, weight: str) -> Work:
 
 
 def reader(number: Mapping[Node, int], operands: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Reader:
-    """A function that returns the operands of a node, given the values of a step.  ``number``: the index of each value."""
+    """Return a function that gets the values of a step and returns the operands of a node.  ``number``: node -> its index
+    among the values."""
     kwargs = kwargs or {}
-    if not kwargs and all(isinstance(a, Node) for a in operands):  # as for a region
+    if not kwargs and all(isinstance(a, Node) for a in operands):  # for example the operands of a region
         take = tuple_getter([number[a] for a in operands])
         return lambda env: (take(env), kwargs)
     nested = list[Node]()
     map_arg([a for a in operands if not isinstance(a, Node)], nested.append)
-    if not kwargs and not nested:  # as for a collective
+    if not kwargs and not nested:  # for example the operands of a collective
         places = [(number[a], None) if isinstance(a, Node) else (-1, a) for a in operands]
         return lambda env: ([constant if n < 0 else env[n] for n, constant in places], kwargs)
 
@@ -157,6 +159,6 @@ def _output(number: int, read: Reader, env: list[Any]) -> None:
 
 
 def _poison(pieces: Sequence[torch.Tensor], env: list[Any]) -> None:
-    """Set all bits, which is NaN in every floating type except the ``fnuz`` variants of float8."""
+    """Set all bits.  This is NaN in every floating-point type except the ``fnuz`` variants of float8."""
     for piece in pieces:
         piece.fill_(255)

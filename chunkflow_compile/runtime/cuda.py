@@ -1,4 +1,4 @@
-"""The cuda device: compute runs on the caller's stream, copies run on a separate stream, and events order the two.
+"""The cuda device: compute runs on the caller's stream, copies run on a separate stream, and events order the two streams.
 
 During a step the host does not block and does not allocate.  All use of torch.cuda goes through :class:`TorchCuda`, so the
 same code runs in tests without a GPU.
@@ -30,7 +30,8 @@ from .torch_cuda import TorchCuda
 class CudaDevice(Device):
     """Issues compute and collectives on the caller's stream, and copies on a separate stream.
 
-    The process group runs each collective on its own stream, and the caller's stream waits for it at wait_tensor.
+    The process group runs each collective on a stream of the group, and the caller's stream waits for the collective at
+    wait_tensor.
     """
 
     name = "cuda"
@@ -44,7 +45,7 @@ class CudaDevice(Device):
         self.compute = self.collective = CudaStream(cuda, self._clock)
         self.copy = CudaStream(cuda, self._clock, cuda.stream())
         self._handover, self._issued = self.event(), [self.event() for _ in LANES]
-        self._reading: Engine | None = None  # the thread that reads from the SSD
+        self._reading: Engine | None = None  # owns the thread that reads from the SSD
         self._launched: torch.cuda.Event | None = None  # recorded after the latest graph launch
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
@@ -61,7 +62,7 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._memory = None
-        # else the allocator would keep the memory of a smaller arena that was freed, unused, next to the new one
+        # otherwise the allocator would keep the freed, unused memory of a smaller arena in addition to the new memory
         self.cuda.trim()
         self._memory = memory = self.cuda.allocate(nbytes)
         for lane in self.lanes:
@@ -73,14 +74,15 @@ class CudaDevice(Device):
         self._memory = None
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep track of memory outside the arena that steps read.  It may be freed while they are in flight on any stream."""
+        """Keep track of the memory that steps read outside the arena.  This memory may be freed while steps are in
+        flight."""
         self._outside = [ref for ref in self._outside if ref() is not None] + [weakref.ref(t) for t in tensors]
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         return self.cuda.pin(host)
 
     def stage(self) -> None:
-        """Stage copies from pageable memory from now on."""
+        """From now on, copy pageable memory through a pinned staging buffer."""
         if not isinstance(self.copy, StagedCopies):
             self.copy = self.compute.stage(self.copy)
 
@@ -112,7 +114,7 @@ class CudaDevice(Device):
     def copy_all(self, copies: Sequence[NamedCopy], lane: Lane = "copy") -> None:
         if self.cuda.profiled():  # each copy is shown with its name
             super().copy_all(copies, lane)
-        else:  # as one piece of work, because switching the current stream takes the host longer than a copy
+        else:  # as one piece of work, because it takes the host longer to switch the current stream than to issue a copy
             self.lane(lane).run(partial(self._copy_each, copies, lane))
 
     def _copy_each(self, copies: Sequence[NamedCopy], lane: Lane) -> None:
@@ -123,7 +125,7 @@ class CudaDevice(Device):
         for lane in self.lanes:
             lane.synchronize()
         if self._launched is not None and not self.copy.inherited:
-            self._launched.synchronize()  # the copies of a graph run on none of these streams
+            self._launched.synchronize()  # the copies in a graph run on other streams
 
     def why_not_recorded(self) -> str:
         if torch.version.hip is not None:
@@ -153,7 +155,8 @@ class CudaDevice(Device):
         return self.cuda.free()
 
     def start(self, marked: bool, consecutive: bool) -> Frame | None:
-        """Use the caller's current stream for compute.  If it has changed, it first waits for the previous stream."""
+        """Use the caller's current stream for compute.  If another stream was used before, make the new stream wait for
+        it."""
         current, before = self.cuda.current(), self.compute.stream
         if before is not None and current != before:
             self._handover.record(before)
@@ -167,10 +170,10 @@ class CudaDevice(Device):
         self.copy.end_step()
         if begun is not None:
             self._clock.end(begun, self.compute.stream, [lane.stream for lane in self.lanes], over)
-        self.collect()  # now: reading a thousand events takes milliseconds, and the GPU still has a whole step to run
+        self.collect()  # now, while the GPU runs a whole step: reading a thousand events takes milliseconds
 
     def collect(self, wait: bool = False) -> None:
-        # no event is read in a step that is timed from outside
+        # after measure(0), steps are timed from outside, and reading events would disturb them
         if self.compute.inherited or (self._left == 0 and not wait):
             return
         try:
@@ -179,7 +182,7 @@ class CudaDevice(Device):
             raise ChunkflowError(f"The GPU failed: {error}") from error
 
     def close(self) -> None:
-        """Wait for work in flight, because destroying the stream objects does not stop it, and close the streams."""
+        """Wait for work in flight, then close the streams.  Destroying the stream objects would not stop this work."""
         self.closed = True
         if self.compute.inherited:
             return

@@ -1,12 +1,14 @@
-"""CUDA graphs: a call is recorded once.  From then on it costs the host a single launch, no matter how many ops it has.
+"""CUDA graphs: a call is recorded once.  From then on, the host issues the call with a single launch, whatever its number of
+ops.
 
 A launch replaces all instructions of the call: regions, copies, and the events that order them.  The graph reads weights at
-their addresses, on the device and in host memory, so the next launch sees bytes that are written there.  Other inputs are
-first copied to the addresses that the graph reads.  Outputs are copied out of the memory pool of the graph, because the next
-launch overwrites it.
+fixed addresses, on the device and in host memory.  So the next launch reads any new values that were written to these
+addresses.  Before a launch, all other inputs are copied to the addresses from which the graph reads them.  After a launch,
+the outputs are copied out of the memory pool of the graph, because the next launch overwrites this pool.
 
-At the end of a call, compute waits for all copies of the call, so no copy of a graph is in flight after it.  Copies outside
-of graphs, for a cold start, a jump or a written weight, are issued before a launch, which waits for them.
+At the end of a call, compute waits for all copies of the call.  So no copy of a graph is in flight after the call.  Copies
+for a cold start, a jump or a written weight are not part of any graph.  They are issued before the launch, and the launch
+waits for them.
 """
 
 from __future__ import annotations
@@ -30,40 +32,43 @@ from chunkflow_compile.weights.counts import Counts
 from .device_base import EVERY, FIRST_STEPS, Device
 from .wrapped_calls import tuple_getter
 
-# Values of the option cudagraphs.
+# The values of the option cudagraphs.
 CudaGraphsWanted = Literal[False, True, "auto", "collectives"]
 
 _log = logging.getLogger(__name__)
 
-# The number of passes before a call is recorded.  During the first passes, kernels are loaded and tuned, and libraries choose
-# algorithms and allocate memory; none of this is allowed while recording.
+# The number of passes before a call is recorded.  During these passes, kernels are loaded and tuned, and libraries choose
+# algorithms and allocate memory.  None of this is allowed while a graph is recorded.
 PASSES = 3
-# The maximum number of graphs in an arena, for several sizes or calls.  Each graph holds memory on the device.
+# The maximum number of graphs in an arena.  There may be several because of several sizes or calls.  Each graph holds memory
+# on the device.
 MOST_GRAPHS = 4
-# The number of launches that make up for the recording of a graph, which takes a tenth of a second or more.
+# The number of launches after which the recording of a graph has paid for itself.  A recording takes 0.1 s or more.
 _LEAST_LAUNCHES = 8
-# After this many graphs in a row with fewer launches, the call is issued op by op for good.
+# If this many graphs in a row are dropped after fewer than _LEAST_LAUNCHES launches, no more graphs of the call are
+# recorded.
 _MAX_DROPPED_EARLY = 3
-# "auto" records a call if the host is busy for at least this share of the step.  Below it, the device is the bottleneck, with
-# a margin for steps that vary.
+# "auto" records a call if the host is busy for at least this share of the step time.  At a lower share, the device is the
+# bottleneck.  The value is well below 1 because step times vary.
 _WORTH_A_GRAPH = 0.6
-# The number of measured steps on which "auto" decides: half of those that are measured first.
+# The number of measured steps on which "auto" bases its decision: half of the steps that are measured at the start.
 _MEASURED = FIRST_STEPS // 2
-# The number of times that are kept, of launches and of earlier passes: as many as one or two images have steps.
+# The maximum number of step times and of shares that are kept: about as many as one or two images have steps.
 _KEPT_SECONDS = 64
 
 
 @dataclass(eq=False)
 class CaptureLog:
-    """The history of a call as a CUDA graph.  It is kept while graphs of the call are recorded and dropped.
+    """The log of captures of a call into CUDA graphs.  It outlives the individual graphs of the call.
 
     ``counts``: the counters of the model.  ``wanted``: the value of the option cudagraphs.  ``why_not``: the reason why the
-    call is issued op by op; empty if it is recorded or about to be.  ``passes``: the number of passes issued op by op that
-    count towards the next recording.  ``captures``: the number of recordings.  ``launches``: the number of launches of all
-    its graphs.
-    ``capture_s``: seconds of the latest recording.  ``nbytes``: bytes of device memory that its graph holds.
-    ``step_s``: seconds of the latest launches that were timed.  ``shares``: for each measured step that was issued op by op,
-    the share of its time for which the host was busy, or waited because the launch queue was full.
+    call is never recorded; empty if it has been recorded or may still be.  ``passes``: the number of passes issued op by op
+    that count towards the next recording.  ``captures``: the number of recordings.  ``launches``: the total launches of all
+    recorded graphs.
+    ``capture_s``: the duration of the latest recording in seconds.  ``nbytes``: bytes of device memory that the latest graph
+    holds.  ``step_s``: durations of the latest timed launches in seconds.  ``shares``: for each of the latest measured steps
+    that were issued op by op, the fraction of the step time in which the host was issuing ops, including any wait for a full
+    launch queue.
     """
 
     counts: Counts
@@ -98,7 +103,7 @@ class CaptureLog:
         self.passes += 1
 
     def captured(self, nbytes: int, seconds: float) -> None:
-        """Count a recorded graph of ``nbytes`` on the device."""
+        """Count a graph that was recorded in ``seconds`` and holds ``nbytes`` on the device."""
         self.captures, self.nbytes, self.capture_s = self.captures + 1, nbytes, seconds
         self.counts.add_capture(seconds)
 
@@ -123,7 +128,8 @@ class CaptureLog:
         _log.warning("A call is no CUDA graph, and is issued op by op: %s", why)
 
     def dropped(self, launches: int, why: str) -> None:
-        """Count a dropped graph and its number of launches.  Stop recording if too many were dropped early."""
+        """Count a graph that was dropped after ``launches`` launches.  Stop recording if too many graphs were dropped
+        early."""
         self.passes, self.nbytes = PASSES - 1, 0
         self._dropped_early = self._dropped_early + 1 if launches < _LEAST_LAUNCHES else 0
         if self._dropped_early >= _MAX_DROPPED_EARLY:
@@ -131,10 +137,10 @@ class CaptureLog:
 
 
 class CudaGraph:
-    """A recorded call.
+    """A call that was recorded as a CUDA graph.
 
-    ``graph``: the torch.cuda.CUDAGraph; None once it is dropped.  ``moved_bytes``: bytes of weights that a launch copies.
-    ``nbytes``: bytes of device memory that it holds.  ``launches``: the number of launches so far.
+    ``graph``: the torch.cuda.CUDAGraph; None once it is dropped.  ``moved_bytes``: bytes of weights that each launch copies.
+    ``nbytes``: bytes of device memory that the graph holds.  ``launches``: the number of launches so far.
     """
 
     def __init__(
@@ -151,10 +157,11 @@ class CudaGraph:
         moved_bytes: int,
         nbytes: int,
     ) -> None:
-        """``copied``: positions of the inputs that are copied, with the tensors that they are copied to.  ``in_place``:
-        positions of the other tensor inputs, which the graph reads at their addresses.  ``fixed``: positions and values of
-        the inputs that are not tensors.  ``outputs``: the recorded outputs, each with the position of the input that it is,
-        or None.  ``suspects``: ops that may write inputs without declaring it in their schemas."""
+        """``copied``: for each input that is copied before a launch, its position and the tensor that it is copied to.
+        ``in_place``: positions and tensors of the inputs that the graph reads at the inputs' own addresses.  ``fixed``:
+        positions and values of the inputs that are not tensors.  ``outputs``: the recorded outputs; each is paired with the
+        position of an input if the output is that input, else with None.  ``suspects``: ops that may write inputs without
+        declaring it in their schemas."""
         self.graph = graph
         self.moved_bytes, self.nbytes = moved_bytes, nbytes
         self.launches = 0
@@ -171,7 +178,7 @@ class CudaGraph:
         self._suspects = suspects
 
     def misfit(self, env: Sequence[Any]) -> str:
-        """The reason why the graph cannot be launched on these inputs; empty if it can."""
+        """Return the reason why the graph cannot be launched with the inputs in ``env``; empty if it can."""
         if self.graph is None:
             return "it was dropped"
         with core.DisableTorchFunctionSubclass():
@@ -182,7 +189,7 @@ class CudaGraph:
         return "" if self._fixed(env) == self._values else "a number among the inputs has changed"
 
     def launch(self, env: Sequence[Any]) -> tuple[Any, ...]:
-        """Enqueue the call; return its outputs, which are copies that own their memory."""
+        """Enqueue the call with the inputs in ``env``; return copies of its outputs that own their memory."""
         given = list(map(_without_repeats, self._copied(env)))
         if given:
             torch._foreach_copy_(self._targets, given)
@@ -195,9 +202,9 @@ class CudaGraph:
         return tuple(_copy(output, copies) if position is None else env[position] for output, position in self._outputs)
 
     def _check_written(self, given: Sequence[torch.Tensor]) -> None:
-        """After the first launch, check whether it wrote to copies of inputs.
+        """Check whether the first launch wrote to the copies of inputs.
 
-        If so, write the values back to the inputs, and stop recording the call.
+        If so, write the new values to the inputs themselves, and stop recording the call.  ``given``: these inputs.
         """
         for target, tensor in zip(self._targets, given, strict=True):
             if not same_bits(target, tensor):
@@ -209,31 +216,32 @@ class CudaGraph:
 
     @property
     def timed(self) -> bool:
-        """Whether the next launch is timed, as one in ``EVERY`` is."""
+        """Whether the next launch is timed.  One launch in ``EVERY`` is timed."""
         return self.launches % EVERY == 0
 
     def ended(self, begin: float, end: float, _: bool) -> None:
-        """Record the time of a launch.  ``begin``, ``end``: seconds of the device's clock."""
+        """Record the duration of a launch.  ``begin``, ``end``: times of the device's clock in seconds."""
         self._log.step_s.append(end - begin)
 
     def drop(self, why: str) -> None:
-        """Wait for launches in flight, then free the memory of the graph.  ``why``: the reason, for the log."""
+        """Wait for launches in flight, then free the memory of the graph.  ``why``: the reason that is logged."""
         if self.graph is not None:
             self._device.compute.synchronize()
-            graph, self.graph = self.graph, None  # first, so that after a Ctrl-C it cannot be launched without the rest
+            graph, self.graph = self.graph, None  # first, so that a Ctrl-C leaves no launchable graph without tensors
             self._outputs, self._inputs, self._targets, self._shared = [], [], [], {}
             self._device.reset(graph)
             self._log.dropped(self.launches, why)
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that contains each element in memory once, without the repetitions of an expanded tensor."""
+    """Return a view that contains each element in memory once: repetitions of an expanded tensor are removed."""
     strides = tensor.stride()
     return tensor if 0 not in strides else tensor[tuple(slice(None if stride else 1) for stride in strides)]
 
 
 def _shared_storages(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Storage id -> the bytes of each storage that several outputs share.  Copies of these outputs share memory, too."""
+    """Return a mapping from storage id to bytes for each storage that several outputs share.  Copies of these outputs will
+    share memory, too."""
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     counts = Counter(storage._cdata for storage in storages)
@@ -242,10 +250,10 @@ def _shared_storages(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
 
 
 def _copy(output: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """A copy of an output that keeps its strides and its conjugate and negative bits.
+    """Return a copy of an output.  The copy keeps the strides, the conjugate bit and the negative bit.
 
-    Compiled code that gets the output has guards on all of these.  ``copies``: storage id -> the copied bytes of a storage
-    that several outputs share.
+    Compiled code that gets the output has guards on all three properties.  ``copies``: storage id -> the copied bytes of a
+    storage that several outputs share.
     """
     if not isinstance(output, torch.Tensor):
         return output
@@ -260,7 +268,7 @@ def _copy(output: Any, copies: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view of the memory from the first to the last element of a tensor, including any gaps between its elements."""
+    """Return a flat view of the memory from the first to the last element of a tensor, including gaps between elements."""
     if not tensor.numel():
         return tensor.reshape(0)
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -274,13 +282,13 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 class CudaGraphs:
     """The CUDA graphs of an arena, least recently launched first.
 
-    They share a memory pool, because no graph reads values that another graph leaves there.  Each graph belongs to its
-    executor and ends with it.
+    The graphs share a memory pool, because no graph reads values that another graph leaves in the pool.  Each graph belongs
+    to an executor and ends with this executor.
     """
 
     def __init__(self) -> None:
         self._kept: list[weakref.ref[CudaGraph]] = []
-        self._grown = 0  # bytes of the pool, which only grows while it has a graph
+        self._grown = 0  # bytes of the pool, which does not shrink before its last graph is dropped
 
     @property
     def _live(self) -> list[CudaGraph]:
@@ -288,18 +296,18 @@ class CudaGraphs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device that the graphs hold, also between calls."""
+        """Bytes of device memory that the graphs hold, even between calls."""
         if not self._live:
             self._grown = 0
         return self._grown
 
     @property
     def pool(self) -> Any:
-        """A graph whose memory pool a new graph can share, or None."""
+        """A graph whose memory pool a new graph can share; None if there are no graphs."""
         return next((kept.graph for kept in self._live), None)
 
     def add(self, made: CudaGraph) -> None:
-        """Keep a graph, and drop the least recently launched graph if there are too many."""
+        """Keep a graph.  If an arena then has more than MOST_GRAPHS graphs, drop the least recently launched one."""
         self._grown = self.nbytes + made.nbytes
         live = self._live
         for oldest in live[: max(0, len(live) + 1 - MOST_GRAPHS)]:

@@ -1,6 +1,6 @@
 """Pulls on a GPU: one call copies the pieces of a chunk from the GPUs of the other ranks.
 
-torch does not expose this call, so it is made in the CUDA runtime that torch has loaded.
+torch does not expose this call.  So it is called through ctypes, in the CUDA runtime library that torch has loaded.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ _IN_ORDER = 1
 
 
 class _Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes; ``hints`` are for managed memory."""
+    """The C struct cudaMemcpyAttributes.  The ``hints`` apply to managed memory only."""
 
     _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
-# Takes the addresses of the targets, the addresses of the sources, the sizes in bytes, and a stream.
+# A function that takes the target addresses, the source addresses, the sizes in bytes, and a stream.
 Batch = Callable[[list[int], list[int], list[int], int], None]
 
 
 def pull(target: torch.Tensor, source: Pieces) -> None:
-    """Enqueue the copies of pieces into ``target`` (uint8, of as many bytes) on the current stream.
+    """Enqueue the copies of all pieces of ``source`` into ``target`` (uint8, with the same total bytes) on the current
+    stream.
 
-    The pieces on other GPUs are copied by one call, which starts them on several copy engines at once.  The piece on this GPU
-    is copied by torch, because copy engines are slower within a GPU than between GPUs (87 versus 354 GiB/s, NCCL issue 2177).
-    Raises RuntimeError if the call fails.
+    One call copies the pieces from all other GPUs, and starts these copies on several copy engines at once.  The piece on
+    this GPU is copied by torch, because a copy engine is slower within a GPU (87 GiB/s) than between GPUs (354 GiB/s; NCCL
+    issue 2177).  Raises RuntimeError if the call fails.
     """
     stream = torch.cuda.current_stream().cuda_stream
-    # CUDA graphs cannot record the call before CUDA 13.5, and the default stream does not support it
+    # the batched call cannot be recorded in a CUDA graph before CUDA 13.5, nor issued to the default stream
     batch = _batch() if stream and not torch.cuda.is_current_stream_capturing() else None
     if batch is None:
         for part, values in source.copies(target):
@@ -51,7 +52,7 @@ def pull(target: torch.Tensor, source: Pieces) -> None:
 
 @cache
 def _batch() -> Batch | None:
-    """cudaMemcpyBatchAsync from the CUDA runtime that torch uses; None if that runtime lacks it or cannot be loaded."""
+    """Return a wrapper of cudaMemcpyBatchAsync; None if torch's CUDA runtime lacks this function or cannot be loaded."""
     version = int((torch.version.cuda or "0").split(".")[0])
     if version < _SINCE:
         return None

@@ -1,12 +1,14 @@
-"""The streams of a GPU: the caller's stream, and a stream for copies.
+"""The streams of a GPU: the caller's stream and a copy stream.
 
-If some copies come from pageable memory, a separate thread issues all work on the copy stream.  The reason is that CUDA may
-block the thread that issues a copy from unpinned memory or from the SSD until the copy stream reaches this copy.  If it
-blocked the thread that issues compute, nothing would overlap.  The separate thread sends pageable bytes through a small
-pinned ring buffer.  If not even the ring can be pinned, it issues a copy only once the window of the copy has opened.
+If some copies come from pageable memory, a separate thread issues all work on the copy stream.  The reason: a thread that
+issues a copy from unpinned memory or from the SSD may be blocked until the copy stream reaches this copy.  If the thread
+that issues compute were blocked in this way, copies and compute would not overlap.  The separate thread sends pageable bytes
+through a small pinned ring buffer.  If not even this ring buffer can be pinned, the separate thread issues each copy only
+after the window of the copy has opened.
 
-The thread that issues compute waits until the copies of a weight are issued, but never until they are done.  It ends a step
-when all copies of the step are issued, so the host does not run as far ahead of the GPU as with pinned weights.
+The thread that issues compute waits until the copies of a weight have been issued, but never until they are done.  It ends a
+step only after all copies of the step have been issued.  So the host cannot run as far ahead of the GPU as with pinned
+weights.
 """
 
 from __future__ import annotations
@@ -33,31 +35,32 @@ from .torch_cuda import TorchCuda
 
 
 class CudaStream:
-    """A stream of the GPU.  ``clock``: records the times of its work in measured calls.
+    """A stream of the GPU.
 
-    ``stream``: the torch.cuda.Stream; None before the first step if it is the caller's stream.
+    ``clock``: the clock that records when the work of this stream begins and ends in measured calls.  ``stream``: the
+    torch.cuda.Stream; for the caller's stream, None before the first step.
     """
 
     def __init__(self, cuda: TorchCuda, clock: Clock, stream: torch.cuda.Stream | None = None) -> None:
         self.cuda = cuda
         self.clock = clock
         self.stream: Any = stream
-        self._staged: StagedCopies | None = None  # the copy stream whose events it waits for
+        self._staged: StagedCopies | None = None  # the copy stream whose events this stream waits for
         self._side = stream is not None
         self._process = os.getpid()
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked from the process that made the stream.  It then cannot use the GPU or wait for
-        it."""
+        """Whether this process was forked from the process that created the stream.  Such a process cannot use the GPU."""
         return os.getpid() != self._process
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        """Issue work to ``stream``, the caller's current stream, from now on."""
+        """From now on, issue work to ``stream``, the caller's current stream."""
         self.stream = stream
 
     def stage(self, copies: CudaStream) -> StagedCopies:
-        """Make a thread issue the work of ``copies``, whose events this stream waits for; return the thread's stream."""
+        """Let a separate thread issue the work of the copy stream ``copies``.  Return the new copy stream; this stream waits
+        for its events."""
         self._staged = StagedCopies(copies, self)
         return self._staged
 
@@ -98,18 +101,19 @@ class CudaStream:
             raise ChunkflowError(f"The GPU failed: {error}") from error
 
     def copy_bytes(self, target: torch.Tensor, source: Bytes | InRing) -> None:
-        """Copy ``source`` to ``target`` (uint8, equal sizes).  It is called as work of this stream."""
+        """Copy ``source`` to ``target`` (uint8, equal sizes).  The caller passes this method to :meth:`run` as work."""
         assert not isinstance(source, InRing), "weights on the drive are staged"
         self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
 
     def await_record(self, event: torch.cuda.Event) -> None:
-        """Wait until the latest record of ``event`` is issued.  Only then may another stream wait for the event."""
+        """Block until the latest record of ``event`` has been issued.  Another stream may wait for the event only after
+        that."""
 
     def end_step(self) -> None:
-        """Wait until the work of a step is issued.  It is called by the thread that issues the step."""
+        """Block until the work of a step has been issued.  Only the thread that issues the step calls this method."""
 
     def close(self) -> None:
-        """End the thread that issues the work, if there is one."""
+        """End the separate thread that issues the work of this stream, if there is one."""
 
 
 class StagedCopies(CudaStream):
@@ -122,9 +126,9 @@ class StagedCopies(CudaStream):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chunkflow-copies")
         self._staging = Staging(self.cuda.staging, partial(self.cuda.event, False), self.cuda.copy, super().record)
         self._newest: Future[None] | None = None
-        self._worker = 0  # ident of the thread
-        self._reader: Engine | None = None  # the thread that reads from the SSD, whose events copies wait for
-        # id of an event -> a future that is done once the latest record of the event in this step is issued
+        self._worker = 0  # the identifier of the separate thread
+        self._reader: Engine | None = None  # runs the reads from the SSD, for whose events copies wait
+        # id of an event -> a future that is done once the event's latest record in this step has been issued
         self._records: dict[int, Future[None]] = {}
         self._marks: list[torch.cuda.Event] = []  # reusable events that mark points of the compute stream
 
@@ -135,9 +139,11 @@ class StagedCopies(CudaStream):
         self._records[id(event)] = self._put(partial(super().record, event))
 
     def wait(self, event: torch.cuda.Event | HostEvent, waited: Waited | None = None) -> None:
-        """Make the copies enqueued from here on start after ``event``, just recorded by compute or the stream of reads.
+        """Make the copies that are enqueued from here on wait for ``event``.  Compute or the stream of reads has just
+        recorded it.
 
-        Compute may record its event again before the thread reaches this wait, so a separate event marks the point.
+        Compute may record its event again before the separate thread issues this wait.  So another event marks the present
+        point of the compute stream.
         """
         if isinstance(event, HostEvent):
             self._put(partial(event.block, event.recorded))
@@ -151,7 +157,7 @@ class StagedCopies(CudaStream):
                 wait(mark)
             else:
                 mark.synchronize()
-            self._marks.append(mark)  # a wait that was issued refers to the recorded point, so the event can be reused
+            self._marks.append(mark)  # an issued wait refers to the recorded point, so the event can be reused
 
         self._put(issue)
 
@@ -169,9 +175,10 @@ class StagedCopies(CudaStream):
             _raise_from(record)
 
     def reached(self, event: torch.cuda.Event) -> Callable[[], None]:
-        """A function that blocks until the point that this stream or compute has just recorded as ``event`` is reached.
+        """Return a function that blocks until the GPU reaches the latest record of ``event``, which this stream or compute
+        has made.
 
-        The event will be recorded again, so a separate event marks the point.
+        Another event marks this point, because ``event`` will be recorded again.
         """
         mark, issued = self.cuda.event(False), None
         if id(event) in self._records:
@@ -194,19 +201,21 @@ class StagedCopies(CudaStream):
         self._reader = reader
 
     def issued(self) -> None:
-        """Wait until all work enqueued so far is issued.  Raises ChunkflowError if it failed.
+        """Block until all work that was enqueued so far has been issued.  Raises ChunkflowError if this work failed.
 
-        It does not wait on a thread that this would wait for.  There, the garbage collector may run a finalizer that unpins
-        the memory of another model; the copies of that model are already issued, because every step ends with this wait.
+        To avoid a deadlock, it does not block in the thread that issues copies or in the thread that reads from the SSD.  In
+        these threads, it can only be called by a finalizer that the garbage collector runs to unpin the memory of another
+        model.  The copies of that model have already been issued, because every step ends with this wait.
         """
         here = threading.get_ident() == self._worker or (self._reader is not None and self._reader.runs_here)
         if self._newest is not None and not here and not self.inherited:
             _raise_from(self._newest)
 
     def end_step(self) -> None:
-        """Wait until the copies of a step are issued, and forget its records, because the id of a dropped event is reused.
+        """Block until the copies of a step have been issued.  Then forget its records, because ids of dropped events are
+        reused.
 
-        It is called by the thread that issues the step, like :meth:`record` and :meth:`await_record`.
+        Only the thread that issues the step calls this method, :meth:`record` and :meth:`await_record`.
         """
         self.issued()
         self._records.clear()
@@ -229,7 +238,7 @@ class StagedCopies(CudaStream):
         def run() -> None:
             self._worker = threading.get_ident()
             if before is not None and (error := before.exception()) is not None:
-                raise error  # after a failure nothing more is issued, until synchronize has raised it
+                raise error  # after a failure, nothing more is issued until synchronize has raised the error
             work()
 
         self._newest = issued = self._thread.submit(run)
@@ -237,11 +246,11 @@ class StagedCopies(CudaStream):
 
 
 class HostReads:
-    """The stream of reads from the SSD, which run on a host thread.  ``copies``: the copy stream whose events it waits
-    for."""
+    """The stream of reads from the SSD.  The reads run on a host thread."""
 
     def __init__(self, copies: StagedCopies, engine: Engine) -> None:
-        """``engine``: the engine that runs the thread."""
+        """``copies``: the copy stream, whose events the reads wait for.  ``engine``: the engine that runs the host
+        thread."""
         self._copies = copies
         self._stream = engine.streams["read"]
         copies.await_reads(engine)

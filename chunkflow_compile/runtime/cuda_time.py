@@ -1,9 +1,9 @@
-"""Time on a GPU: marks are recorded between the work on its streams, and read after the GPU has passed them.
+"""Time on a GPU: marks are recorded between pieces of work on the streams, and read after the GPU has passed them.
 
-A mark is a timed event.  Events are created in the first passes and then reused: each call takes a frame of events from a
-ring, and a later call reads the frame after it was issued.  Whether a pass over the calls of a cycle is marked is decided
-once, when it begins.  The host never waits: if no frame is free, a call is not measured, and therefore its pass is not
-either.
+A mark is a timed event.  Events are created in the first passes and then reused: each measured call takes a free frame of
+events.  A later call reads the times of this frame once the GPU has passed its marks.  At the beginning of each pass over
+the calls of a cycle, it is decided whether all calls of the pass are measured.  The host never waits for a frame: if none is
+free, the call is not measured, and its pass does not count as measured.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch
 
 from .device_base import StepEnd, Waited, Watch
 
-# The initial number of frames.  If a model is one call, the host is seldom more than one call ahead, because the launch queue
-# of a GPU holds about a thousand kernels.
+# The initial number of frames.  If a whole model is one call, the host is rarely more than one call ahead of the GPU,
+# because the launch queue of a GPU holds about a thousand kernels.
 FRAMES = 4
-# If the blocks of a model are compiled separately, the host is many calls ahead.  Then more frames are made, until all frames
-# together have this many events; four passes over 60 blocks have as many.
+# The maximum number of events in all frames together; this is enough for four passes over 60 blocks.  If the blocks of a
+# model are compiled separately, the host is many calls ahead of the GPU.  More frames are then created, up to this limit.
 MOST_EVENTS = 8192
 
 
 class Frame:
-    """The marks of a call.  ``whole``: whether the previous call of its program was also measured."""
+    """The marks of a call.  ``whole``: whether the previous call of the same program was also measured."""
 
     def __init__(self, event: Callable[[], torch.cuda.Event]) -> None:
         self._event = event
         self._events: list[torch.cuda.Event] = []
         self._numbers = count()
         self._reports: list[Callable[[Callable[[int], float]], None]] = []
-        self._lock = threading.Lock()  # a second thread records marks for copies from pageable memory
+        self._lock = threading.Lock()  # a second thread records marks if it issues copies from pageable memory
         self._ends: tuple[int, ...] = ()
         self.whole = True
 
@@ -46,21 +46,21 @@ class Frame:
 
     def mark(self, stream: torch.cuda.Stream | None) -> int:
         """Record a mark at this point of ``stream``; return its number."""
-        number = next(self._numbers)  # needs no lock, because it is one call into C
+        number = next(self._numbers)  # next() needs no lock, because it is one call into C
         if number >= len(self._events):
             self._grow(number)
         self._events[number].record(stream)
         return number
 
     def _grow(self, number: int) -> None:
-        """Create events up to this number."""
+        """Create events up to the event with this ``number``."""
         with self._lock:
             while len(self._events) <= number:
                 self._events.append(self._event())
 
     @property
     def events(self) -> int:
-        """The number of events, including events that only earlier calls used."""
+        """The number of events in the frame, including those that only earlier calls used."""
         return len(self._events)
 
     def between(self, begin: int, end: int, watch: Watch) -> None:
@@ -86,11 +86,11 @@ class Frame:
             self._events[i].synchronize()
 
     def since(self, before: Frame) -> float:
-        """Seconds from the first mark of the frame ``before`` to the first mark of this one."""
+        """Return the seconds from the first mark of the frame ``before`` to the first mark of this frame."""
         return float(before._events[0].elapsed_time(self._events[0])) / 1e3
 
     def report(self, start: float) -> None:
-        """Report the times of all marks.  ``start``: the time of the first mark in seconds."""
+        """Report the times of all marks.  ``start``: the time of the first mark, in seconds since the first frame."""
 
         def at(mark: int) -> float:
             return start + float(self._events[0].elapsed_time(self._events[mark])) / 1e3
@@ -103,24 +103,25 @@ class Frame:
 class Clock:
     """Time on the GPU, in seconds since the first frame.
 
-    ``event``: creates a timed event.  ``most``: the number of events in all frames beyond which no more frames are made.
+    ``event``: a function that creates a timed event.  ``most``: the maximum number of events in all frames together.
     """
 
     def __init__(self, event: Callable[[], torch.cuda.Event], most: int = MOST_EVENTS) -> None:
         self._event = event
         self._most = most
-        # It is a queue, so the first calls use the frames one after the other and create the events of all frames.  Later
-        # calls create no events, unless the host runs further ahead.
+        # The free frames form a queue.  So the first calls use one frame after the other, and thereby create the events of
+        # all frames.  Later calls create no events, unless the host runs further ahead of the GPU.
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._frames = FRAMES
         self._pending: deque[Frame] = deque()
         self.open: Frame | None = None  # the frame of the running call, if it is measured
-        self._newest: tuple[Frame, float] | None = None  # the last frame that was read, and the time of its first mark
-        self.zero = 0.0  # the time.monotonic() at which the host began the first frame
+        self._newest: tuple[Frame, float] | None = None  # the frame that was read last, and the time of its first mark
+        self.zero = 0.0  # time.monotonic() when the host began the first frame
         self._lock = threading.RLock()
 
     def begin(self, stream: torch.cuda.Stream, marked: bool, consecutive: bool) -> Frame | None:
-        """The frame of a call that begins; None if it is not ``marked``, or if no frame is free.
+        """Begin a call; return its frame.  Return None if the call is not ``marked`` (not to be measured) or no frame is
+        free.
 
         ``consecutive``: whether the previous call of the program was measured.
         """
@@ -138,14 +139,14 @@ class Clock:
     def end(
         self, frame: Frame, compute: torch.cuda.Stream | None, lanes: Sequence[torch.cuda.Stream], over: StepEnd
     ) -> None:
-        """End a call.  ``over``: called by :meth:`collect` after the GPU has passed the end of the call."""
+        """End a call.  ``over``: a function that :meth:`collect` calls after the GPU has passed the end of the call."""
         with self._lock:
             frame.close(compute, lanes, over)
             self.open = None
             self._pending.append(frame)
 
     def _another(self) -> Frame | None:
-        """A new frame, or None if the frames in use have too many events for another one."""
+        """Return a new frame; None if all frames together would have more events than allowed."""
         events = sum(frame.events for frame in self._pending)
         if not self._pending or events / len(self._pending) * (self._frames + 1) > self._most:
             return None
@@ -153,7 +154,7 @@ class Clock:
         return Frame(self._event)
 
     def collect(self, wait: bool = False) -> None:
-        """Read the frames that the GPU has passed.  ``wait``: whether to wait until it has passed all frames."""
+        """Read the frames that the GPU has passed.  ``wait``: whether to wait until the GPU has passed all frames."""
         with self._lock:
             while self._pending:
                 if wait:
@@ -167,6 +168,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # not sooner, because the time of the new frame is relative to it
+            self._free.append(before)  # only now, because the time of the new frame was computed relative to this frame
         self._newest = frame, start
         frame.report(start)

@@ -1,4 +1,4 @@
-"""Cycles of calls: detect calls that repeat, and plan them from the hardware profile or from measured times."""
+"""Cycles of calls: detect calls that repeat, and plan them together, from the hardware profile or from measured times."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from .call_site import CallKey, CallSite
 from .codes import without_call_fields
 from .cuda_graphs import MOST_GRAPHS
 
-# The number of calls in the longest cycle: 128 blocks of two models, called twice per step.
+# The maximum number of calls in a cycle.  It is enough for two models of 128 blocks, called twice per step.
 MOST_CALLS = 512
-# The number of earlier calls with the same weights that are tried as the beginning of a period.  With a step cache, a block
-# is called in several patterns.
+# The number of earlier calls with the same key that are tried as the beginning of a period.  More than one is needed
+# because, with a step cache, calls of a block come in several patterns.
 _TRIES = 4
 
 
 def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...]]:
-    """Candidates for a cycle that begins now, as tuples of keys.
+    """Yield candidates for a cycle that begins now, as tuples of keys.  ``history``: the keys of the latest calls, oldest
+    first.
 
-    A candidate consists of the calls from an earlier call with the last key up to the call before the last one.  They must
-    repeat: either the same calls came directly before them, or they are repetitions of a shorter period, which is then the
-    candidate.  Candidates that begin latest come first.
+    A candidate begins at an earlier call that has the same key as the last call, and ends before the last call.  It must
+    repeat.  Either the same sequence of calls came directly before it, or it consists of repetitions of a shorter period;
+    this period is then the candidate.  Candidates that begin latest are yielded first.
     """
     end = len(history) - 1
     earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is history[end])
@@ -45,22 +46,23 @@ def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...
 
 
 def _shortest_period(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
-    """The shortest sequence of calls that gives ``keys`` when it is repeated."""
+    """Return the shortest sequence of calls whose repetition is ``keys``."""
     length = len(keys)
     return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
 
 
 def is_rotation(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
-    """Whether two cycles are equal up to their starting point."""
+    """Return whether two cycles consist of the same calls in the same cyclic order, with possibly different first calls."""
     if len(keys) != len(others):
         return False
     return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])
 
 
 def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
-    """Whether the plan of a cycle is also the best plan for these settings of a call.
+    """Return whether the plan of a cycle is also the best plan for a call's new settings.
 
-    It is if the settings differ only in the budget, the budget is not larger than the cycle's, and the plan still fits it.
+    This holds if the settings differ only in the budget, the new budget is not larger than the old budget of the cycle, and
+    the plan still fits into the new budget.
     """
     planned, wanted = cycle.settings.goal.memory, settings.goal.memory
     if _unbudgeted(cycle.settings) != _unbudgeted(settings):
@@ -71,13 +73,13 @@ def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
 
 
 def has_room_for(cycle: BoundCycle, live_bytes: int, goal: Goal) -> bool:
-    """Whether the weights of a cycle and ``live_bytes`` of activations fit the budget of a goal."""
+    """Return whether the weights of a cycle and ``live_bytes`` of activations fit into the budget of ``goal``."""
     used = cycle.plan.device_bytes + cycle.settings.outside + goal.counted(live_bytes)
     return goal.memory is None or used <= goal.memory
 
 
 def _unbudgeted(settings: Settings) -> Settings:
-    """The settings without the budget, and without the fields that differ between calls."""
+    """Return the settings without the budget and without the fields that may differ between calls."""
     settings = without_call_fields(settings)
     return replace(settings, goal=replace(settings.goal, memory=None))
 
@@ -93,16 +95,16 @@ def planned(
 ) -> BoundCycle:
     """Plan a cycle.  Raises ChunkflowError if there is no plan."""
     with planning(f"{len(keys)} calls that repeat"):
-        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # its calls cannot be CUDA graphs
+        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # too many calls to be CUDA graphs
         cycle = make_cycle(calls, replace(settings, timings=timings, joined=joined))
         return BoundCycle(arena, calls, buffers, settings, cycle, keys=keys, replan_after=replan_after)
 
 
 def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call], dict[str, HostBuffer]]:
-    """The calls of a cycle, and the buffers of its weights by their names in the cycle.
+    """Return the calls of a cycle, and a mapping from each weight's name in the cycle to its buffer.
 
-    A weight that two calls read counts as two weights of the cycle, because it is copied for each of them.
-    ``live``: bytes of activations of each call, see :class:`Call`.
+    A weight that two calls read counts as two weights of the cycle, because it is copied for each of the two calls.
+    ``live``: for each call, the bytes of its activations (see :class:`Call`).
     """
     placed = list[Call]()
     buffers: dict[str, HostBuffer] = {}
@@ -120,7 +122,7 @@ def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call]
 
 
 def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
-    """The settings of a cycle, or None if its calls have different settings.  Its budget is the largest of their budgets."""
+    """Return the settings of a cycle, with the largest budget of its calls; None if the calls differ in other settings."""
     shared = [_unbudgeted(call.code.settings) for call in calls]
     if any(settings != shared[0] for settings in shared):
         return None
@@ -130,19 +132,19 @@ def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
 
 
 def _outside(calls: Sequence[CallSite]) -> int:
-    """Bytes on the device that the plan of a cycle does not cover.
+    """Return the bytes on the device that the plan of a cycle does not cover.
 
-    They are the weights of the models that none of the calls reads, and the tables of rows of the calls.
+    They are the bytes of those weights of the models that none of the calls reads, plus the tables of rows of the calls.
     """
     left: dict[int, int] = {}
-    for call in dict.fromkeys(calls):  # a call may come several times in a cycle
+    for call in dict.fromkeys(calls):  # each call once, because a call may occur several times in a cycle
         left[call.model] = left.get(call.model, call.code.settings.outside + call.kept_bytes) - call.kept_bytes
     tables = sum(call.code.settings.table for call in dict.fromkeys(calls))
     return tables + sum(max(0, nbytes) for nbytes in left.values())
 
 
 def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:
-    """If one of the calls has a dump folder, write the plan and the programs of the cycle to a folder next to it."""
+    """Write the plan and the programs of the cycle to a folder next to the dump folder of a call, if any call has one."""
     other = next((call.code.folder for call in calls if call.code.folder is not None), None)
     if other is not None:
         with contextlib.suppress(OSError):  # a full disk must not stop the run

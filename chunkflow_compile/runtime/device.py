@@ -1,4 +1,4 @@
-"""Devices of host threads, and the choice of a device."""
+"""Devices that are made of host threads, and the choice of a device."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .torch_cuda import TorchCuda
 
 
 class _HostDevice(Device):
-    """The base class of devices made of host threads.  They can copy from any host memory, and reading their clock is free.
+    """The base class of devices that are made of host threads.
 
-    ``port``: the emulated link to the host, or None.  ``peers``: the emulated link to the other ranks; None if they share the
-    link to the host.
+    These devices can copy from any host memory, and reading their clock costs almost nothing.  ``port``: the emulated link
+    to the host, or None.  ``peers``: the emulated link to the other ranks; None if this traffic also uses ``port``.
     """
 
     def __init__(self, engine: Engine, port: Port | None, peers: Port | None) -> None:
@@ -77,7 +77,7 @@ class _HostDevice(Device):
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
-        # A pass always counts as whole: after an unmeasured pass, only the few copies that run into this one are missed.
+        # Every pass counts as whole: after an unmeasured pass, only the few copies that are still running are not known.
         if begun is not None:
             self.compute.run(lambda: over(begun, self.clock.now(), True))
 
@@ -97,9 +97,9 @@ class CpuDevice(_HostDevice):
 
 
 class ThreadsDevice(_HostDevice):
-    """Runs every stream on its own thread, so the host may enqueue whole steps before any of their work has run.
+    """Runs every stream on a separate thread, so the host may enqueue whole steps before any work in them has run.
 
-    ``choose``, ``before``: see :class:`Engine`; they force schedules that could occur on a GPU.
+    ``choose``, ``before``: see :class:`Engine`; tests use them to force schedules that could occur on a GPU.
     """
 
     name = "threads"
@@ -122,7 +122,8 @@ class ThreadsDevice(_HostDevice):
 
 
 def check_device(given: torch.device | str) -> torch.device:
-    """The device as a torch.device; a GPU gets an index.  Raises ChunkflowError for a device that is not supported."""
+    """Return the device as a torch.device, with an index if it is a GPU.  Raises ChunkflowError for an unsupported
+    device."""
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
@@ -145,7 +146,7 @@ def check_device(given: torch.device | str) -> torch.device:
 
 
 def _why_none() -> str:
-    """The reason why torch has no GPU to run on."""
+    """Return the reason why torch has no GPU to run on."""
     if torch.version.cuda is None and torch.version.hip is None:
         return "is built for the CPU only"
     try:
@@ -167,7 +168,8 @@ def refuse_capture(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """The kind of device.  ``threads``: whether every stream is a thread.  ``link``: the link to emulate, or None."""
+    """The kind of device.  ``threads``: whether every stream runs on its own thread.  ``link``: the PCIe link to emulate, or
+    None."""
 
     threads: bool = False
     link: LinkEmulation | None = None
@@ -186,7 +188,7 @@ def check_kind(device: torch.device, kind: DeviceKind) -> None:
 
 
 def make_device(device: torch.device, kind: DeviceKind) -> Device:
-    """Create the device for programs whose weights are on ``device``.  Raises ChunkflowError if there is none."""
+    """Create the streams for programs that compute on ``device``.  Raises ChunkflowError if this device does not exist."""
     device = check_device(device)
     if device.type == "cuda":
         return CudaDevice(TorchCuda(device))
@@ -196,6 +198,6 @@ def make_device(device: torch.device, kind: DeviceKind) -> Device:
 
 
 def make_port(link: LinkEmulation) -> Port:
-    """Create the port of this rank; the rank comes from the process group if there is one."""
+    """Create the port of this rank.  If ranks share a port, the number of this rank comes from the default process group."""
     rank = dist.get_rank() if dist.is_initialized() and link.shared else 0
     return Port(link, Path(link.shared) if link.shared else None, rank)

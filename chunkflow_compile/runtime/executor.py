@@ -1,11 +1,12 @@
-"""The executor: issues the ops of a call, as they were verified (step.py), to the streams of a device.
+"""The executor: issues the verified ops of a call (step.py) to the streams of a device.
 
-The ops of a call are its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue comes
-before it (``Cycle.prologue``).  The streams are ordered only by the events that these ops record and wait for.  If
-collectives have a separate stream, two more events order it: a collective waits until compute has reached its start, and
-compute waits for its end.
+The ops of a call are called its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue is
+issued before the step (``Cycle.prologue``).  The streams are ordered only by the events that these ops record and wait for.
+If collectives have a separate stream, two more events order this stream: a collective starts only when compute has reached
+its Start op, and compute waits for the end of the collective.
 
-instructions.py makes the functions that issue the ops; this file runs them, or launches the call as a CUDA graph.
+instructions.py makes the functions that issue the ops.  This file calls these functions, or launches the call as a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from .wrapped_calls import LoweredRegion, separated
 class Executor:
     """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena.
 
-    ``target``: the memory and the streams that its ops are issued to.  ``instructions``: the functions that issue the ops of
-    a step.  ``rewritten``: weights that were written since they were copied -> the versions of their values.  ``cost``: the
-    cost of the latest step.  ``captures``: the log of its call as a CUDA graph; None if it is never recorded.
+    ``target``: the memory and the streams that the ops are issued to.  ``instructions``: the functions that issue the ops of
+    a step.  ``rewritten``: name of a weight that was written since it was copied -> the version of its new values.
+    ``cost``: the cost of the latest step.  ``captures``: the log of captures of this call into CUDA graphs; None if the call
+    is never captured.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class Executor:
         captures: CaptureLog | None = None,
     ) -> None:
         """``poison``: see :class:`Target`.  ``cycle``: the cycle that contains the program as a call; None if the program
-        runs alone.  ``file``: called with the measurement of each step.  ``versions``: returns the weights of the cycle with
-        the current versions of their values.
+        runs alone.  ``file``: a function that is called with the measurement of each measured step.  ``versions``: a
+        function that returns the current version of the values of each weight in the cycle, by name.
         """
         self.program = program
         self.cycle = cycle = cycle or Cycle.of(program)
@@ -69,18 +71,18 @@ class Executor:
         self._next = (self.call + 1) % len(cycle.calls)
         self._plan = cycle.plan.digest
         self._steps = 0
-        self._measured = True  # whether the previous step was measured, or there was none
+        self._measured = True  # whether the previous step was measured; True before the first step
         self._windows = len(program.problem.regions)
         self._streams = bool(program.plan.streamed)
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         nodes = list(program.module.graph.nodes)
         placeholders = [names.get(n.name) for n in nodes if n.op == "placeholder"]
-        # the positions of weights whose readers get a slot or a resident copy instead of the parameter
+        # the positions of weights for which regions read a slot or a resident copy instead of the parameter
         self._values = [
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
         self._later: list[Any] = [None] * (len(nodes) - len(placeholders))
-        # the prologues without stale weights, made at their first use: few calls of a cycle ever begin a pass
+        # prologues without stale weights; each is made at its first use, because few calls of a cycle ever need one
         self._prologues: dict[tuple[bool, Sequence[Lane]], list[Issue]] = {}
         self.instructions = instructions(self.target, cycle.ops[self.call], issued(program))
 
@@ -89,15 +91,16 @@ class Executor:
         return self.target.binding
 
     def run(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> list[Any]:
-        """Run one step on each row; return the outputs of each row.  A row is one set of inputs of the traced graph.
+        """Run one step that computes all rows; return the outputs of each row.  A row is one set of inputs of the traced
+        graph.
 
         Several rows share one pass over the weights: each weight is copied once, and each compute op runs for all rows, one
-        after the other.  Only compute ops are repeated, between the same waits and before the same evictions, so the order
-        that was verified for one row holds for all of them.  Such a step is not measured, and is never a CUDA graph.
-        The outputs of different rows share no memory.  The device holds the values between regions for all rows at the same
-        time.  The graph must not write to an input that two rows share.
+        after the other.  Only compute ops are repeated, between the same waits and before the same evictions.  So the order
+        that was verified for one row holds for all rows.  A step with several rows is not measured, and is never a CUDA
+        graph.  The outputs of different rows share no memory.  The device holds the intermediate values of all rows at the
+        same time.  The graph must not write to an input that two rows share.
 
-        ``timed``: whether the times of the steps are needed for re-planning.
+        ``timed``: whether the times of this step are needed for re-planning.
         Raises ChunkflowError if a copy or a collective fails; the next call is then a cold start.
         """
         try:
@@ -109,11 +112,12 @@ class Executor:
         return step.outputs if len(rows) == 1 else separated(step.outputs)
 
     def copy_again(self, versions: Mapping[str, int]) -> None:
-        """Make the next step copy these weights again, unless the memory already has values of these versions."""
+        """Make the next step copy the weights in ``versions`` again, except those whose values in the memory already have
+        the given version."""
         self.rewritten |= versions
 
     def enqueue(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> RunningStep:
-        """Issue one step.  Its outputs are valid after :meth:`Device.deliver`; more steps may be issued before that.
+        """Issue one step.  Its outputs are valid after :meth:`Device.deliver`.  More steps may be issued before ``deliver``.
 
         ``rows``, ``timed``: see :meth:`run`.
         """
@@ -132,7 +136,7 @@ class Executor:
         step = RunningStep(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps, earlier)
         self.cost = step.cost
         self._steps += 1
-        if self._streams:  # else it does not use the arena's memory
+        if self._streams:  # otherwise the program does not use the arena's memory
             if self.binding.arena.holder is not state:
                 self._prime(step)
             elif jumps:
@@ -151,23 +155,23 @@ class Executor:
                 issue(step)
             step.cost.end_issue(self.device.clock.now() - begin_s)
         number = state.end_call(self._next)
-        # bound to the cost and not to the step, whose values would live too long
+        # bound to the cost only, because the values of the step would be kept alive too long
         over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
         return step
 
     def _values_of(self, row: Sequence[Any]) -> list[Any]:
-        """The values of a step before it runs on a row: the inputs, then None for each value to be computed."""
+        """Return the values of a step before it runs on ``row``: the inputs, then None for each value to be computed."""
         env = [*row, *self._later]
         for position, value in self._values:
             env[position] = value
         return env
 
     def _recorded(self, env: Sequence[Any], measured: bool) -> CudaGraph | None:
-        """The CUDA graph for the call on these inputs, which is recorded now if it is due; None to issue instructions
-        instead.
+        """Return the CUDA graph to launch for the inputs in ``env``; None if the call is to be issued op by op.  Record a
+        graph now if one is due.
 
-        ``measured``: whether the times of regions and collectives are needed, which a graph launch does not provide.
+        ``measured``: whether the times of regions and collectives are needed; a graph launch does not provide them.
         """
         if (log := self.captures) is None:
             return None
@@ -192,7 +196,7 @@ class Executor:
             graph.drop(why)
 
     def _stale(self) -> set[str]:
-        """The weights whose values in the arena's memory are out of date."""
+        """Return the names of the weights whose values in the arena's memory are out of date."""
         return {name for name, version in self.rewritten.items() if self.state.versions.get(name) != version}
 
     def _prime(self, step: RunningStep, stale: Collection[str] | None = None, *, jumps: bool = False) -> None:
@@ -201,11 +205,11 @@ class Executor:
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
         if cold:
-            self.device.recover()  # a copy that failed was for another model, or the prologue repeats it
+            self.device.recover()  # any copy that has failed belongs to another model, or is repeated by the prologue
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
-                reads.recover()  # a failed read was for another model, or is repeated by the prologue
+                reads.recover()  # any read that has failed belongs to another model, or is repeated by the prologue
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)
@@ -214,7 +218,7 @@ class Executor:
         step.cost.end_priming()
 
     def _prologue(self, stale: Collection[str] | None, jumps: bool) -> list[Issue]:
-        """The functions that issue the prologue of the call.  ``stale``, ``jumps``: see :meth:`_prime`."""
+        """Return the functions that issue the prologue of the call.  ``stale``, ``jumps``: see :meth:`_prime`."""
         lanes = self.device.lane_names
         if (kept := self._prologues.get((jumps, lanes))) is not None and not stale:
             return kept
@@ -253,10 +257,10 @@ class Executor:
         )
 
     def forget(self) -> None:
-        """Wait for work in flight and discard the chunks in the arena.  The next step is then a cold start."""
+        """Wait for work in flight, and discard the chunks in the arena, so that the next step is a cold start."""
         self.binding.arena.discard(self.state)
         for stream in self.device.streams:
-            with contextlib.suppress(ChunkflowError):  # already raised where the failed work was awaited
+            with contextlib.suppress(ChunkflowError):  # was raised where the host waited for this work
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self._drop_graph("its memory was given up, or a call failed")
@@ -265,7 +269,7 @@ class Executor:
         self.traffic.forget()
 
     def drop_references(self) -> None:
-        """Drop every reference to the arena's memory.  No work may be in flight (:meth:`forget`).  The executor cannot run
-        again."""
+        """Drop every reference to the arena's memory; the executor cannot run again.  Call :meth:`forget` first, so that no
+        work is in flight."""
         self.instructions, self._values, self._prologues = [], [], {}
         self.target.drop_references()

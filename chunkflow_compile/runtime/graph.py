@@ -1,8 +1,8 @@
 """Compiled graphs: the callables that Dynamo calls.
 
 Dynamo shares a compiled graph between models of one class, so the graph may be called with the parameters of several models.
-It has one program per model, which belongs to the placement of the model and ends with it.  The graph only keeps a weak
-reference to it.
+The graph has one program per model and size.  A program belongs to the placement of its model and ends with this placement.
+The graph only keeps a weak reference to the program.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from .wrapped_calls import tuple_getter
 
 _log = logging.getLogger(__name__)
 
-# The ids of the first and the last weight, and the sizes of the call.  Both ids are needed, because blocks may share a
-# weight.
+# The key of a program: the ids of the first and the last weight, and the sizes of the call.  Both ids are needed, because
+# blocks may share a weight.
 _Key = tuple[int, int, Sizes]
 
-# Called with the parameters by name, the names of the weights to offload, and ``start``.  It moves those weights into the
-# host store, calls ``start`` with the model's arena, and attaches the program that ``start`` returns to the placement of the
-# model.
+# A function that places a model.  Its arguments are the parameters by name, the names of the weights to offload, and a
+# function ``start``.  It moves these weights into the host store and calls ``start`` with the model's arena.  Then it
+# attaches the program that ``start`` returns to the placement of the model.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
-# Called with the parameters by name.  Returns the goal that replan or a pipeline has set for their model, or None.
+# A function that gets the parameters of a model by name.  It returns the goal that replan or a pipeline has set for the
+# model, or None.
 Changed = Callable[[Mapping[str, nn.Parameter]], Goal | None]
 
 
 class HostConstants:
-    """Copies, on ``device``, of CPU inputs that forward moves to it, such as tables of rotary embeddings.
+    """Device copies of CPU inputs that forward moves to the device in every step, such as tables of rotary embeddings.
 
-    Each table is moved once instead of in every step, and its copy is kept as long as the table lives.
-    ``positions``: positions of the tables among the inputs.
+    Each such table is copied once instead of in every step, and the copy is kept as long as the table exists.
+    ``positions``: positions of the tables among the inputs of the graph.
     """
 
     def __init__(self, device: torch.device, positions: Sequence[int] = ()) -> None:
@@ -65,12 +66,13 @@ class HostConstants:
         self._moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # table -> its version, and the copy
 
     def move(self, inputs: list[Any]) -> None:
-        """Replace each table among ``inputs`` by its copy.  A copy is renewed if its table was written since."""
+        """Replace each table in ``inputs`` by its copy on the device.  If a table was written since it was copied, copy it
+        again."""
         for position in self.positions:
             inputs[position] = self._copy(inputs[position])
 
     def _copy(self, table: torch.Tensor) -> torch.Tensor:
-        if table.is_inference():  # it has no version counter, so a change would be missed
+        if table.is_inference():  # an inference tensor has no version counter, so a change would be missed
             return table.to(self._device)
         moved: tuple[int, torch.Tensor] | None = self._moved.get(table)
         if moved is None or moved[0] != table._version:
@@ -80,15 +82,17 @@ class HostConstants:
 
 
 class CompiledGraph:
-    """The callable for AOTAutograd.  It gets the inputs of the traced graph as one list, which it may empty."""
+    """The callable that AOTAutograd gets.  Its argument is a list of the inputs of the traced graph; it may empty this
+    list."""
 
     _boxed_call = True
 
     def __init__(
         self, codes: Codes, place: Place, changed: Changed, arena: Arena | None, tables: HostConstants, packs: bool
     ) -> None:
-        """``place``, ``changed``: see :data:`Place` and :data:`Changed`.  ``arena``: the arena that the user passed; None if
-        each model has its own.  ``packs``: whether raw weights are compressed here; if not, they stay as they were placed."""
+        """``place``, ``changed``: see :data:`Place` and :data:`Changed`.  ``tables``: holds device copies of those inputs
+        that are on the host.  ``arena``: the arena that the user passed; None if each model has its own arena.  ``packs``:
+        whether uncompressed weights may be compressed when a program is bound; if False, they stay uncompressed."""
         self.codes = codes
         self._packs = packs
         self._tables = tables
@@ -96,7 +100,8 @@ class CompiledGraph:
         self._changed = changed
         self._arena = arena
         self._programs: weakref.WeakValueDictionary[_Key, SingleCall] = weakref.WeakValueDictionary()
-        # Keyed by the id of the model's first weight.  Its storage is kept, too: once it is freed, the id may be reused.
+        # Key: the id of the model's first weight, and the sizes.  The weight's storage is stored, too, because the id may be
+        # reused after the storage is freed.
         self._current: dict[tuple[int, Sizes], tuple[StorageWeakRef, CurrentCode]] = {}
         self._lock = ProcessLock()
         when_collected(self, _drop_all, self._programs)
@@ -109,7 +114,7 @@ class CompiledGraph:
         self._weights = tuple_getter(places)
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run one step.  A second thread waits until the first one has finished its step.
+        """Run one step.  If another thread is running a step in the same arena, wait for that step first.
 
         Under a FakeTensorMode, nothing is computed or moved, and the outputs are fake tensors.
         """
@@ -124,12 +129,12 @@ class CompiledGraph:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The compiled program, at the sizes for which the graph was compiled."""
+        """The program at the sizes for which the graph was compiled, as a tuple."""
         return (self.codes.first.program,)
 
     @contextlib.contextmanager
     def ready(self, inputs: Sequence[Any]) -> Iterator[SingleCall]:
-        """A context that yields the program for a call with these inputs, and holds the lock of its arena."""
+        """A context that yields the program for a call with ``inputs`` and holds the lock of the program's arena."""
         weights = self._weights(inputs)
         noticed = False
         while True:
@@ -148,14 +153,15 @@ class CompiledGraph:
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
-                # unless another thread has replaced it meanwhile
+                # another thread may have replaced the program meanwhile
                 if self._programs.get(key) is program and sizes in self.codes:
                     self._renew(key, program, parameters)
 
     def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Plan for the sizes of a call.  End the programs of sizes whose plans were dropped for it."""
+        """Plan for the sizes of a call.  If this drops older plans, because their number is limited, end the programs of
+        these plans."""
         with self._lock(), awaited(parameters.values()):
-            if self.codes.sizes(inputs) is None:  # unless another thread has planned for them meanwhile
+            if self.codes.sizes(inputs) is None:  # another thread may have planned for these sizes meanwhile
                 self.codes.plan(inputs, self._changed(parameters))
                 self._current = {key: kept for key, kept in self._current.items() if key[1] in self.codes}
                 for key, program in [*self._programs.items()]:
@@ -188,9 +194,10 @@ class CompiledGraph:
         self._programs[key] = fresh
 
     def _current_code(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
-        """The current code of a model at these sizes, which is created if there is none.
+        """Return the current code of a model at ``sizes``.  Create it if there is none.
 
-        It is not kept in a weak dictionary, whose callbacks run in the garbage collector, where Python would drop a Ctrl-C.
+        The codes are not kept in a weak dictionary: its callbacks run in the garbage collector, where Python would drop a
+        Ctrl-C.
         """
         first = next(iter(parameters.values()))
         self._current = {key: kept for key, kept in self._current.items() if not kept[0].expired()}
@@ -204,14 +211,14 @@ class CompiledGraph:
     def _bind(
         self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes, arena: Arena
     ) -> SingleCall:
-        """Make a program for a model whose weights are placed, and bind it.
+        """Make a program for a model whose weights are placed, and bind the program to the memory of ``arena``.
 
-        Before they are bound, the weights are converted once to the sources that the code wants.  Which weights can be
-        compressed was determined before the code was lowered.  So other code must be lowered in two cases only: these weights
-        belong to another block or model that shares the graph, or they were written since and their values can no longer be
-        compressed.
-        In two other cases only the plan changes and nothing is lowered: the ranks do not agree on the sharded weights, or
-        more weights are in files than the plan expects, because it was made for another model.
+        First, the weights are converted to the sources that the code wants (compressed or sharded).  Before the code was
+        lowered, it was checked which weights can be compressed.  So other code must be lowered in two cases only.  In the
+        first case, these weights belong to another block or another model that shares the graph.  In the second case, the
+        weights were written after the check, and their new values cannot be compressed.
+        In two other cases only the plan changes, and nothing is lowered.  The ranks may disagree on the weights to shard.
+        Or more weights are in files than the plan expects, because the plan was made for another model.
         """
         sources = self._take_sources(current.code, parameters)
         if sources != current.code.sources:
@@ -221,15 +228,15 @@ class CompiledGraph:
         return bind_program(CallSite(current, parameters), arena)
 
     def _take_sources(self, code: Code, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:
-        """Convert the weights to the sources that the code wants, as far as possible; return the sources that they have then,
-        in the form of :attr:`Code.sources`.
+        """Convert the weights to the sources that ``code`` wants, as far as possible.  Return the sources that the weights
+        then have, in the form of :attr:`Code.sources`.
 
-        A compressed weight that several regions read, or that the graph returns, is decompressed.  All other compressed
-        weights stay compressed.
+        A compressed weight is decompressed if several regions read it or the graph returns it.  All other compressed weights
+        stay compressed.
         """
         for store in _stores(parameters.values()):
             if store.exported:
-                store.sync_external_writes()  # before programs start, so that they copy the written values
+                store.sync_external_writes()  # before a program is bound, so that it copies the written values
         able, wanted = takes_packed(self.codes.first.cut), code.packed if self._packs else frozenset()
         buffers = {
             name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None
@@ -244,12 +251,12 @@ class CompiledGraph:
 
 
 def _shard_across_peers(buffers: Mapping[str, HostBuffer], wanted: Collection[str]) -> frozenset[str]:
-    """Shard the ``wanted`` weights across the peers of their models, unless this is done; return the names of all sharded
-    weights.
+    """Shard the ``wanted`` weights across the peers of their models, unless they are sharded already.  Return the names of
+    all sharded weights.
 
-    All ranks call this in the same order, for the weights that they placed together, even a rank that wants none of them.
-    Afterwards, ranks do not wait for each other again: a weight that a rank did not want then, or that was placed later, is
-    never sharded.
+    All ranks must call this function in the same order for the weights that they placed together; even a rank that wants to
+    shard none of these weights must call it.  After that, ranks do not wait for each other again.  So a weight that a rank
+    did not want to shard at that time, or that was placed later, is never sharded.
     """
     for peers in dict.fromkeys(buffer.store.peers for buffer in buffers.values()):
         todo = {
@@ -261,15 +268,15 @@ def _shard_across_peers(buffers: Mapping[str, HostBuffer], wanted: Collection[st
 
 
 def _stores(values: Iterable[Any]) -> list[Store]:
-    """The stores of the placed weights among ``values``, each once."""
+    """Return the stores of the placed weights among ``values``, without duplicates."""
     return [*dict.fromkeys(store for value in values if (store := store_of(value)) is not None)]
 
 
 @contextlib.contextmanager
 def awaited(values: Iterable[Any]) -> Iterator[None]:
-    """A context for work that precedes the sharding of the weights among ``values``.
+    """A context for work of this rank that precedes the sharding of the placed weights among ``values``.
 
-    The other ranks wait for this work.  If it raises an error, they raise it, too.
+    The other ranks wait for this work.  If the work raises an error, the other ranks raise this error, too.
     """
     with contextlib.ExitStack() as calls:
         for store in _stores(values):
@@ -278,7 +285,7 @@ def awaited(values: Iterable[Any]) -> Iterator[None]:
 
 
 def on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
-    """The outputs of an ATen graph as fake tensors of ``mode``, for any kind of input tensors."""
+    """Return the outputs of an ATen graph as fake tensors of ``mode``.  The inputs may be fake or ordinary tensors."""
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or type(value) is FakeTensor:
@@ -291,6 +298,7 @@ def on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _drop_all(programs: weakref.WeakValueDictionary[_Key, SingleCall]) -> None:
-    """End programs whose compiled graph is gone (torch._dynamo.reset), because nothing can run them again."""
+    """End all programs of a compiled graph that was garbage-collected (for example after torch._dynamo.reset), because they
+    can never run again."""
     for program in list(programs.values()):
         aside(program.close)

@@ -1,7 +1,8 @@
-"""Hoisted graphs: a preamble, which runs once for many steps, and main, which takes the results of the preamble as inputs.
+"""Hoisted graphs: a preamble, which runs once for many steps, and a main graph, whose inputs include the preamble's results.
 
-The preamble computes one row for each set of slow inputs (graph/hoist.py), and a table keeps the rows (rows.py).  If the
-table contains the row for the slow inputs of a step, the step runs main alone; if not, it runs the preamble first.
+The preamble computes one row of results for each set of slow inputs (graph/hoist.py), and a table keeps the rows (rows.py).
+If the table contains the row for the slow inputs of a step, the step runs the main graph alone.  If not, it runs the
+preamble first.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _version = attrgetter("_version")
 
 
 class Preamble:
-    """Computes rows and keeps them in tables.  There is one table per model, or one per block if blocks are compiled
+    """Computes rows and keeps them in tables.  Each model has one table, or one table per block if blocks are compiled
     separately.
 
-    The graphs of a model for several sizes share a preamble.
-    ``key``: a value that is equal for preambles that compute the same rows.  ``hoisted``: names of the weights that only
-    preambles read.  ``most_bytes``: size limit of each table in bytes.
+    The graphs that are compiled for different sizes of a model share a preamble.
+    ``key``: a value that is equal for preambles that compute the same rows.  ``hoisted``: names of the weights that only the
+    preamble reads.  ``most_bytes``: the maximum size of each table in bytes.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class Preamble:
         timesteps: Callable[[SingleCall], torch.Tensor | None],
         share: Callable[[Preamble, SingleCall], None],
     ) -> None:
-        """``most_rows``: the maximum number of rows in a table.  ``timesteps``: returns the timesteps of a model's schedule,
-        or None if they are not known.  ``share``: called when a model gets a table.  Both functions take the program that
-        computes the rows of the model."""
+        """``most_rows``: the maximum number of rows in a table.  ``timesteps``: a function that returns the timesteps of a
+        model's schedule, or None if they are not known.  ``share``: a function that is called when a model gets a table.
+        Both functions get the program that computes the rows of this model."""
         self.key = key
         self._timesteps, self._share = timesteps, share
         self.graph = graph
@@ -66,9 +67,9 @@ class Preamble:
         self._programs: weakref.WeakSet[SingleCall] = weakref.WeakSet()
 
     def limit(self, tables: int) -> None:
-        """Share the memory for rows with the preambles that read the same weights for other batch sizes.
+        """Divide the memory for rows equally among the preambles that read the same weights for different batch sizes.
 
-        ``tables``: number of these preambles, this one included.
+        ``tables``: the number of these preambles, including this one.
         """
         self.most_bytes = max(self._row_bytes, self._bytes_of_all // tables)
         for program in self._programs:
@@ -76,16 +77,16 @@ class Preamble:
                 program.table.rows.trim()
 
     def row(self, inputs: Sequence[Any]) -> Row | None:
-        """The row of a call, which is computed now if the table does not contain it.  ``inputs``: inputs of the preamble.
+        """Return the row for a call.  Compute it now if the table does not contain it.  ``inputs``: inputs of the preamble.
 
-        Returns None if hoisting should end, because rows are never used a second time.
-        After a miss, the other blocks of the model also compute their rows for the same slow inputs.  If each block computed
-        its row only when it is called, each of these computations would cause a cold start of the cycle of blocks.
+        Returns None if hoisting should end because no row is ever used a second time.
+        After a miss, the rows of the model's other blocks for the same slow inputs are also computed.  If the row of each
+        block were computed only when that block is called, each computation would cause a cold start of the cycle of blocks.
         """
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
             if program.arena.device.type == "cuda":
-                refuse_capture(program.arena.device)  # reading values would end the capture
+                refuse_capture(program.arena.device)  # reading values of tensors would invalidate the capture
             table, counts = self._table_of(program, inputs), program.call.counts
             rows, before = table.rows, table.newest
             if (timesteps := self._timesteps(program)) is not None:
@@ -104,7 +105,7 @@ class Preamble:
         return row
 
     def _compute_ahead(self, weights: Sequence[Any], slow: Sequence[Any]) -> None:
-        """Compute the row for a later call, unless the table contains it."""
+        """Compute the row for a later call with the slow inputs ``slow``, unless the table already contains it."""
         inputs = self._with_slow(weights, slow)
         with self.graph.ready(inputs) as program:
             rows = self._table_of(program, inputs).rows
@@ -113,7 +114,8 @@ class Preamble:
                 self._compute(program, rows, key, inputs)
 
     def _compute(self, program: SingleCall, rows: Rows, key: Key, inputs: Sequence[Any]) -> Row:
-        """Compute the row of a key, and the rows that are guessed to follow, in one pass."""
+        """Compute the row of ``key`` and the rows that are likely to be needed next, all in one pass; return the row of
+        ``key``."""
         clock, slow = program.arena.streams.clock, [inputs[position] for position in self._slow]
         missing = rows.missing(key, slow, self._row_bytes)
         begin = clock.now()
@@ -145,7 +147,7 @@ class Preamble:
         return table
 
     def note(self, programs: Collection[SingleCall]) -> str:
-        """A summary, as a sentence without its full stop, of the tables of these programs, which belong to one model."""
+        """Return a summary of the tables of ``programs``, which belong to one model, as a sentence without a full stop."""
         tables = [table.rows.statistics for program in programs if (table := program.table) is not None]
         hits, misses, computed = (sum(getattr(t, name) for t in tables) for name in ("hits", "misses", "computed"))
         by = f"{len(self._slow)} small inputs" if len(self._slow) > 1 else "one small input"
@@ -165,13 +167,14 @@ class Preamble:
 
 
 def _most_bytes(ref: weakref.ref[Preamble]) -> int:
-    """The limit of a preamble's tables in bytes; 0 once the preamble is gone, because a table does not keep it alive."""
+    """Return the maximum size of each table of a preamble in bytes; 0 once the preamble has been garbage-collected."""
     preamble = ref()
     return 0 if preamble is None else preamble.most_bytes
 
 
 def _others(program: SingleCall, newest: Key) -> list[Table]:
-    """The tables of the other blocks of the model whose latest call had this key, so that they get the same slow inputs."""
+    """Return the tables of the model's other blocks whose latest call had the key ``newest``.  These blocks get the same
+    slow inputs as the block of ``program``."""
     return [
         table
         for other in program.arena.programs
@@ -181,13 +184,13 @@ def _others(program: SingleCall, newest: Key) -> list[Table]:
 
 
 def _versions(program: SingleCall) -> tuple[tuple[int, ...], ...]:
-    """The versions of the offloaded weights of a program, and the versions of its other weights."""
+    """Return the versions of a program's offloaded weights and of its other weights."""
     call = program.call
     return call.versions, tuple(map(_version, call.in_place.values()))
 
 
 class HoistedGraph:
-    """The callable for AOTAutograd.  Its inputs and results are the inputs and results of the whole graph."""
+    """The callable that AOTAutograd gets.  It has the inputs and the results of the whole graph."""
 
     _boxed_call = True
 
@@ -200,8 +203,8 @@ class HoistedGraph:
         tables: HostConstants,
         whole: Callable[[], CompiledGraph],
     ) -> None:
-        """``graph``: the whole graph.  ``tables``: host constants among its inputs.  ``whole``: compiles the whole graph; it
-        is called if hoisting ends."""
+        """``graph``: the whole graph.  ``main``: the compiled main graph.  ``tables``: the host constants among the inputs.
+        ``whole``: a function that compiles the whole graph; it is called if hoisting ends."""
         self._graph = graph
         self._tables = tables
         self._halves: tuple[Preamble, CompiledGraph] | None = (preamble, main)
@@ -212,7 +215,7 @@ class HoistedGraph:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The compiled programs, at the sizes for which they were compiled."""
+        """The programs at the sizes for which they were compiled."""
         if self._halves is None:
             return () if self._whole is None else self._whole.programs
         preamble, main = self._halves

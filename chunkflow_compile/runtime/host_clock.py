@@ -1,5 +1,5 @@
-"""The clock of a device's host threads.  Its streams, its emulated link and its emulated SSD measure time and sleep with
-it."""
+"""The clock of a device's host threads.  The streams, the emulated PCIe link and the emulated SSD of the device use this
+clock to measure time and to sleep."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HostClock:
-    """``now``: returns the time in seconds, which never decreases and is the same in every process.  ``sleep``: blocks for a
-    number of seconds."""
+    """``now``: a function that returns the time in seconds; the time never decreases and is the same in every process.
+    ``sleep``: a function that blocks for a number of seconds."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep

@@ -1,4 +1,4 @@
-"""The exact bits of the small inputs of a call, found by the host with as few reads of device memory as possible."""
+"""Find the exact bits of a call's small inputs on the host, with as few reads of device memory as possible."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# The dtype, shape and bytes of a tensor, or the type and value of another input.  Two are equal only if all bits are equal.
+# The dtype, shape and bytes of a tensor, or the type and value of another input.  Two objects are equal only if the inputs
+# have equal bits.
 Bits: TypeAlias = tuple[Any, ...]
 
-# If the base of a view has at most this many bytes, it is read as a whole, so that all its views are known.  A schedule takes
-# at most 4 KB.
+# If the base of a view has at most this many bytes, the whole base is read, so that all its views are known.  The schedule
+# of a generation has at most 4 KB.
 MOST_BASE_BYTES = 64 << 10
 
-# Tensors that are made from bits begin at multiples of this many bytes, as vectorized kernels expect of allocations.
+# The alignment in bytes of tensors that are made from bits.  Vectorized kernels expect this alignment.
 _ALIGNMENT = 64
 
 
 @dataclass
 class BitSources:
-    """How often the bits of an input were found in each way, and the number of transfers to the host.
+    """Counts of the ways in which the bits of inputs were found, and the number of transfers to the host.
 
-    The timesteps of an expected schedule count as inputs of the call in which they are read.
+    If a call also reads the timesteps of an expected schedule, they count as inputs of this call.
     """
 
     same_object: int = 0
@@ -40,22 +41,23 @@ class BitSources:
 class InputBits:
     """Finds the bits of inputs.  Not thread-safe: the caller holds the arena's lock.
 
-    Values in host memory are read directly.  A tensor on a device needs no transfer if the same object was read before at the
-    same ``_version`` and layout, or if it is a view of a small base that was.  Known tensors are held weakly.  All other
-    tensors of a call are read in one transfer.  Writes to a device tensor that torch does not count, such as writes through
-    ``.data`` or by a user's kernel, are not noticed.  Inference tensors have no version, so they are read in every call.
+    Values in host memory are read directly.  A device tensor needs no transfer in two cases: the same object was read before
+    and has the same ``_version`` and layout, or the tensor is a view of a small base for which this holds.  Known tensors
+    are held weakly.  All other tensors of a call are read in one transfer.  Writes that do not increase ``_version``, such
+    as writes through ``.data`` or by a user's kernel, are not noticed.  Inference tensors have no version, so they are read
+    in every call.
 
-    ``on_host``: whether a tensor is in host memory; tests replace it to run without a device.
+    ``on_host``: a function that returns whether a tensor is in host memory; tests replace it to run without a device.
     """
 
     def __init__(self, on_host: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cpu) -> None:
         self._on_host = on_host
-        # tensor -> its state when it was read, and its bytes
+        # tensor -> a pair: its state when it was read, and its bytes
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.sources = BitSources()
 
     def find(self, values: Sequence[Any]) -> list[Bits]:
-        """The bits of each value, after at most one transfer."""
+        """Return the bits of each value.  Makes at most one transfer."""
         found = [self._without_transfer(value) for value in values]
         unknown = [i for i, bits in enumerate(found) if bits is None]
         if unknown:
@@ -64,10 +66,10 @@ class InputBits:
         return found  # type: ignore[return-value]
 
     def elements_of_base(self, view: Any) -> tuple[list[bytes], int] | None:
-        """If ``view`` is one element of a small base, possibly expanded: all elements of the base, and the index of the
-        element.
+        """Return all elements of the base of ``view`` and the index of the view's element, if the view is one (possibly
+        expanded) element of a small base.
 
-        Returns None for all other inputs, and for a view on a device whose base :meth:`find` has not read.
+        Returns None for all other inputs, and for a device tensor whose base has not been read by :meth:`find`.
         """
         if not isinstance(view, torch.Tensor) or not _repeats_one(view) or (base := _small_base(view)) is None:
             return None
@@ -94,7 +96,7 @@ class InputBits:
         return known[1] if known is not None and known[0] == _state(tensor) else None
 
     def _read(self, tensors: list[torch.Tensor]) -> list[bytes]:
-        """The bytes of each tensor, in one transfer.  For a view of a small base, the whole base is read."""
+        """Return the bytes of each tensor, read in one transfer.  For a view of a small base, the whole base is read."""
         bases = [_small_base(tensor) for tensor in tensors]
         wanted = {id(t): t for t in (t if base is None else base for t, base in zip(tensors, bases, strict=True))}
         # an inference tensor has no version
@@ -113,7 +115,7 @@ class InputBits:
 
     def _transfer(self, tensors: list[torch.Tensor]) -> list[bytes]:
         self.sources.transfers += 1
-        # not view(torch.uint8) alone: a contiguous tensor of one element may have a stride of 0
+        # as_strided comes first because view(torch.uint8) fails for a contiguous tensor of one element with stride 0
         dense = [_dense(tensor) for tensor in tensors]
         flat = [t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in dense]
         content = _host_bytes((flat[0] if len(flat) == 1 else torch.cat(flat)).cpu())
@@ -129,10 +131,10 @@ def split(content: bytes, nbytes: int) -> list[bytes]:
 
 
 def values_like(like: Any, wanted: Sequence[Bits]) -> list[Any]:
-    """Inputs with exactly the bits in ``wanted``, one per entry.
+    """Return one input for each entry in ``wanted``, with exactly the bits of this entry.
 
-    Tensors get the layout and the device of ``like``, and are moved to the device in one copy.
-    An entry is None if the strides of ``like`` repeat an element for which the wanted values differ.
+    Tensors get the layout and the device of ``like``; a single copy moves all of them to the device.  An input is None if
+    the strides of ``like`` repeat an element but the wanted values of its repetitions differ.
     """
     if not isinstance(like, torch.Tensor):
         return [_number_of(bits) for bits in wanted]
@@ -150,7 +152,7 @@ def values_like(like: Any, wanted: Sequence[Bits]) -> list[Any]:
 
 
 def _number(value: Any) -> Bits:
-    # == holds for 0.0 and -0.0, and not for a NaN and itself
+    # not compared by ==, because 0.0 == -0.0 is True, and a NaN does not equal itself
     if isinstance(value, float):
         return float, struct.pack("d", value)
     if isinstance(value, complex):
@@ -166,7 +168,8 @@ def _number_of(bits: Bits) -> Any:
 
 
 def _state(tensor: torch.Tensor) -> object:
-    """A value that changes if the tensor is written, or gets other memory, for example by an assignment to ``.data``."""
+    """Return a value that changes if the tensor is written or gets other memory (for example by an assignment to
+    ``.data``)."""
     return tensor._version, tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
 
 
@@ -181,14 +184,15 @@ def _host_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _repeats_one(tensor: torch.Tensor) -> bool:
-    """Whether all elements of a tensor are one element in memory."""
+    """Return whether all elements of a tensor are the same element in memory."""
     return tensor.numel() > 0 and not any(
         size > 1 and stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 def _small_base(view: torch.Tensor) -> torch.Tensor | None:
-    """The base of a view, if it is small enough to be read as a whole, and contains the elements of the view."""
+    """Return the base of a view if the base is small enough to be read as a whole and contains all elements of the view;
+    otherwise None."""
     base = view._base
     if base is None or base.nbytes > MOST_BASE_BYTES or not base.is_contiguous():
         return None
@@ -204,7 +208,7 @@ def _first_element(base: torch.Tensor, view: torch.Tensor) -> int:
 
 
 def _cut(whole: bytes, base: torch.Tensor, view: torch.Tensor) -> bytes:
-    """The bytes of a view, taken from the bytes of its base."""
+    """Return the bytes of a view.  ``whole``: the bytes of its base."""
     item, first = base.element_size(), _first_element(base, view)
     if _repeats_one(view):
         return whole[first * item : (first + 1) * item] * view.numel()

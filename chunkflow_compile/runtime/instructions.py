@@ -38,15 +38,15 @@ from .target import Issue, RunningStep, Target
 
 
 def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] = ()) -> list[Issue]:
-    """The functions that issue the ops of a step, in order.
+    """Return the functions that issue the ops of a step, in order.
 
-    ``nodes``: the nodes of the program with their ops, see :func:`issued`; empty if the step consists of transfers only.
+    ``nodes``: each node of the program with its ops (see :func:`issued`); empty if the step consists of transfers only.
 
-    Each function costs the host time, so adjacent ops are merged into one function: a region with the compute ops after it;
-    the copies, records and waits between two such functions; and adjacent reads.  The copies in one lane between two events
-    are issued as one.
-    If the step computes several rows (see :meth:`Executor.run`), a compute function runs all its ops except Evict for each
-    earlier row, and then all its ops for the last row.
+    Each function call takes host time, so adjacent ops are merged into one function.  A region is merged with the compute
+    ops after it.  The copies, records and waits between two such functions are merged, and so are adjacent reads.  The
+    copies of one lane between two events are issued together.
+    If the step computes several rows (see :meth:`Executor.run`), a compute function first runs its ops except Evict for each
+    earlier row.  Then it runs all its ops for the last row.
     Raises FindingError if the ops of the nodes differ from the ops of the step.
     """
     if not target.on_drive:
@@ -59,8 +59,8 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
 
 
 def _with_nodes(step: Step, nodes: Iterable[tuple[Node, Step]]) -> Iterator[tuple[Op, Node | None]]:
-    """Yield each op with its node.  The node is None for transfers, and for ops that are neither the first op of their node
-    nor the Run of a region."""
+    """Yield each op with its node.  Only the first op of each node, and the Run of a region, get the node; all other ops,
+    including transfers, get None."""
     work = ((node, [op for op in ops if not _is_transfer(op)]) for node, ops in nodes)
     rest = ((op, node if op is ops[0] or isinstance(op, Run) else None) for node, ops in work for op in ops)
     for op in step:
@@ -80,23 +80,23 @@ def _is_transfer(op: Op) -> bool:
 
 
 class _Compiler:
-    """Makes the functions of a step.  ``issues``: the functions that are complete."""
+    """Makes the functions of a step.  ``issues``: the functions that have been completed."""
 
     def __init__(self, target: Target) -> None:
         self.issues: list[Issue] = []
         self._target = target
         self._number = {node.name: i for node, i in target.number.items()}
         self._windows = len(target.program.problem.regions)
-        # the window that stalls are added to: the window of the next region, or of the last region if none follows
+        # the index of the window that stalls are added to: the window of the next region, or of the last region at the end
         self._window = 0
-        self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region takes
+        self._taken: tuple[int, ...] = ()  # the numbers of the values that are dropped when the next region takes them
         self._computes: list[Compute] = []
-        self._picks_and_drops: PicksAndDrops | None = None  # the latest, to which later ops may be added
+        self._picks_and_drops: PicksAndDrops | None = None  # the latest work, to which later ops may be added
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
 
     def add(self, op: Op, node: Any) -> None:
-        """Add an op.  ``node``: see :func:`_with_nodes`."""
+        """Add an op to the current function.  ``node``: see :func:`_with_nodes`."""
         target = self._target
         match op:
             case Read() | Record(stream="read") | Wait(stream="read"):
@@ -129,13 +129,13 @@ class _Compiler:
                     self._compute(Compute(poison_work(target, op.weight), once=True))
             case Release():
                 numbers = tuple(self._number[value] for value in op.values)
-                if node is not None:  # the op comes before the Run of a region
+                if node is not None:  # this Release comes before the Run of a region
                     self._taken = numbers
                 else:
                     self._latest_picks_and_drops().drops.extend(numbers)
 
     def flush(self) -> None:
-        """Complete the current function."""
+        """Complete the current function, and append it to ``issues``."""
         if self._computes:
             self.issues.append(_compute(self._target, self._computes))
         if self._transfers:
@@ -152,7 +152,7 @@ class _Compiler:
         self._picks_and_drops = None
 
     def _latest_picks_and_drops(self) -> PicksAndDrops:
-        """The work to add picks or drops to.  After the drops of a Release, new work begins."""
+        """Return the work to which picks or drops can be added.  If the latest work already drops values, begin new work."""
         if self._picks_and_drops is None or self._picks_and_drops.drops:
             work = PicksAndDrops()
             self._compute(Compute(work.work()))
@@ -175,7 +175,7 @@ class _Compiler:
 
 
 def _compute(target: Target, computes: Sequence[Compute]) -> Issue:
-    """A function that issues several pieces of compute work as one.  Only the first of them may be a region."""
+    """Return a function that issues several pieces of compute work as one piece.  Only the first piece may be a region."""
     run, window, name = target.device.compute.run, computes[0].window, computes[0].name
     work = together([each.work for each in computes])
     repeated = [each.work for each in computes if not each.once]
@@ -194,7 +194,7 @@ def _compute(target: Target, computes: Sequence[Compute]) -> Issue:
 
 @dataclass(frozen=True)
 class _Part:
-    """Ops that a stream gets together: first it waits for events, then it runs copies, then it records events."""
+    """Ops that are issued to a stream together: waits for events, then copies, then records of events."""
 
     stream: StreamName
     waits: list[Any] = field(default_factory=list)
@@ -203,9 +203,10 @@ class _Part:
 
 
 def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
-    """A function that issues the ops of lanes, and the records of compute between them, in as few parts as possible.
+    """Return a function that issues ops of the lanes, and records of compute among them, in as few parts as possible.
 
-    The order of the ops in each stream does not change.  A record that comes before a wait in any stream stays before it.
+    The order of the ops within each stream does not change.  A record that precedes a wait, even in another stream, still
+    precedes this wait.
     """
     parts, newest = list[_Part](), dict[StreamName, _Part]()
     for op in ops:
@@ -251,7 +252,7 @@ def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
 
 
 def _reads(target: Target, ops: Sequence[Read | Record | Wait]) -> Issue:
-    """A function that issues ops to the stream of reads."""
+    """Return a function that issues ops to the stream of reads."""
     device, calls = target.device, list[methodcaller]()
     for op in ops:
         match op:
@@ -271,9 +272,9 @@ def _reads(target: Target, ops: Sequence[Read | Record | Wait]) -> Issue:
 
 
 def _wait(target: Target, event: Any, window: int | None) -> Issue:
-    """A function that makes compute wait for an event.
+    """Return a function that makes compute wait for an event.
 
-    ``window``: the index of the window that the stall is added to, or None if it is not counted.
+    ``window``: the index of the window to which the stall is added; None if the stall is not counted.
     """
     compute = target.device.compute
 

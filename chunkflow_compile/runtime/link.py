@@ -1,10 +1,11 @@
-"""An emulated PCIe link: a receive port with a bandwidth, through which copies and the incoming bytes of collectives pass.
+"""An emulated PCIe link: a receive port with limited bandwidth.  Copies and incoming bytes of collectives pass through it.
 
-Every rank has its own port, or all ranks of a machine share one port (a root complex) through a file.  A port serves the
-lanes that have bytes left round-robin, one quantum at a time, as a bus arbiter does; or it carries whole transfers in order
-of arrival.  The end of a transfer is computed, and its sender sleeps until then, which uses no CPU time.
+Either every rank has its own port, or all ranks of a machine share one port (a root complex) through a file.  A port serves
+transfers in one of two orders.  It either serves all lanes with pending bytes round-robin, one quantum at a time, as a bus
+arbiter does, or it carries whole transfers in the order of their arrival.  The port computes when a transfer ends, and the
+sender sleeps until then, which uses no CPU time.
 
-Only time is emulated.  The bytes are really copied and exchanged.
+Only the time is emulated; the bytes are really copied and exchanged.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from .host_clock import MONOTONIC, HostClock
 
 LaneName = Literal["copy", "collective", "pull"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
-# The maximum number of ranks that can share a port.  They are on one machine.
+# The maximum number of ranks on one machine that can share a port.
 MOST_RANKS = 16
-# A transfer with fewer bytes left has ended: the rest is a rounding error.
+# A transfer with fewer bytes left counts as ended, because the rest is a rounding error.
 _NOTHING = 1e-3
 
 
 @dataclass
 class _Lane:
-    """The transfer of a lane.  ``left``: bytes still to carry.  ``arrived``: its position in the order of arrival.
+    """The current or latest transfer of a lane.
 
-    ``over``: the time in seconds when its last byte arrives.
+    ``left``: the number of bytes still to carry.  ``arrived``: the position of the transfer in the order of arrival.
+    ``over``: the time in seconds when the last byte arrived.
     """
 
     left: float = 0.0
@@ -59,9 +61,9 @@ class _Lane:
 class Wire:
     """The state of a port at the time ``now`` in seconds.
 
-    ``turn``: the lane being served.  ``quantum``: bytes left of its quantum.  ``arrivals``: the number of transfers so far.
-    ``idle_from``, ``idle_to``: begin and end of the last period without a transfer, without the part that was credited to
-    late senders.
+    ``turn``: the index of the lane that is being served.  ``quantum``: the bytes that are left in the current quantum of
+    this lane.  ``arrivals``: the number of transfers so far.  ``idle_from``, ``idle_to``: times in seconds when the last
+    period without a transfer began and ended, excluding the part that was credited to late senders.
     """
 
     emulation: LinkEmulation
@@ -74,10 +76,10 @@ class Wire:
     idle_to: float = 0.0
 
     def add(self, lane: int, nbytes: float, late: float) -> None:
-        """Add a transfer of ``nbytes`` to a lane.  It could have begun ``late`` seconds ago.
+        """Add a transfer of ``nbytes`` to a lane.  A real copy engine would have begun the transfer ``late`` seconds ago.
 
-        It is credited with the time that the port was idle since then, and with its share of the bytes that other transfers
-        carried since then.  The other transfers have to carry this share again.
+        The transfer is credited with the time for which the port has been idle since then, and with a share of the bytes
+        that other transfers have carried since then.  The other transfers must carry this share again.
         """
         rate, added = self.emulation.bandwidth, self.lanes[lane]
         others = [other for other in self.lanes if other.left > 0]
@@ -94,7 +96,8 @@ class Wire:
             added.end(self.now if share else begin + unused)
 
     def advance(self, until: float, lane: int | None = None) -> None:
-        """Carry bytes until the time ``until``, or only until the transfer of ``lane`` has ended."""
+        """Carry bytes until the time ``until``.  If ``lane`` is given, stop as soon as the transfer of this lane has
+        ended."""
         while self.now < until and (lane is None or self.lanes[lane].left > 0):
             waiting = [i for i, waits in enumerate(self.lanes) if waits.left > 0]
             if not waiting:
@@ -111,12 +114,12 @@ class Wire:
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
             served.carry(amount)
             self.quantum -= amount
-            if single:  # many quanta at once; a new transfer waits for the rest of the current quantum
+            if single:  # it carried many quanta at once; a new transfer will wait for the rest of the current quantum
                 self.quantum %= self.emulation.quantum
             if served.left <= _NOTHING:
                 served.end(self.now)
                 self.quantum = 0.0
-            elif amount <= 0:  # the rest of the time is too short for a byte
+            elif amount <= 0:  # the remaining time is too short for one byte
                 self.now = until
 
     def _next(self, waiting: Sequence[int]) -> int:
@@ -129,8 +132,8 @@ class Wire:
 class Port:
     """The receive port of a rank.
 
-    ``file``: the file that holds the state if ranks share the port, or None.  ``rank``: the number of this rank among them.
-    ``clock``: the clock that senders sleep by."""
+    ``file``: the file that holds the state of the port if several ranks share it, else None.  ``rank``: the number of this
+    rank among them.  ``clock``: the clock that senders use to sleep."""
 
     emulation: LinkEmulation
     file: Path | None = None
@@ -143,14 +146,14 @@ class Port:
         self._format = struct.Struct(f"6d{3 * len(LANES) * MOST_RANKS}d")
         self._shared = None if self.file is None else self.file.open("a+b")
         if self._shared is not None:
-            self._shared.truncate(self._format.size)  # zeros: an idle port
+            self._shared.truncate(self._format.size)  # zeros describe an idle port
             self._memory = mmap.mmap(self._shared.fileno(), self._format.size)
 
     def send(self, lane: LaneName, nbytes: int, since: float | None = None) -> float:
-        """Block until ``nbytes`` have arrived; return the time of their last byte, by the clock.
+        """Block until ``nbytes`` have arrived; return the time when the last byte arrived, in seconds of the clock.
 
-        ``since``: the time when the transfer could have begun.  A copy engine would have started it then, but a thread may
-        wake up later.
+        ``since``: the time when the transfer could have begun, or None for now.  A copy engine would have begun it then, but
+        a thread may wake up later.
         """
         mine = LANES.index(lane) + (0 if self._shared is None else self.rank * len(LANES))
         with self._wire() as wire:
@@ -165,16 +168,16 @@ class Port:
                     over = wire.lanes[mine].over + self.emulation.latency_s
                     break
                 ahead = replace(wire, lanes=[replace(lane) for lane in wire.lanes])
-            ahead.advance(float("inf"), mine)  # transfers that arrive meanwhile can only delay it
+            ahead.advance(float("inf"), mine)  # transfers that arrive meanwhile can only delay this one
             self.clock.sleep(max(0.0, ahead.now - self.clock.now()))
         self.clock.sleep(max(0.0, over - self.clock.now()))
         return over
 
     @contextlib.contextmanager
     def _wire(self) -> Iterator[Wire]:
-        """A context that yields the state of the port, under the lock of the process.
+        """A context that yields the state of the port and holds the lock of this process.
 
-        The state of a shared port is also locked through its file, and is written back at the end.
+        A shared port is also locked through its file, and its state is written back to the file at the end.
         """
         with self._lock():
             if self._shared is None:

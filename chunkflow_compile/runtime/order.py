@@ -190,16 +190,15 @@ class Order:
         """Plan a new cycle that begins with this call; None if there is none.
 
         Its calls are those since an earlier call with the same key.  They must have come twice, and must be more than the
-        calls of the current cycle.
+        calls of the current cycle, unless this call is not part of it: for example a block in slices, at another size.
         """
         current = self.current
         if current is not None and len(self.cycles) >= _MOST_CYCLES:
             return None
         for keys in candidate_periods(list(self._history)):
             planned_before = itertools.chain(self._refused, (cycle.keys for cycle in self.cycles))
-            if (current is not None and len(keys) <= len(current.keys)) or any(
-                is_rotation(keys, k) for k in planned_before
-            ):
+            longer = current is None or len(keys) > len(current.keys) or key not in current.keys
+            if not longer or any(is_rotation(keys, k) for k in planned_before):
                 continue
             if (learnt := self._plan(keys)) is not None:
                 return learnt

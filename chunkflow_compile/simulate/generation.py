@@ -184,7 +184,7 @@ def _cuts(c: Component, hardware: Hardware) -> list[Cut]:
 def _too_little(
     component: Component, components: Sequence[Component], hardware: Hardware, budget: int
 ) -> ChunkflowError:
-    """The error of a component for which a budget is too small; it states the least for all of them."""
+    """The error of a component for which a budget is too small; it states the minimum for all components."""
     others = _small_of_others(component, components)
     least, alive = _least(component, hardware)
     needed, every = budget_for(others + least), least_budget(components, hardware)

@@ -86,7 +86,7 @@ def to_peers(
 
 
 def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool = True) -> frozenset[str]:
-    """The names of the sharded weights that stay sharded in a cut that is coarser than the one for which they were chosen.
+    """The names of the weights to keep sharded in a coarser cut.  They were chosen for a finer cut.
 
     In a coarser cut, more bytes have to be pulled in each gap, and may no longer fit in it.  A weight without shards uses
     no time of the peers' interconnect; it stays on the device as long as there is memory.  Arguments as in to_peers.

@@ -120,7 +120,8 @@ class _StepCollectives:
                     )
 
     def check_memory(self) -> Iterator[str]:
-        """Check that each collective is ordered with every other op on the same memory, if one of the two writes to it."""
+        """Check that each collective is ordered relative to every other op on the same memory, if one of the two writes to
+        it."""
         users: dict[str, list[str]] = {}
         for name in self.ops:
             if uses := self.memory.uses.get(name):

@@ -278,7 +278,7 @@ def test_arms_with_exchanges_in_groups(forked: None) -> None:
     """Of the same bits as whole exchanges, resident and streamed.  The outputs are gathered once, in any case."""
     size = replace(WIDE, heads=8, head_dim=WIDE.heads * WIDE.head_dim // 8)
     arms = ["resident", "resident+groups2", "chunkflow", "chunkflow+groups2", "chunkflow+groups4"]
-    told = job(size=size, ranks=2, arms=arms, transport="loopback")
+    told = job(size=size, most=0.7, ranks=2, arms=arms, transport="loopback")
     (rank,) = ran = run_job(told)
     found = summarise(told, ran)
     assert all(arm.equal_to_resident for arm in found.record.arms.values()) and "to chunkflow" in bench_table(found)

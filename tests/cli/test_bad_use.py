@@ -58,6 +58,10 @@ def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
             ["plan", OWN, "--pack", "auto"],
             "--pack auto chooses for a budget: give --memory or --weight-memory, or --pack for all",
         ),
+        (
+            ["plan", "tests/two_blocks.py:ulysses", "--ulysses", "2", "--exchange-groups", "5"],
+            "5 groups do not divide the 2 attention heads of each rank",
+        ),
         (["simulate", OWN, "--pack", "--policy", "resident"], "--pack with policy resident, which copies nothing"),
         (["simulate", OWN, "--peers", "--policy", "resident"], "--peers with policy resident, which copies nothing"),
         (["simulate", OWN, "--pack", "--policy", "fsdp"], "--pack with policy fsdp, which has weights as they are"),

@@ -315,6 +315,22 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Captu
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
+def test_exchanges_in_groups_are_planned_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of groups, and why it is that one; each region of a group in the listing."""
+    sizes = ("--ulysses", "2", "--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096", "--slowdown", "1.5")
+
+    def run(command: str, groups: str, *arguments: str) -> str:
+        assert main([command, ULYSSES, *sizes, "--exchange-groups", groups, *arguments]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "exchanges" not in run("plan", "no")
+    assert "exchanges 2 attentions in 2 groups of heads each regions" in run("plan", "2")
+    assert "exchanges whole: 2 groups are predicted to take " in run("plan", "auto")
+    assert "; exchanges: 2 attentions in 2 groups of heads each" in run("simulate", "2")
+    assert run("dump", "2", "--stage", "regions", "--full").count(", one of 2 groups of heads") == 4
+    assert "; exchanges: 2 attentions in 2 groups" in run("timeline", "2", "--out", str(tmp_path / "a.json"))
+
+
 def test_hoisted_weights_are_planned_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their bytes, the table and its share of a forward; kept in the cache; other policies have the whole model."""
     model, file = f"{HERE / 'two_blocks.py'}:timed", tmp_path / "plan.json"

@@ -249,6 +249,26 @@ def test_blocks_of_a_larger_size_leave_less_for_weights() -> None:
     assert planned[0] > planned[1] == planned[2]
 
 
+def test_sizes_of_which_one_is_in_slices_have_a_cycle_each() -> None:
+    """The other parts of the model are calls of both cycles."""
+    model, twin = small_twins("wan", SIZE)
+    options = {"memory": "550KiB", "weight_memory": None, "split": "auto"}
+    chunkflow_compile.compile(model, dynamic=False, **(SLICED | options))
+    for size in (FEWER, SIZE, FEWER, SIZE):
+        for seed in range(4):
+            inputs = small_inputs("wan", size, seed)
+            torch.testing.assert_close(model(**inputs)[0], twin(**inputs)[0], rtol=1e-4, atol=1e-5)
+    assert repeats(model) > {1}
+    found = chunkflow_compile.cycles(model)
+    assert len(found) == 2 and len(found[0].keys) == len(found[1].keys)
+    for cycle, other in (found, found[::-1]):
+        assert 0 < len({*cycle.keys} - {*other.keys}) < len(cycle.keys)
+    jumps = sum(cycle.jumps for cycle in found)
+    inputs = small_inputs("wan", SIZE, 0)
+    model(**inputs)
+    assert sum(cycle.jumps for cycle in found) == jumps, "calls of one size follow their own cycle"
+
+
 def test_a_failed_call_costs_no_residency() -> None:
     """The plan of all blocks needs no room for the activations of a size whose call failed after the first blocks had run."""
     model, twin = small_twins("wan", SIZE)
