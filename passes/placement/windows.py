@@ -246,7 +246,7 @@ def fit_slots(
         if at is None:
             return None
         slots[weight.weight] = at
-        if len(starts) < len(members):  # a part of the weight is resident, and no other weight may use the rest of the slot
+        if len(starts) < len(members):  # a part is resident: no other weight may use the rest of the slot
             room.take(at, nbytes, count)
             continue
         for i in members:
