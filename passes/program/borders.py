@@ -45,7 +45,7 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
                         waits.setdefault(weight, []).append(_Wait(i, copy))
         for weight in (*each.reads, *each.evicts):
             uses.setdefault((weight, each.step), []).append(i)
-    alive = list[tuple[int, int]]()  # copies whose last use is still to come, as pairs of the index of this use and the index of the copy
+    alive = list[tuple[int, int]]()  # copies whose last use is still to come: (index of this use, index of the copy)
     seen = 0
     for call in range(1, len(cycle.calls)):
         begin, first = begins[call], cycle.prologue(call, jumps=True)
