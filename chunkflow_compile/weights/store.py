@@ -1,4 +1,4 @@
-"""The protocol by which weights know the placed model that they belong to; ``host_store.py`` implements it."""
+"""The protocol through which weights access the placed model that they belong to; ``host_store.py`` implements it."""
 
 from __future__ import annotations
 
