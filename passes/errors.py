@@ -7,7 +7,8 @@ class ChunkflowError(RuntimeError):
 
 
 class BudgetError(ChunkflowError):
-    """A budget is too small.  ``needed``: the minimum budget in bytes, which covers the same things as the given one."""
+    """A budget is too small.  ``needed``: the minimum budget in bytes.  It covers weights and activations, or weights
+    alone, like the given budget."""
 
     def __init__(self, message: str, needed: int) -> None:
         super().__init__(message)
@@ -19,7 +20,7 @@ class FindingError(ChunkflowError):
 
 
 def shortage(error: BaseException | None) -> BudgetError | None:
-    """The error, or a cause of it, which says that a budget is too small; None if there is none."""
+    """Return the BudgetError among an error and its causes, or None if there is none."""
     while error is not None and not isinstance(error, BudgetError):
         # Dynamo drops the cause of a backend's error
         error = error.__cause__ or getattr(error, "inner_exception", None)
@@ -27,6 +28,6 @@ def shortage(error: BaseException | None) -> BudgetError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error, and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
     return f"{type(error).__name__}: {said}"

@@ -1,9 +1,10 @@
 """Forms: the ops that are issued in addition to the step of a call, or instead of it.  (step.py orders the ops of a step.)
 
-* :func:`prologue`, before it: what is copied first at a cold start, at a jump, and when weights were rewritten.  It also
-  records the events that a step awaits but does not record, after the resident chunks of the weights that the wait names;
+* :func:`prologue`: ops before the step.  They copy the chunks that are missing at a cold start, at a jump (a call out of
+  the planned order), and after weights were rewritten.  They also record the events that the step awaits but does not
+  record, each after the resident chunks of the weights that the wait names;
 * :func:`captured`: the step as one CUDA graph;
-* :func:`joined`: the step with a join at its end.
+* :func:`joined`: the step with a join at its end, where compute waits for all copies.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from .step import Copy, Evict, Op, Read, Record, Step, Stream, Wait, join, used_
 
 @dataclass(frozen=True)
 class CallEvents:
-    """The events at the beginning and the end of calls, which do not occur in programs.  ``handover``: event of the arena's
-    handover, at the beginning of a prologue.  ``lanes``: event of a join for each lane.  ``reads``: events recorded by
-    reads; these occur in programs, too."""
+    """Numbers of the events at the beginning and the end of calls, which do not occur in programs.  ``handover``: event
+    at the beginning of a prologue, with which the arena is handed over to the call.  ``lanes``: event of a join, for
+    each lane.  ``reads``: events recorded by reads; unlike the other events, they also occur in programs."""
 
     handover: int
     lanes: Mapping[Lane, int]
@@ -28,23 +29,23 @@ class CallEvents:
 
     @staticmethod
     def of(step: Step) -> CallEvents:
-        """The events for calls that share them.  ``step``: ops of all these calls."""
+        """Choose the events for several calls that share them.  ``step``: ops of all these calls."""
         free = _free_event(step)
         reads = frozenset(op.event for op in step if isinstance(op, Record) and op.stream == "read")
         return CallEvents(free, {lane: free + 1 + i for i, lane in enumerate(LANES)}, reads)
 
     @property
     def count(self) -> int:
-        """The number of events, including the ones in the programs.  They are numbered from 0."""
+        """The number of events, including the events in programs.  Events are numbered from 0."""
         return self.handover + 1 + len(self.lanes)
 
     def join(self, lanes: Iterable[Lane]) -> Step:
-        """The ops with which compute waits for all copies issued so far.  ``lanes``: lanes of these copies."""
+        """Return the ops that make compute wait for all copies issued so far.  ``lanes``: lanes of these copies."""
         return tuple(join({lane: self.lanes[lane] for lane in lanes}))
 
 
 def joined(step: Step) -> Step:
-    """The step with a join at its end."""
+    """Return the step with a join at its end: compute waits for all copies."""
     free = _free_event(step)
     return *step, *join({lane: free + i for i, lane in enumerate(used_lanes(step))})
 
@@ -54,7 +55,7 @@ def _free_event(step: Step) -> int:
 
 
 def resident(plan: Plan) -> tuple[Copy, ...]:
-    """The copies of the resident chunks in the arena."""
+    """Return the copies of the resident chunks in the arena."""
     return tuple(
         Copy(plan.lane(weight.name), weight.name, run.first, run.end, None)
         for weight in plan.streamed
@@ -73,26 +74,28 @@ def prologue(
     *,
     jumps: bool = False,
 ) -> Step:
-    """The ops to issue before a call, so that the arena is in the state that a pass without jumps would leave.
+    """Return the ops to issue before a call.  After them, the arena is in the state in which a pass (all calls in the
+    planned order) would leave it.
 
-    ``step``, ``events``: ops and events of all calls.  ``begin``: index of the first op of the call.  ``kept``: copies of
-    resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights that were written since they
-    were copied.  ``jumps``: whether the call is a jump.  If ``stale`` is None and the call is not a jump, it is a cold
-    start.
+    ``step``, ``events``: ops and events of all calls.  ``begin``: index of the first op of the call.  ``kept``: copies
+    of resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights that were written
+    since they were copied.  ``jumps``: whether the call is a jump, that is, out of the planned order.  If ``stale`` is
+    None and the call is not a jump, it is a cold start.
 
-    At a cold start, everything is copied.  Otherwise, the arena already contains the resident chunks of all weights that
-    are not stale; without a jump, it also contains the chunks that are in use or have been copied for this call.  At a cold
-    start and a jump, the reads are issued again that a pass would have issued before this call for later copies.  The
-    prologue's own copies do not use the ring: for a weight in a file, the copy itself reads the file.
+    At a cold start, everything is copied.  Otherwise, the arena already contains the resident chunks of all weights
+    that are not stale.  Without a jump, the arena also contains the chunks that are in use or have been copied for this
+    call.  At a cold start and at a jump, the prologue also issues the reads that a pass would have issued before this
+    call for later copies.  The prologue's own copies do not use the ring: for a weight in a file, the copy itself reads
+    the file.
 
-    Compute waits for the copies of weights that an earlier call has already waited for, and of stale weights, because the
-    event that the reader waits for may belong to another copy.
+    Compute waits for the prologue's copies of stale weights, and of weights that an earlier call has already waited
+    for.  The event that the reader of such a weight waits for may belong to another copy.
     """
     cold = stale is None and not jumps
     stale = stale or ()
     ahead = reads_ahead(step, begin) if events.reads and (cold or jumps) else ()
-    # nothing else orders copies in flight in one lane before the copies of the other lane, or copies before reads into
-    # their bytes
+    # without this join, nothing orders copies in flight in one lane before copies in the other lane, or before reads
+    # that overwrite their bytes of the ring
     ops = [*events.join(lanes)] if len(lanes) > 1 or ahead else []
     handed: list[Stream] = [*lanes, "read"] if ahead else [*lanes]
     ops += [Record("compute", events.handover), *(Wait(stream, events.handover) for stream in handed)]
@@ -106,7 +109,8 @@ def prologue(
         copy = step[i]
         if not isinstance(copy, Copy) or not (cold or jumps or copy.weight in stale):
             continue
-        # copies that the last pass has issued for this one, and copies that earlier calls have issued in this pass
+        # copies that the last pass would have issued for this pass, and copies that earlier calls of this pass would
+        # have issued
         needed = evicted.get(copy.weight, -1) >= begin
         if (copy.next_step and needed) if i >= begin else (copy.next_step or needed):
             ops.append(replace(copy, ring=None))
@@ -121,12 +125,15 @@ def prologue(
 
 
 def reads_ahead(step: Step, begin: int) -> Step:
-    """The reads that a pass has issued before an op for copies after it, in order, with their events.
+    """Return the reads that a pass has issued before the op at index ``begin`` for copies after this op, in order, with
+    their events.
 
-    ``step``: ops of all calls.  ``begin``: index of the op.
+    ``step``: ops of all calls.  ``begin``: index of the op among them.
     """
     ops, read = list[Op](), set[tuple[str, int]]()
-    event = -1  # the event that copies waited for last, directly before a copy out of the ring (proved in reads.py)
+    # the event that the copy stream waited for last; directly before a copy out of the ring, it is the event of its read
+    # (proved in reads.py)
+    event = -1
     for op in (*step[begin:], *step[:begin]):
         if isinstance(op, Read):
             read.add((op.weight, op.first))
@@ -138,15 +145,16 @@ def reads_ahead(step: Step, begin: int) -> Step:
 
 
 def without_reads(step: Iterable[Op], events: CallEvents) -> Step:
-    """The step without reads, for the case that no weight is in a file: all copies are from host memory."""
+    """Return the step without reads and without waits for them.  This is for the case that no weight is in a file, so
+    that all copies are from host memory."""
     return tuple(op for op in step if op.stream != "read" and not (isinstance(op, Wait) and op.event in events.reads))
 
 
 def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
-    """For the indices of copies of resident chunks, the events to record after them.
+    """Return the events to record after copies of resident chunks, by the index of the copy in ``kept``.
 
-    These are the events that the step waits for but does not record.  Each is recorded after the last resident chunks of
-    the weights that become readable with it.
+    These are the events that the step waits for but does not record.  Each event is recorded after the last resident
+    chunk of the weights that may be read once the event has been reached.
     """
     last = {copy.weight: i for i, copy in enumerate(kept)}
     recorded = {op.event for op in step if isinstance(op, Record)}
@@ -162,13 +170,14 @@ def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
 
 
 def captured(step: Iterable[Op], events: CallEvents) -> Step:
-    """The step of a call as a CUDA graph, which waits for all its copies at its end.
+    """Return the step of a call in the form of a CUDA graph, in which compute waits for all copies at the end.
 
-    A copy is issued directly before compute waits for it.  CUDA runs the work after a join in the stream of the parent that
-    was recorded first, so this keeps compute in one stream.  The order of the copies and the events that each waits for do
-    not change.  An event has no mark from before the call.  So a wait for an event that the call has not recorded, which
-    stands for a copy of an earlier call, ends at once.  This is correct: the earlier call waits for all copies before it
-    ends, and a graph is launched after all copies outside of graphs.  No weight of such a call is in a file.
+    Each copy is issued directly before compute waits for it.  CUDA runs the work after a join in the stream of the
+    parent that was recorded first, so this order keeps compute in one stream.  The order of the copies does not change,
+    nor do the events that each copy waits for.  In a CUDA graph, an event has no mark from before the call.  So a wait
+    for an event that the call has not recorded ends at once.  Such an event stands for a copy of an earlier call.
+    Ending at once is correct: the earlier call waits for all copies before it ends, and a graph is launched after all
+    copies outside of graphs.  No weight of such a call is in a file.
     """
     ops, later = list[Op](), dict[Stream, list[Op]]()
     for op in without_reads(step, events):

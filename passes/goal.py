@@ -17,20 +17,21 @@ class Goal:
     """The objective of plans: the fastest plan within a budget, or the smallest plan whose step is short enough.
 
     ``memory``: budget, the maximum bytes on the device.  It covers weights and activations if ``activations`` is set,
-    otherwise weights alone.  ``slowdown``: longest predicted step, as a multiple of the step with all weights resident; see
-    :attr:`longest`.  ``policy``: policy that places the weights.  ``yields``: how copies avoid collectives.  ``pack``:
-    names of the packed weights; True for all that can be packed, "auto" for the ones that are predicted to make the step
-    within ``memory`` shorter.  ``peers``: the same for weights sharded over the devices of the ranks.  "auto" also works
-    without ``memory``; then it minimizes the bytes on the device.  ``hoist``: whether products that do not depend on the
+    otherwise weights alone.  ``slowdown``: maximum predicted step time, as a multiple of the step time with all weights
+    resident; see :attr:`longest`.  ``policy``: policy that places the weights.  ``yields``: how copies avoid overlap
+    with collectives.  ``pack``: names of the packed weights; True for all weights that can be packed, "auto" for the
+    weights whose packing is predicted to shorten the step within ``memory``.  ``peers``: names of the weights that are
+    sharded over the devices of the ranks, with True and "auto" as for ``pack``.  Without ``memory``, "auto" chooses
+    these weights so that the bytes on the device are minimal.  ``hoist``: whether products that do not depend on the
     latent are computed once for many steps (graph/hoist.py), so that their weights need not be streamed in every step;
-    "auto" hoists if this is predicted to shorten a step.  ``split``: number of slices into which the tokens of each block
-    are split (graph/split.py), to reduce the activation memory; "auto" for the minimum that a budget of weights and
-    activations needs.  ``exchange_groups``: number of groups of heads into which the all-to-alls around attention are
-    divided (graph/head_groups.py), so that one group is exchanged while another computes; False for no groups, "auto" for
-    the number with the shortest predicted step.
+    "auto" hoists if this is predicted to shorten a step.  ``split``: number of slices into which the tokens of each
+    block are split (graph/split.py), to reduce the activation memory; "auto" for the minimum that a budget of weights
+    and activations needs.  ``exchange_groups``: number of groups of heads into which the all-to-alls around attention
+    are divided (graph/head_groups.py), so that one group is exchanged while another computes; False for no groups,
+    "auto" for the number with the shortest predicted step.
 
-    Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if the policy ignores
-    a field.
+    Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if a field is set
+    that the policy ignores.
     """
 
     memory: int | None = None
@@ -73,8 +74,8 @@ class Goal:
         split: Split = "auto",
         exchange_groups: ExchangeGroups = False,
     ) -> Goal:
-        """Make the goal from the user's options.  Also raises ChunkflowError if both budgets are given, or if one is not a
-        size."""
+        """Make the goal from the user's options.  In addition to the errors of :class:`Goal`, raises ChunkflowError if
+        both budgets are given, or if a budget is not a size."""
         if memory is not None and weight_memory is not None:
             raise ChunkflowError(
                 "Give memory, for weights and activations, or weight_memory, for weights alone, not both."
@@ -100,18 +101,20 @@ class Goal:
         return "memory" if self.activations else "weight_memory"
 
     def counted(self, live_bytes: int) -> int:
-        """The part of ``live_bytes`` bytes of activations that counts against the budget."""
+        """Return the bytes of activations that count against the budget.  ``live_bytes``: bytes of live activations."""
         return live_bytes if self.activations else 0
 
     @property
     def longest(self) -> float:
-        """The longest allowed step without a budget, as a multiple of the step with all weights resident."""
+        """The maximum step time if there is no budget, as a multiple of the step time with all weights resident."""
         return self.slowdown or DEFAULT_SLOWDOWN
 
     def aimed_at(self, other: Goal | None) -> Goal:
-        """This goal with the budget or slowdown, and the policy, of ``other``; unchanged if ``other`` is None.
+        """Return this goal with the policy, and the budget or slowdown, from ``other``.  If ``other`` is None, return
+        this goal.
 
-        ``yields`` and ``hoist`` are kept if the policy depends on them.  The choice of packed and sharded weights is kept.
+        ``yields`` and ``hoist`` are kept if the new policy uses them.  All other fields, such as ``pack`` and
+        ``peers``, are kept.
         """
         if other is None:
             return self

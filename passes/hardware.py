@@ -18,13 +18,15 @@ SCHEMA = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEmulation:
-    """An emulated link, for measurements on a machine without the real one.  Transfers take as long as on the real link.
+    """An emulated interconnect, for measurements on a machine that lacks the real one.  Transfers take as long as on
+    the real interconnect.
 
-    ``bandwidth``: bytes/s into a rank.  ``latency_s``: seconds from a transfer's last byte to its completion.  ``quantum``:
-    bytes that a transfer sends before the next transfer's turn.  ``order``: "fair" (round-robin) or "fifo".  ``shared``:
-    path of a file through which all ranks of the machine share one port; empty if each rank has its own.  ``drive``:
-    bytes/s of an SSD that is emulated too, or 0 for the machine's own.  ``peers``: bytes/s into a rank from all other ranks
-    through a second port, like NVLink, which collectives then use too; 0 if one port is used for everything.
+    ``bandwidth``: bytes/s into a rank.  ``latency_s``: seconds from a transfer's last byte to its completion.
+    ``quantum``: bytes that a transfer sends before it is the turn of the next transfer.  ``order``: "fair"
+    (round-robin) or "fifo".  ``shared``: path of a file through which all ranks of the machine share one port; empty if
+    each rank has its own.  ``drive``: bytes/s of an emulated SSD, or 0 to use the machine's SSD.  ``peers``: bytes/s
+    into a rank from all other ranks through a second port, like NVLink.  Collectives then use this port, too.  The
+    value is 0 if one port carries all transfers.
     """
 
     bandwidth: float
@@ -52,15 +54,15 @@ class Hardware:
 
     name: str
     gemm_flops: Mapping[str, float]
-    """FLOP/s of large square GEMMs by dtype ("bfloat16", "float16", "float32"), as measured on such a card."""
+    """FLOP/s of large square GEMMs by dtype ("bfloat16", "float16", "float32"), as measured on such a GPU."""
     eta_gemm: float
-    """Share of gemm_flops that the GEMMs and convolutions of a model reach, above 0 and at most 1."""
+    """Share (above 0 and at most 1) of gemm_flops that the GEMMs and convolutions of a model reach."""
     memory_bandwidth: float
     """Bytes/s between the device and its own memory."""
     h2d_bandwidth: float
-    """Bytes/s of the link from the host to this device, before eta_pref."""
+    """Peak bytes/s of the interconnect from the host to this device.  Copies reach the share eta_pref of it."""
     eta_pref: float
-    """Share of h2d_bandwidth that long copies reach, above 0 and at most 1."""
+    """Share (above 0 and at most 1) of h2d_bandwidth that long copies reach."""
     launch_s: float
     """Seconds of overhead per region."""
     chunk_s: float
@@ -68,13 +70,13 @@ class Hardware:
     collective_latency_s: float
     """Seconds of overhead per collective."""
     collective_bandwidth: float
-    """Bytes/s that a collective moves into one rank while it is alone on the link."""
+    """Bytes/s that a collective moves into one rank while nothing else uses the interconnect."""
     shared_link: bool
-    """Whether copies and collectives share the link (PCIe) or not (NVLink)."""
+    """Whether copies and collectives share one interconnect: true for PCIe, false if collectives use NVLink."""
     copy_slowdown: float
-    """Factor, at least 1, by which a collective in flight stretches a copy; 1 if the link is not shared."""
+    """Factor, at least 1, by which a collective in flight stretches a copy; 1 if shared_link is false."""
     collective_slowdown: float
-    """Factor, at least 1, by which a copy in flight stretches a collective; 1 if the link is not shared."""
+    """Factor, at least 1, by which a copy in flight stretches a collective; 1 if shared_link is false."""
     compute_slowdown: float = 1.0
     """Factor, at least 1, by which a copy in flight stretches compute and the latency of collectives: the copy uses
     memory bandwidth and, on a CPU, core time."""
@@ -84,53 +86,59 @@ class Hardware:
     attention_flops: Mapping[str, float] = field(default_factory=dict)
     """FLOP/s of attention in 16 bits by kernel: "cudnn", "fa3", "fa2", "efficient"; "cpu"."""
     attention: str = ""
-    """The kernel that attention takes, at first the one that torch takes on this machine; empty: as fast as GEMMs."""
+    """The attention kernel, a key of attention_flops.  In a new profile, it is the kernel that torch uses on this
+    machine.  If empty, attention runs at the rate of GEMMs."""
     eta_masked: float = 1.0
-    """Share of that rate which attention with a mask reaches, above 0 and at most 1."""
+    """Share (above 0 and at most 1) of the attention rate that attention with a mask reaches."""
     eta_memory: float = 1.0
-    """Share of memory_bandwidth that kernels reach, above 0 and at most 1."""
+    """Share (above 0 and at most 1) of memory_bandwidth that kernels reach."""
     cache_bytes: int = 0
-    """Bytes of the device's last cache, 0 if there is none to speak of."""
+    """Size of the device's last-level cache in bytes; 0 to ignore the cache."""
     cache_bandwidth: float = 1e13
-    """Bytes/s between the device and that cache."""
+    """Bytes/s between the device and its last-level cache."""
     multiprocessors: int = 0
-    """Streaming multiprocessors, or compute units, of the device; 0 if unknown, as for a CPU.  A GEMM runs in waves of one
-    tile for each."""
+    """Streaming multiprocessors, or compute units, of the device; 0 if unknown, as for a CPU.  A GEMM runs in waves; in
+    each wave, every multiprocessor computes one tile."""
     kernel_s: float = 0.0
     """Seconds from the end of a kernel to the start of the next one."""
     node_ranks: int = 0
-    """Ranks of a node, 0 if all ranks are on one.  Those of several nodes also exchange over the links between nodes."""
+    """Number of ranks per node; 0 if all ranks are on one node.  Ranks on different nodes exchange data over the
+    network between nodes."""
     node_bandwidth: float = 25e9
     """Bytes/s that a collective moves into one rank from other nodes; 25 GB/s is a rank's share of 200 Gbit/s InfiniBand."""
     node_latency_s: float = 1e-5
-    """Seconds that a collective between nodes takes beside collective_latency_s."""
+    """Seconds of overhead per collective between nodes, in addition to collective_latency_s."""
     drive_bandwidth: float = 2e9
-    """Bytes/s that this rank reads from the drive, for weights beyond host_memory; 2 GB/s is a common NVMe drive."""
+    """Bytes/s that this rank reads from the SSD, for weights that exceed host_memory; 2 GB/s is typical of an NVMe
+    SSD."""
     peer_bandwidth: float = 0.0
-    """Bytes/s that a rank pulls from the devices of all other ranks of its machine together, over the link of collectives,
-    while all do; 0 if it cannot read them, or no faster than host memory."""
+    """Bytes/s that a rank pulls in total from the devices of all other ranks on its machine, over the interconnect of
+    collectives, while all ranks pull; 0 if a rank cannot read these devices, or reads them no faster than host
+    memory."""
     pull_slowdown: float = 2.0
     """Factor, at least 1, by which a collective in flight stretches a pull."""
     collective_pull_slowdown: float = 2.0
     """Factor, at least 1, by which a pull in flight stretches a collective."""
     compute_pull_slowdown: float = 1.0
-    """Factor, at least 1, by which pulls, of this rank and from it, stretch compute and the latency of collectives."""
+    """Factor, at least 1, by which pulls stretch compute and the latency of collectives.  The pulls are by this rank,
+    and by other ranks from its device."""
     host_bandwidth: float = 0.0
-    """Bytes/s that all ranks of a machine together read from its memory, 0 if no bound is known.  See :meth:`shared_by`."""
+    """Bytes/s that all ranks of a machine together read from host memory; 0 if no limit is known.  See
+    :meth:`shared_by`."""
     pageable_bandwidth: float = 8.4e9
-    """Bytes/s of a copy to the device from host memory that is not pinned; the better of the two hosts that we measured, an
-    H200's (docs/benchmarks/h200_card.json)."""
+    """Bytes/s of a copy to the device from host memory that is not pinned.  The default is the better of two measured
+    hosts, the host of an H200 (docs/benchmarks/h200_card.json)."""
     new_pages_bandwidth: float = 2.1e9
-    """Bytes/s at which the host writes pages of 4 KiB that it has just been given, as a copy from the device to a new tensor
-    does; the better of the same two hosts."""
+    """Bytes/s at which the host writes newly allocated pages of 4 KiB, for example in a copy from the device to a new
+    tensor.  The default is the better of the same two hosts."""
     cards: tuple[str, ...] = ()
-    """The cards that this is the profile of, as their drivers name them."""
+    """Names of the GPUs that this profile describes, as their drivers report them."""
     memory_bytes: int = 0
-    """Bytes of the device's memory by its data sheet, or as its driver reports them; 0 if unknown, as for a CPU.  Plans go
-    by the budget, not by this."""
+    """Size of the device's memory in bytes, from its data sheet or its driver; 0 if unknown, as for a CPU.  Plans
+    depend on the budget, not on this field."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
-    """The link to emulate while programs run; None to use the machine's own."""
+    """The interconnect to emulate while programs run; None to use the real one."""
 
     def __post_init__(self) -> None:
         _check_text("name", self.name)
@@ -167,20 +175,21 @@ class Hardware:
             )
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s that the GEMMs of a model reach.  A dtype that is not listed runs at the slowest listed rate."""
+        """Return the FLOP/s that the GEMMs of a model reach.  A dtype that is not listed runs at the slowest listed
+        rate."""
         return self.eta_gemm * self._gemm(dtype)
 
     def attention_rate(self, dtype: str) -> float:
-        """FLOP/s of attention.  For dtypes that are slower than 16-bit ones, it is reduced by the same factor as for
-        GEMMs."""
+        """Return the FLOP/s of attention in ``dtype``.  If GEMMs in ``dtype`` are slower than GEMMs in the fastest
+        dtype, attention is slower by the same factor."""
         if not self.attention:
             return self.flops(dtype)
         slower = min(1.0, self._gemm(dtype) / max(self.gemm_flops.values()))
         return slower * self.attention_flops[self.attention]
 
     def attending_by(self, kernel: str) -> Hardware:
-        """This machine with attention computed by ``kernel``.  FlashAttention does not support masks; models that use it
-        pack their sequences.
+        """Return this machine with ``kernel`` as its attention kernel.  FlashAttention does not support masks: models
+        that use it pack their sequences instead.
 
         Raises ChunkflowError if there is no rate for the kernel.
         """
@@ -191,7 +200,8 @@ class Hardware:
         return self.gemm_flops.get(dtype, min(self.gemm_flops.values()))
 
     def rate_of(self, nbytes: int) -> float:
-        """Bytes/s at which a kernel reads or writes a tensor of ``nbytes`` bytes that was written by the previous kernel.
+        """Return the bytes/s at which a kernel reads or writes a tensor of ``nbytes`` bytes that was written by the
+        previous kernel.
 
         A tensor up to half the size of the cache is assumed to be cached; the other tensors of a kernel occupy the other
         half.
@@ -204,9 +214,11 @@ class Hardware:
         return self.eta_memory * self.memory_bandwidth
 
     def crossing_seconds(self, nbytes: int, ranks: int) -> float:
-        """Seconds for transferring ``nbytes`` bytes of a collective of ``ranks`` ranks, without latency.
+        """Return the seconds, without latency, in which this rank receives ``nbytes`` bytes in a collective of
+        ``ranks`` ranks.
 
-        All other ranks send equal parts to this rank, simultaneously over the links within the node and between nodes.
+        All other ranks send equal parts to this rank.  Transfers within the node and transfers between nodes run at the
+        same time.
         """
         if not self.node_ranks or ranks <= self.node_ranks:
             return nbytes / self.collective_bandwidth
@@ -214,7 +226,7 @@ class Hardware:
         return max((nbytes - outside) / self.collective_bandwidth, outside / self.node_bandwidth)
 
     def latency_s(self, ranks: int) -> float:
-        """The overhead of a collective of ``ranks`` ranks, in seconds."""
+        """Return the overhead of a collective of ``ranks`` ranks, in seconds."""
         return self.collective_latency_s + (self.node_latency_s if 0 < self.node_ranks < ranks else 0.0)
 
     @property
@@ -223,14 +235,17 @@ class Hardware:
         return self.eta_pref * self.h2d_bandwidth
 
     def rate_beside_pulls(self, ranks: int) -> float:
-        """Bytes/s of copies from host memory while all ``ranks`` ranks copy and pull; 0 if both use the same interconnect."""
+        """Return the bytes/s of copies from host memory while all ``ranks`` ranks copy and pull; 0 if copies and pulls
+        use the same interconnect."""
         return 0.0 if self.shared_link else self.shared_by(ranks).copy_rate
 
     def pull_seconds(self, nbytes: int, from_others: int, chunks: int) -> float:
-        """Seconds for pulling ``chunks`` chunks, ``nbytes`` bytes in total, from the devices of several ranks if nothing
-        else uses the interconnect.  ``from_others``: bytes that come from other ranks.
+        """Return the seconds for pulling ``chunks`` chunks (``nbytes`` bytes in total) from the devices of several
+        ranks while nothing else uses the interconnect.  ``from_others``: number of these bytes that come from other
+        ranks.
 
-        The parts of a chunk are started by one call.  The bytes that this rank already has are read and written once.
+        One call starts the transfers of all parts of a chunk.  Bytes that are already on this rank's device are read
+        and written once.
         """
         own = 2 * (nbytes - from_others) / self.memory_rate
         return from_others / self.peer_bandwidth + own + chunks * self.chunk_s
@@ -241,7 +256,8 @@ class Hardware:
             raise ChunkflowError(f"peers=True keeps weights on the devices of all ranks, but {why} Leave out peers.")
 
     def why_no_peers(self, ranks: int) -> str:
-        """A sentence on why ``ranks`` ranks cannot read weights from each other's devices; empty if they can."""
+        """Return a sentence that explains why ``ranks`` ranks cannot read weights from each other's devices; empty if
+        they can."""
         if ranks < 2:
             return "there is one rank only, so there are no other devices: it takes a Ulysses degree of 2 or more."
         if not self.peer_bandwidth:
@@ -259,10 +275,10 @@ class Hardware:
         return ""
 
     def shared_by(self, ranks: int) -> Hardware:
-        """This machine as seen by a rank while ``ranks`` ranks copy at the same time.  Its copy rate is limited to its
-        share of the host's bandwidth.
+        """Return this machine as one rank sees it while ``ranks`` ranks copy at the same time.  The copy rate is
+        limited to the rank's share of ``host_bandwidth``.
 
-        The ranks on the same machine get equal shares of ``host_bandwidth``.
+        All ranks on the same machine get equal shares.
         """
         here = min(ranks, self.node_ranks) if self.node_ranks else ranks
         if not self.host_bandwidth or self.copy_rate * here <= self.host_bandwidth:
@@ -274,7 +290,8 @@ class Hardware:
 
     @staticmethod
     def from_json(text: str) -> Hardware:
-        """Read a profile.  Raises ChunkflowError that names a missing, unknown, negative or out-of-range field."""
+        """Read a profile.  Raises ChunkflowError, with the name of the field, if a field is missing, unknown, negative
+        or out of range."""
         try:
             body: dict[str, Any] = json.loads(text)
             schema = body.pop("schema", SCHEMA)
@@ -307,8 +324,8 @@ class Hardware:
         return Hardware(**body)
 
 
-# The range of each field on real machines.  A value outside it has the wrong unit (GB instead of bytes, ms instead of
-# seconds).
+# The range of each field on real machines.  A value outside its range probably has the wrong unit (GB instead of bytes,
+# ms instead of seconds).
 _RANGES: Mapping[str, tuple[float, float]] = {
     "eta_gemm": (0.001, 1),
     "eta_memory": (0.01, 1),

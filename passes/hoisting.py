@@ -1,12 +1,14 @@
-"""Hoisting: decides whether the matrix products that do not depend on the latent are hoisted, and plans both halves.
+"""Hoisting: decides whether the matrix products that do not depend on the latent are hoisted.  Hoisting splits a model
+into two halves: the preamble computes these products, and main computes the rest.  This pass plans both halves.
 
 Contract
     On entry: a Traced, and settings whose goal allows hoisting.
-    On exit: the settings of both halves, or None if there is nothing to hoist or "auto" predicts no gain.  Main's settings
-    count the memory of the table, and its arena is large enough for the preamble.  The preamble runs once for many steps, so
-    none of its weights stays on the device: all are streamed through the memory of two regions.
-    If blocks are compiled separately, each block has its own table.  The tables of all blocks of a type share the part of
-    the budget that the table of a whole model would get.
+    On exit: the settings of both halves, or None if there is nothing to hoist or "auto" predicts no gain.  The settings
+    of main include the memory of the table that stores the results of the preamble, and an arena that is large enough
+    for the preamble.  The preamble runs once for many steps, so none of its weights stays on the device: all are
+    streamed through an arena for the weights of two regions.  If blocks are compiled separately, each block has its own
+    table.  The tables of all blocks of the same type share one part of the budget: the part that the table of a whole
+    model would get.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ _REGIONS = 2
 class HoistingFigures:
     """The costs and savings of hoisting in numbers.
 
-    ``weights``, ``nbytes``: number and size of the hoisted weights.  ``values``, ``row_bytes``: number of values and bytes
-    per row.  ``slow``: number of inputs that a row depends on.  ``rows``: capacity of the table.  ``outside``, ``arena``:
-    fields of main's settings.  ``fill_s``: seconds of a pass over the preamble that computes the rows of :data:`STEPS`
-    steps.
+    ``weights``, ``nbytes``: number and size of the hoisted weights.  ``values``, ``row_bytes``: number of values per
+    row, and number of bytes per row.  ``slow``: number of inputs that a row depends on.  ``rows``: capacity of the
+    table in rows.  ``outside``, ``arena``: fields of main's settings.  ``fill_s``: predicted seconds in which the
+    preamble computes the rows for :data:`STEPS` steps in one pass.
     """
 
     weights: int
@@ -61,12 +63,14 @@ class HoistingFigures:
 
     @property
     def seconds_per_call(self) -> float:
-        """Seconds that the preamble adds to each call if it runs once per generation.  The value is 0 if rows depend on one
-        input only.  This input is the timestep, which takes the same values in every generation."""
+        """Seconds that the preamble adds to each call if it runs once per generation.  The value is 0 if rows depend on
+        one input only.  This input is the timestep, which takes the same values in every generation, so that the rows
+        are computed only once."""
         return self.fill_s / STEPS if self.slow > 1 else 0.0
 
     def budget_for(self, nbytes: int) -> int:
-        """The smallest budget for a plan of main that takes ``nbytes``, and a table that takes its share of the budget."""
+        """Return the smallest budget in bytes that contains a plan of main with ``nbytes`` bytes and the table that
+        this budget allows."""
         others = nbytes + self.outside - self.rows * self.row_bytes
         for rows in range(1, MOST_ROWS):
             budget = max(others + rows * self.row_bytes, _SHARE_OF_ROWS * rows * self.row_bytes)
@@ -80,7 +84,7 @@ class Hoisting:
     """Both halves of a model, with the settings to plan them.
 
     ``preamble``, ``main``: settings of each half.  ``preamble_cut``, ``preamble_plan``: cut and plan of the preamble.
-    ``rows``: capacity of the table.
+    ``rows``: capacity of the table in rows.
     """
 
     halves: Halves
@@ -106,7 +110,7 @@ class Hoisting:
         )
 
     def _fill_seconds(self, rows: int) -> float:
-        """The predicted time of a pass over the preamble that computes this number of rows."""
+        """Return the predicted seconds in which the preamble computes this number of rows in one pass."""
         problem, settings = self.preamble_cut.problem, self.preamble
         regions = tuple(replace(r, cost=r.cost.repeated(rows)) for r in problem.regions)
         simulator = Simulator(replace(problem, regions=regions), settings.hardware, settings.chunk_bytes)
@@ -114,11 +118,12 @@ class Hoisting:
 
 
 def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
-    """The halves of a graph if it is hoisted according to the goal of ``settings``, otherwise None.
+    """Return the halves of a graph, or None if it is not hoisted, because the goal in ``settings`` does not ask for it
+    or because there is nothing to hoist.
 
-    Only whole models, and blocks that are compiled separately, are hoisted.  A block type need not contain anything to
-    hoist.  Raises ChunkflowError for hoist=True if there is nothing to hoist in a whole model, or if a row does not fit in
-    the budget.
+    Only whole models, and blocks that are compiled separately, are hoisted.  For a block with nothing to hoist, the
+    result is None even if hoist=True.  Raises ChunkflowError for hoist=True if there is nothing to hoist in a whole
+    model, or if a row does not fit in the budget.
     """
     goal, repeats = settings.goal, traced.repeats
     if not goal.hoist or goal.policy != "chunkflow" or (settings.part and repeats is None):
@@ -142,9 +147,9 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
 
 
 def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> int:
-    """The capacity of a table in rows.  ``goal``: goal for the model, or for a call of one block.  ``repeats``: blocks of
-    the block type, whose tables share their part of the model's budget.  Raises ChunkflowError if one row per table does
-    not fit."""
+    """Return the capacity of a table in rows.  ``goal``: goal for the model, or for a call of one block.  ``repeats``:
+    if the graph is a block, all blocks of its type; their tables share one part of the model's budget.  Raises
+    ChunkflowError if one row per table does not fit."""
     if (memory := goal.memory) is None:
         return MOST_ROWS
     option, row_bytes, share = goal.option, halves.row_bytes, memory
@@ -160,8 +165,8 @@ def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> i
 
 
 def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = None) -> Hoisting:
-    """Plan the preamble, and make the settings of main.  ``settings``: settings of the model.  ``repeats``: blocks of its
-    type, if the graph is a block.
+    """Plan the preamble, and make the settings of main.  ``settings``: settings of the model.  ``repeats``: if the
+    graph is a block, all blocks of its type.
 
     Raises ChunkflowError if a row does not fit in the budget.
     """
@@ -201,10 +206,11 @@ def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = No
 
 
 def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
-    """Whether hoisting is predicted to shorten the step; if there is no budget, whether it saves memory.
+    """Return whether hoisting is predicted to shorten the step.  Without a budget, return whether hoisting saves memory
+    while the step stays short enough.
 
-    If ``settings`` contain a plan or timings, these decide: they fit either main or the whole graph.  For a block, the
-    comparison is of the average block among several that run one after another.
+    If ``settings`` contain a plan or timings, hoisting is used if they were made for main and not for the whole graph.
+    For a block, averages over several blocks that run one after another are compared.
     """
     if (given := settings.plan or settings.timings) is not None:
         return choose_cut(hoisting.halves.main, hoisting.main).problem.digest == given.problem
@@ -224,8 +230,8 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
 
 
 def _plan_of(traced: Traced, settings: Settings) -> tuple[Plan, int]:
-    """The plan of a graph and the number of blocks that it covers: 1 for a whole model; for a block, several blocks that
-    run one after another."""
+    """Return the plan of a graph, and the number of blocks that the plan covers.  For a whole model, this number is 1.
+    For a block, the plan covers several blocks that run one after another."""
     problem = choose_cut(traced, settings).problem
     plan = plans_of(traced, settings, problem)(problem)
     return plan, len(plan.regions) // len(problem.regions)

@@ -1,7 +1,7 @@
 """Calls of the user's Triton kernels: which kernel a node calls, with which constants, and which operands it writes.
 
-torch traces such a call as a higher-order op without a schema.  Its kernel and its constants are given as indices into a
-table of this process, in the order of tracing, so they are meaningless in another process.
+torch traces such a call as a higher-order op without a schema.  The kernel and its constants are given as indices into
+a table of this process.  The indices depend on the order of tracing, so they are meaningless in another process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBERS = ("kernel_idx", "constant_args_idx")
 
 
 def is_kernel_call(node: Node) -> bool:
-    """Whether a node calls a user's kernel."""
+    """Return whether a node calls a user's kernel."""
     return node.op == "call_function" and node.target in (
         triton_kernel_wrapper_functional,
         triton_kernel_wrapper_mutation,
@@ -29,12 +29,13 @@ def is_kernel_call(node: Node) -> bool:
 
 
 def returns_copies(node: Node) -> bool:
-    """Whether a node calls a user's kernel on copies of the operands that it writes, and returns these copies as a dict."""
+    """Return whether a node calls a user's kernel on copies of the operands that it writes, and returns these copies as
+    a dict."""
     return node.op == "call_function" and node.target is triton_kernel_wrapper_functional
 
 
 def kernel_of(node: Node) -> Any:
-    """The kernel that a node calls, without its autotuning wrappers."""
+    """Return the kernel that a node calls, without its autotuning wrappers."""
     kernel: Any = kernel_side_table.get_kernel(int(node.kwargs["kernel_idx"]))  # type: ignore[arg-type]
     while not hasattr(kernel, "src") and hasattr(kernel, "fn"):  # Autotuner, Heuristics
         kernel = kernel.fn
@@ -42,13 +43,13 @@ def kernel_of(node: Node) -> Any:
 
 
 def kernel_name(node: Node) -> str:
-    """The name of the kernel that a node calls."""
+    """Return the name of the kernel that a node calls."""
     kernel = kernel_of(node)
     return str(getattr(kernel, "__name__", kernel))
 
 
 def operands_of(node: Node) -> dict[str, Any]:
-    """The keyword arguments of a node.  For a kernel call, the indices are replaced by the kernel's name and the
+    """Return the keyword arguments of a node.  For a kernel call, the indices are replaced by the kernel's name and the
     constants."""
     if not is_kernel_call(node):
         return dict(node.kwargs)
@@ -58,7 +59,8 @@ def operands_of(node: Node) -> dict[str, Any]:
 
 
 def source_key(node: Node) -> str:
-    """A key that two calls share only if their kernels compute the same: source, called functions and tunings.
+    """Return a key that two calls share only if their kernels have the same source, called functions and autotuning
+    configurations.
 
     Triton's own digest of a kernel covers the functions and the constants that its source names.
     """
@@ -71,7 +73,8 @@ def source_key(node: Node) -> str:
 
 
 def written_by(node: Node) -> list[Node]:
-    """The operands that a kernel writes in place, or all tensors if Triton cannot determine them.  Empty for other nodes."""
+    """Return the operands that a kernel call writes in place.  If Triton cannot determine them, all tensor operands are
+    returned.  For other nodes, the result is empty."""
     if not is_kernel_call(node) or returns_copies(node):
         return []
     written: list[Node] = []

@@ -14,11 +14,12 @@ POLICIES: tuple[Policy, ...] = (
     "chunkflow",
 )
 
-# Methods with which other systems shard weights over ranks.  They are only predicted, for comparison (simulate/sharded.py).
+# Methods with which other systems shard weights over ranks.  Their step times are only predicted, for comparison
+# (simulate/sharded.py).
 Sharded = Literal["distributed-layerwise", "fsdp"]
 SHARDED: tuple[Sharded, ...] = get_args(Sharded)
 
-# diffusers' enable_group_offload (simulate/group_offload.py).  It is only predicted, too.
+# diffusers' enable_group_offload (simulate/group_offload.py).  Its step time is only predicted, too.
 GroupOffload = Literal["group-offload"]
 GROUP_OFFLOAD: GroupOffload = "group-offload"
 # The published method of the paper, predicted as layerwise (cli/simulate.py).
@@ -40,8 +41,8 @@ Pack = Literal[False, True, "auto"]
 # predicted to shorten a step.
 OnPeers = Literal[False, True, "auto"]
 
-# Whether products of slow inputs are computed once for many steps (graph/hoist.py).  "auto" hoists if this is predicted to
-# be faster.
+# Whether products of slow inputs, such as the timestep, are computed once for many steps (graph/hoist.py).  "auto"
+# hoists if this is predicted to be faster.
 Hoist = Literal[False, True, "auto"]
 
 # The number of slices into which the tokens of a block are split (graph/split.py).  "auto" takes the minimum that fits in
@@ -60,7 +61,7 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 
-# Passes that can be disabled, to find out whether one of them causes a fault.  All other passes are needed by later ones.
+# Passes that can be disabled, to find out whether one of them causes a fault.  Later passes depend on all other passes.
 OPTIONAL_PASSES: Mapping[str, str] = {
     "rotary": "complex rotary embeddings are computed in real arithmetic",
     "recompute": "values that are cheaper to compute again are not handed over between regions",
@@ -80,8 +81,8 @@ DEFAULT_CHUNK_BYTES = 16 << 20
 # MiB costs a tenth of the copy time.
 DEFAULT_GROUP_BYTES = 64 << 20
 
-# Namespaces of ops that belong to torch or to quantised weights.  It is known what they compute and whether they
-# communicate.
+# Namespaces of ops from torch and from libraries for quantised weights.  The passes know what these ops compute, and
+# whether they communicate.
 KNOWN_NAMESPACES = frozenset(
     (
         *("aten", "prim", "prims", "inductor", "inductor_prims", "higher_order", "quantized", "quantized_decomposed"),

@@ -1,7 +1,7 @@
 """The four transfer ops of a program: the ops of a step (step.py) as FX nodes, with their events as arguments.
 
-They appear in listings, and the executor runs them.  They are never dispatched, so calling one directly raises an error.
-``Library.define`` is used because ``custom_op`` takes over ten times as long to define an op.
+The ops appear in listings, and the executor runs them. torch never dispatches them, so calling an op directly raises an
+error.  ``Library.define`` is used because ``custom_op`` takes over ten times as long to define an op.
 
 ``prefetch(weight, first, end, window, next_step, lane, after, then, ring, read)``
     Copy chunks ``[first, end)`` of a weight into its slot.  ``after``: the event that the lane waits for before the copy,
@@ -56,7 +56,8 @@ for _op in (PREFETCH, READ, WAIT, EVICT):
 
 @dataclass(frozen=True)
 class Prefetch:
-    """A copy and the events around it, which together are one node: see ``prefetch`` above."""
+    """A copy and its events, which together form one node.  For the fields, see ``prefetch`` in the module's
+    docstring."""
 
     copy: Copy
     after: int | None = None
@@ -66,7 +67,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """A read and the events around it, which together are one node: see ``read`` above."""
+    """A read and its events, which together form one node.  For the fields, see ``read`` in the module's docstring."""
 
     read: Read
     after: int | None = None
@@ -77,8 +78,8 @@ TransferOp = Prefetch | ReadAhead | Wait | Evict
 
 
 def folded(ops: Iterable[Op]) -> Iterator[TransferOp]:
-    """Combine transfer ops as they become nodes.  ``ops``: transfer ops next to a region or a collective, see
-    :func:`step.transfers`."""
+    """Combine ops of a step into transfer ops, each of which becomes one node.  ``ops``: ops directly before or after a
+    region or a collective, see :func:`step.transfers`."""
     waits: dict[str, list[int]] = {}  # for each stream, the events that it waits for before its next op
     newest: Prefetch | ReadAhead | None = None
     for op in ops:
@@ -127,7 +128,7 @@ def _given(named: Mapping[str, int | None]) -> dict[str, Any]:
 
 
 def transfer_of(node: Node) -> TransferOp | None:
-    """The transfer op of a node, or None if the node is not a transfer."""
+    """Return the transfer op of a node, or None if the node is not a transfer."""
     if node.target is WAIT:
         event, weights = node.args
         return Wait("compute", event, tuple(weights))  # type: ignore[arg-type]
@@ -139,7 +140,7 @@ def transfer_of(node: Node) -> TransferOp | None:
 
 
 def prefetch_of(node: Node) -> Prefetch | None:
-    """The copy of a prefetch node with its events, or None for other nodes."""
+    """Return the copy of a prefetch node with its events, or None for other nodes."""
     if node.target is not PREFETCH:
         return None
     arguments: Any = node.args
@@ -149,12 +150,12 @@ def prefetch_of(node: Node) -> Prefetch | None:
 
 
 def transfer_name(op: TransferOp) -> str:
-    """The name of a transfer op in listings."""
+    """Return the name of a transfer op in listings."""
     return "read" if isinstance(op, ReadAhead) else type(op).__name__.lower()
 
 
 def transfer_text(op: TransferOp) -> str:
-    """A transfer op as one line."""
+    """Return a transfer op as one line of text."""
     if isinstance(op, Evict):
         return f"{transfer_name(op)}({op.weight!r})"
     if isinstance(op, Wait):
@@ -172,8 +173,8 @@ def transfer_text(op: TransferOp) -> str:
 
 
 def unfolded(transfer: TransferOp, opened: set[int]) -> Step:
-    """The ops that a node stands for.  ``opened``: openings recorded by earlier nodes; the openings of this node are added
-    to it."""
+    """Return the ops of a step that a node stands for.  ``opened``: events of the openings that earlier nodes have
+    recorded.  The opening of this node is added to the set."""
     if isinstance(transfer, Wait | Evict):
         return (transfer,)
     moved, after = _moved(transfer), transfer.after

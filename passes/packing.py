@@ -10,8 +10,8 @@ A packed weight is one int32 tensor of one dimension, see :class:`Layout`:
     frames      of 8 h values each: 2 h words of signs and mantissas, one byte per value; h words of exponent codes, four bits
                 per value
     escapes     ``room`` words for each segment of at most 2,048 frames: the low 27 bits are the position of the value in the
-                segment, the bits above are the multiple of 16.  Unused ones add 0, to values that are far apart, because
-                adding to the same word many times is slow on a GPU
+                segment, and the higher bits are the multiple of 16.  Unused words add 0 to values that are far apart,
+                because adding to the same word many times is slow on a GPU
     base        the exponent of code 0
 
 A frame stores its values as words of two values each, in four rows of h words.  The signs and mantissas of row k are bytes
@@ -22,8 +22,8 @@ escapes, which adds to the result of the first.  If two escapes are added to the
 order.
 
 The op ``unpack_2`` precedes the reader of a packed weight in its region.  Inductor caches code by the op's name and
-arguments.  So if the layout of the packed form changes, the op needs a new name; otherwise cached code would read the new
-layout.
+arguments.  So if the layout of the packed form changes, the op needs a new name; otherwise code in the cache that reads
+the old layout would be used for the new layout.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(numel: int) -> Layout:
-        """The layout of a weight with ``numel`` values."""
+        """Return the layout of a weight with ``numel`` values."""
         frames = max(1, -(-numel // _FRAME))
         segments = -(-frames // _SEGMENT)
         room = _aligned(-(-numel // (segments * _VALUES_PER_ESCAPE)))
@@ -105,19 +105,19 @@ def _aligned(words: int) -> int:
 
 
 def saves(numel: int) -> bool:
-    """Whether packing makes a weight with ``numel`` values smaller by a fifth or more.  Packed small weights are mostly
-    padding."""
+    """Return whether packing makes a weight with ``numel`` values smaller by a fifth or more.  A small weight consists
+    mostly of padding when it is packed."""
     return 5 * Layout.of(numel).nbytes <= 8 * numel
 
 
 def can_pack(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a weight can be packed if it has few escapes, and becomes smaller.  ``dtype``: dtype to which it will be
-    converted."""
+    """Return whether a weight can be packed and becomes smaller, provided that it has few escapes.  ``dtype``: dtype to
+    which the weight will be converted."""
     return dtype == torch.bfloat16 and weight.is_contiguous() and saves(weight.numel())
 
 
 def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
-    """Pack bfloat16 ``values``, contiguous in host memory, into ``out``, int32 [Layout.words].
+    """Pack ``values`` (bfloat16, contiguous, in host memory) into ``out`` (int32 [Layout.words]).
 
     ``run``: distributes the work over threads.  The result is deterministic.  Returns False, with ``out`` undefined, if
     there are more escapes than fit in ``out``.
@@ -135,8 +135,8 @@ def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
 
 
 def _listed(flat: torch.Tensor, words: torch.Tensor, layout: Layout, base: int) -> torch.Tensor | None:
-    """The escapes among the values of these words, in order, as they are stored in a packed weight; None if they do not
-    fit."""
+    """Return the escapes in the form in which a packed weight stores them, or None if they do not fit.  ``words``:
+    positions, in order, of the words that contain escapes."""
     at = (2 * words.view(-1, 1) + torch.arange(2)).view(-1)
     at = at[at < len(flat)]
     times = ((flat.view(torch.int16)[at].to(torch.int64) >> 7 & 0xFF) - base) >> 4
@@ -152,14 +152,15 @@ def _listed(flat: torch.Tensor, words: torch.Tensor, layout: Layout, base: int) 
 
 
 def _base(bits: torch.Tensor) -> int:
-    """The exponent for which it and the fifteen following ones cover most values of a sample."""
+    """Return the base exponent for a sample of the values: together with the next fifteen exponents, it covers the
+    largest number of them."""
     sample = bits[:: len(bits) // _SAMPLE | 1].to(torch.int64)  # an odd step samples every column
     counts = torch.bincount((sample >> 7) & 0xFF, minlength=256)
     return int(counts.unfold(0, 16, 1).sum(1).argmax())
 
 
 def _pack_frames(flat: torch.Tensor, layout: Layout, base: int, first: int, out: torch.Tensor) -> torch.Tensor:
-    """Pack consecutive frames.  Return the positions of their words that contain an escape."""
+    """Pack consecutive frames.  Return the positions of the words that contain an escape."""
     h, end = layout.h, min(first + _SHARE, layout.frames)
     signs, mantissas, exponents, outside, codes, bias, none, four, seven, eight = map(
         _number, (_SIGNS, _MANTISSAS, _EXPONENTS, _OUTSIDE, _CODES, (256 - base) * _BOTH, 256 * _BOTH, 4, 7, 8)
@@ -175,8 +176,8 @@ def _pack_frames(flat: torch.Tensor, layout: Layout, base: int, first: int, out:
         rows = here.view(count, 2, 2, h)
         torch.bitwise_or(rows[:, :, 0], rows[:, :, 1].bitwise_left_shift_(eight), out=into[:, :2])
         torch.bitwise_right_shift(words, seven, out=here).bitwise_and_(exponents)
-        # add 256 to the code, so that the subtraction does not borrow from the other value; then it is 0 to 15, or has
-        # higher bits
+        # add 256 to the code, so that the subtraction does not borrow from the other value; then the code is 0 to 15,
+        # or it has higher bits (an escape)
         here.add_(bias).bitwise_xor_(none)
         escapes.append(_nonzero(torch.bitwise_and(here, outside, out=other).view(-1)) + 4 * h * begin)
         here.bitwise_and_(codes)
@@ -186,12 +187,13 @@ def _pack_frames(flat: torch.Tensor, layout: Layout, base: int, first: int, out:
 
 
 def _number(value: int) -> torch.Tensor:
-    """A number as a tensor for an op on int32, which is a third faster than a Python number."""
+    """Return a number as an int32 tensor.  An op with this tensor is a third faster than with a Python number."""
     return torch.tensor(value, dtype=torch.int32)
 
 
 def _nonzero(words: torch.Tensor) -> torch.Tensor:
-    """The positions of nonzero words; no word may be negative.  Searches groups of words first, because few contain any."""
+    """Return the positions of nonzero words; no word may be negative.  Groups of words are searched first, because few
+    groups contain a nonzero word."""
     groups = words.view(-1, math.gcd(len(words), _GROUP))
     some = groups.amax(1).nonzero().view(-1)
     row, column = groups[some].nonzero().unbind(1)
@@ -199,7 +201,8 @@ def _nonzero(words: torch.Tensor) -> torch.Tensor:
 
 
 def _as_words(values: torch.Tensor, count: int, base: int) -> torch.Tensor:
-    """Contiguous bfloat16 values as ``count`` int32 words of two values.  Padded with values that are not escapes."""
+    """Return contiguous bfloat16 values as ``count`` int32 words of two values each.  If values are missing at the end,
+    they are filled up with a value that is not an escape."""
     if len(values) < 2 * count or values.storage_offset() % 2:
         padded = torch.full((2 * count,), base << 7, dtype=torch.int16).view(torch.bfloat16)
         padded[: len(values)] = values
@@ -238,7 +241,8 @@ def unpack_into(packed: torch.Tensor, out: torch.Tensor, run: Run = map) -> None
 
 
 def _words(packed: torch.Tensor, layout: Layout, first: int, end: int) -> torch.Tensor:
-    """The words of frames ``[first, end)``, int32 [frames, 2, 2, h], before anything is added for escapes."""
+    """Return the words of frames ``[first, end)`` as int32 [frames, 2, 2, h].  The exponents of escapes are not yet
+    corrected."""
     h, frames = layout.h, end - first
     planes = packed[3 * h * first : 3 * h * end].view(frames, 3 * h)
     row = torch.arange(4, device=packed.device, dtype=torch.int32).view(1, 2, 2, 1)
@@ -249,7 +253,7 @@ def _words(packed: torch.Tensor, layout: Layout, first: int, end: int) -> torch.
 
 
 def _escapes(packed: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions of the escapes (int64), and the multiples of 16 to add to their exponents (int32)."""
+    """Return the positions of the escapes (int64), and the multiples of 16 to add to their exponents (int32)."""
     listed = packed[layout.body : -_ALIGNED].view(layout.segments, layout.room)
     segment = torch.arange(layout.segments, device=packed.device).view(-1, 1) * (8 * layout.h * layout.segment)
     return ((listed & (1 << 27) - 1) + segment).view(-1), (listed >> 27).view(-1)

@@ -19,8 +19,8 @@ _ALIGNMENT = 256
 
 
 class PiecePart(NamedTuple):
-    """Consecutive bytes of a weight in one piece.  ``owner``: index of the rank with this piece.  ``begin``: offset in the
-    weight.  ``offset``: offset in the piece."""
+    """Consecutive bytes of a weight that are stored in one piece.  ``owner``: index of the rank with this piece.
+    ``begin``: offset in the weight.  ``offset``: offset in the piece."""
 
     owner: int
     begin: int
@@ -29,15 +29,15 @@ class PiecePart(NamedTuple):
 
 
 def piece_bytes(nbytes: int, ranks: int) -> int:
-    """The size of each rank's piece of a weight in bytes; a multiple of 256."""
+    """Return the size of each rank's piece of a weight in bytes; a multiple of 256."""
     part = _part(ranks)
     stripes, rest = divmod(nbytes, ranks * part)
     return stripes * part + _aligned(-(-rest // ranks))
 
 
 def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iterator[PiecePart]:
-    """The parts of bytes ``[begin, end)`` of a weight.  In each stripe, the order starts with rank ``first`` and wraps
-    around."""
+    """Yield the parts of bytes ``[begin, end)`` of a weight.  In each stripe, the order starts with rank ``first`` and
+    wraps around."""
     part = _part(ranks)
     stripe = ranks * part
     for start in range(begin // stripe * stripe, end, stripe):
@@ -51,8 +51,8 @@ def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iter
 
 
 def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
-    """The number of bytes in ``[begin, end)`` that a rank pulls from other ranks, for the rank that has the fewest of them
-    itself."""
+    """Return the maximum number of bytes in ``[begin, end)`` that any rank pulls from other ranks.  The maximum belongs
+    to the rank that holds the fewest of these bytes."""
     own = [0] * ranks
     for part in parts(begin, end, nbytes, ranks):
         own[part.owner] += part.nbytes
@@ -60,7 +60,7 @@ def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
 
 
 def _part(ranks: int) -> int:
-    """The size of a part of a whole stripe in bytes."""
+    """Return the size of a part of a whole stripe in bytes."""
     return _aligned(-(-STRIPE // ranks))
 
 

@@ -1,4 +1,4 @@
-"""Pipeline: run the passes in order.  Each row is a stage, its result, and the passes that produce it.
+"""Pipeline: run the passes in order.  Each row below contains a stage, its result, and the passes that produce it.
 
 traced      the ATen graph, its parameters and process groups      tracing, outside this package
 regions     regions of pure compute between collectives            head groups, rotary, discover, cut, peers, split, pack
@@ -43,8 +43,8 @@ from .plan import Plan
 from .problem import Problem
 from .step import Scheduler
 
-# The share of a step that waiting for all copies at the end of each call may cost, if the user does not ask for it.  If the
-# host is the bottleneck, launching a call as one CUDA graph saves many times as much.
+# With "auto", each call waits for all its copies at its end only if the predicted step becomes longer by less than this
+# share.  If the host is the bottleneck, launching a call as one CUDA graph saves many times as much.
 MOST_JOIN_LOSS = 0.01
 
 
@@ -52,17 +52,18 @@ MOST_JOIN_LOSS = 0.01
 class Settings:
     """Settings of the passes.  Sizes are in bytes.
 
-    ``goal``: objective of plans, unless a ``plan`` is given.  ``group_bytes``: size of the groups of weights at which the
-    graph is cut, or None for the coarsest cut that is as good as the finest.  ``part``, ``outside``, ``arena``: see place.
-    ``likes``: problems and their plans; a problem with the same structure as one of them gets the same placement.
-    ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto" if this costs little (for
-    several calls, True also means "auto"), see :data:`MOST_JOIN_LOSS`.  ``preamble``: whether the graph is the preamble of
-    a model (hoisting.py), which runs once for many steps; it is planned like a ``part``, and never as a call of a cycle.
-    ``table``: bytes of this block's table of rows, if the block is hoisted separately; ``tables``: the same for all blocks
-    of its type.  Unlike the table of a whole model, these are not included in ``outside``, because a cycle contains several
-    block types.  ``ranks``: number of ranks over whose devices weights may be sharded, or 0 if unknown; with "auto", no
-    weights are sharded if the ranks cannot pull from each other (:meth:`Hardware.why_no_peers`).  ``disabled``: names of
-    :data:`OPTIONAL_PASSES`.
+    ``goal``: objective of plans, unless a ``plan`` is given.  ``group_bytes``: size of the groups of weights at which
+    the graph is cut, or None for the coarsest cut that is as good as the finest.  ``part``, ``outside``, ``arena``:
+    arguments of place.  ``likes``: problems and their plans; a problem with the same structure as one of them gets the
+    same placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto" to add
+    joins only if they cost little, see :data:`MOST_JOIN_LOSS`.  If there are several calls, True means "auto".
+    ``preamble``: whether the graph is the preamble of a model (hoisting.py), which runs once for many steps; it is
+    planned like a ``part``, and never as a call of a cycle.  ``table``: bytes of this block's table of rows, if the
+    block is hoisted separately; ``tables``: total bytes of such tables for all blocks with its block type.  Unlike the
+    table of a whole model, these tables are not included in ``outside``, because a cycle contains several block types.
+    ``ranks``: number of ranks over whose devices weights may be sharded, or 0 if unknown; if ``goal.peers`` is "auto",
+    no weights are sharded over ranks that cannot pull from each other (:meth:`Hardware.why_no_peers`).  ``disabled``:
+    names of :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware
@@ -110,8 +111,8 @@ def check_disabled(names: Iterable[str]) -> None:
 
 
 def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] | None = None) -> Plan:
-    """Return the plan in ``settings``, or place one for its goal.  ``inside``: see place.  ``ends``: see
-    Plan.check_problem.
+    """Return the plan in ``settings``, or make a plan for the goal in ``settings``.  ``inside``: as in place.
+    ``ends``: as in Plan.check_problem.
 
     Raises ChunkflowError if no plan meets the goal.
     """
@@ -136,10 +137,10 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, end
 def join_loss(
     problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] | None = None
 ) -> float:
-    """The relative increase of the predicted step time by joins, with the same memory; 0.01 is 1 %.
+    """Return the relative increase of the predicted step time due to joins, with the same memory; 0.01 means 1 %.
 
-    If ``settings`` contain a plan, its windows are kept.  Otherwise the plans with and without joins are placed separately.
-    Arguments and errors as in make_plan.
+    If ``settings`` contain a plan, its windows are kept.  Otherwise the plans with and without joins are placed
+    separately.  The arguments and errors are the same as for make_plan.
     """
     joins = tuple(ends or (len(problem.regions),))
     free = make_plan(problem, replace(settings, joined=False), inside=inside)
@@ -156,14 +157,14 @@ def join_loss(
 
 
 def _decided(problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] = ()) -> Settings:
-    """The settings with ``joined`` decided.  Arguments as in make_plan."""
+    """Return the settings with ``joined`` resolved to True or False.  The arguments are as in make_plan."""
     if not settings.joined or (settings.joined is True and len(ends) < 2):
         return settings
     return replace(settings, joined=join_loss(problem, settings, inside=inside, ends=ends or None) < MOST_JOIN_LOSS)
 
 
 def _planned(pieces: Cut, settings: Settings) -> Plan:
-    """The plan of a cut.  Raises ChunkflowError if no plan meets the goal."""
+    """Return the plan of a cut.  Raises ChunkflowError if no plan meets the goal."""
     goal, traced = settings.goal, pieces.traced
     try:
         return make_plan(pieces.problem, _decided(pieces.problem, settings))
@@ -206,9 +207,9 @@ def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collectio
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
     """Cut a traced graph according to ``settings``, by default into as few regions as a good plan needs.
 
-    This is the only place that decides which weights are compressed and which are sharded.  If any already are, the choice
-    is kept; otherwise ``settings`` decide.  Raises ChunkflowError if weights must be sharded, or exchanges be divided, and
-    cannot be.
+    This is the only place that decides which weights are compressed and which are sharded.  If some weights already are
+    compressed or sharded, this choice is kept; otherwise ``settings`` decide.  Raises ChunkflowError if ``settings``
+    require sharded weights or divided exchanges, and these are not possible.
     """
     groups = settings.goal.exchange_groups
     if groups == "auto":
@@ -217,7 +218,8 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
 
 
 def groups_for(traced: Traced, settings: Settings) -> GroupChoice:
-    """Into how many groups of heads the exchanges of a graph are divided where ``settings`` leave it open."""
+    """Choose the number of groups of heads into which the exchanges of a graph are divided, if ``settings`` leave it
+    open."""
     hardware, given = settings.hardware, settings.plan or settings.timings
     if given is not None:
         return groups_of_problem(traced, given.problem, lambda graph: _cut_as_it_is(graph, settings).problem.digest)
@@ -235,7 +237,8 @@ def groups_for(traced: Traced, settings: Settings) -> GroupChoice:
 
 
 def plans_of(traced: Traced, settings: Settings, finest: Problem) -> Callable[[Problem], Plan]:
-    """Returns a function that plans the problems of a graph, to compare them.  ``finest``: problem of its finest cut."""
+    """Return a function that plans problems of a graph, so that different cuts can be compared.  ``finest``: problem of
+    the graph's finest cut."""
 
     def plan(problem: Problem, *, goal: Goal, ends: Sequence[int] | None = None) -> Plan:
         one = replace(settings, goal=goal, part=False)
@@ -245,11 +248,12 @@ def plans_of(traced: Traced, settings: Settings, finest: Problem) -> Callable[[P
 
 
 def _cut_as_it_is(traced: Traced, settings: Settings) -> Cut:
-    """The cut of a graph whose exchanges are as they are to be."""
+    """Cut a graph without changing its exchanges, which have already been divided into groups of heads if required."""
     finest, repeats = make_cut(traced, settings.group_bytes, settings.disabled), traced.repeats
     budget = goal_of_cut(traced, settings).memory is not None
     planned = plans_of(traced, settings, finest.problem)
-    alone = (settings.part and repeats is None) or settings.preamble  # a part, which cannot be judged by itself
+    # the plan of a part of a model does not show which cut is best for the model
+    alone = (settings.part and repeats is None) or settings.preamble
     judge = None if alone or not budget else planned
     finest = on_peers(finest, _peer_weights(finest, settings, None if alone else planned), settings.ranks)
     names = _packed_weights(finest, settings, judge)
@@ -260,7 +264,8 @@ def _cut_as_it_is(traced: Traced, settings: Settings) -> Cut:
 
 
 def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Callable[[Problem], Plan]) -> Cut:
-    """The cut with as few regions as a good plan needs.  ``names``: names of the packed weights.  ``planned``: see judged."""
+    """Return the cut with as few regions as a good plan needs.  ``names``: names of the packed weights.  ``planned``:
+    function that plans a problem, see judged."""
     if settings.group_bytes is not None:
         return finest
     before = _cut_before(finest, settings)
@@ -275,7 +280,7 @@ def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Cal
 
 
 def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
-    """The cut with one region for each group of regions of the finest cut, and no weight packed."""
+    """Return the cut with one region for each group of regions of the finest cut.  No weight is packed."""
     views, recompute = "views" not in settings.disabled, "recompute" not in settings.disabled
     discovery = (finest.raw or finest).discovery
     group_bytes = DEFAULT_GROUP_BYTES if settings.group_bytes is None else settings.group_bytes
@@ -283,14 +288,16 @@ def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
 
 
 def whole_blocks(finest: Cut, settings: Settings) -> Cut:
-    """The cut with one region for each block without collectives inside, and no weight packed."""
+    """Return the cut in which each block without collectives is one region.  No weight is packed."""
     return _grouped(finest, grouped(finest, None), settings)
 
 
 def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[Problem], Plan]) -> Cut:
-    """The cut with blocks split into slices of their tokens, if ``settings`` ask for it or the budget needs it.
+    """Return the cut with blocks split into slices of their tokens, if ``settings`` ask for it or the budget requires
+    it.
 
-    ``chosen``: cut with whole blocks.  ``finest``: finest cut, from which it was made.  ``planned``: see judged.
+    ``chosen``: cut with whole blocks.  ``finest``: finest cut, from which ``chosen`` was made.  ``planned``: function
+    that plans a problem, see judged.
     """
     wanted, goal = settings.goal.split, goal_of_cut(chosen.traced, settings)
     budget, plan = goal.activations and goal.memory is not None, settings.plan
@@ -309,15 +316,15 @@ def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[
 
 
 def _least(problem: Problem, settings: Settings) -> int:
-    """The least budget of weights and activations for which a problem has a plan."""
+    """Return the minimum budget in bytes, for weights and activations, for which a problem has a plan."""
     outside = settings.outside + (settings.tables if settings.part else 0)
     machine, arena = settings.hardware, settings.arena
     return problem.live_bytes + least_memory(problem, machine, settings.chunk_bytes, outside, arena, settings.part)
 
 
 def goal_of_cut(traced: Traced, settings: Settings) -> Goal:
-    """The goal for which a graph is cut.  If the graph is one of several blocks that run one after the other, it is the
-    goal of all these blocks."""
+    """Return the goal for which a graph is cut.  If the graph is one of several blocks that run one after the other,
+    the goal is for all these blocks together."""
     return settings.goal if traced.repeats is None else traced.repeats.goal
 
 
@@ -365,8 +372,8 @@ def _sharded_now(traced: Traced) -> frozenset[str]:
 
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
-    """The groups of regions for which the plan or the times in ``settings`` were made, or with which the placement of a
-    problem in ``settings`` can be shared."""
+    """Return the groups of regions for which the plan or the timings in ``settings`` were made, or with which the graph
+    can share the placement of one of ``settings.likes``.  Return None if there are no such groups."""
     given = settings.plan or settings.timings
     structures = [problem.structure for problem, _ in settings.likes]
     if given is None and not structures:

@@ -1,5 +1,5 @@
-"""Plan: where each weight is stored, which slot it is streamed through, and which window starts each chunk.  Frozen; stored
-as JSON."""
+"""Plan: where each weight is stored, which slot it is streamed through, and which window starts the copy of each chunk.
+Frozen; stored as JSON."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ Windows = tuple["int | None", ...]
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes rounded up to :data:`ALIGNMENT`."""
+    """Return the bytes rounded up to :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
-    """The number of chunks in ``nbytes`` bytes; the last one may be shorter."""
+    """Return the number of chunks in ``nbytes`` bytes; the last one may be shorter."""
     return -(-nbytes // chunk_bytes)
 
 
 class ChunkRun(NamedTuple):
-    """Consecutive chunks ``[first, end)`` of a weight with the same window, or None for resident chunks."""
+    """Consecutive chunks ``[first, end)`` of a weight that have the same window.  ``window``: window that starts their
+    copies, or None if they are resident."""
 
     first: int
     end: int
@@ -45,7 +46,7 @@ class ChunkRun(NamedTuple):
 
 
 def runs(windows: Windows) -> Iterator[ChunkRun]:
-    """The chunks of a weight, grouped by window."""
+    """Group consecutive chunks of a weight that have the same window."""
     first, count = 0, len(windows)
     for end in range(1, count + 1):
         if end == count or windows[end] != windows[first]:
@@ -55,15 +56,15 @@ def runs(windows: Windows) -> Iterator[ChunkRun]:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """The placement of one weight.  Unless ``home`` is "device", it is streamed through a slot at ``offset`` bytes in the
-    arena.
+    """The placement of one weight.  Unless ``home`` is "device", the weight is streamed through a slot at ``offset``
+    bytes in the arena.
 
-    ``windows``: for each chunk, the window that starts its copy, or None if it is resident.  A window is in the same step
-    as the readers if ``window <= first_use``, otherwise in the previous step (wrap-around).  ``first_use`` and
-    ``last_use``: indices of the first and the last region that read it.  ``slack_s``: predicted seconds from the arrival of
-    its last chunk to its first reader; negative if the reader waits.  ``why``: reason for the placement, as a sentence.
-    ``source``: contains the number of ranks over which it is sharded, even if it stays on the device as a whole; whether it
-    is compressed or in a file is stored in the Problem only.
+    ``windows``: for each chunk, the window that starts its copy, or None if it is resident.  A window is in the same
+    step as the readers if ``window <= first_use``, otherwise in the previous step (wrap-around).  ``first_use`` and
+    ``last_use``: indices of the first and the last region that read the weight.  ``slack_s``: predicted seconds from
+    the arrival of the last chunk to the first reader; negative if the reader waits.  ``why``: reason for the placement,
+    as a sentence.  ``source``: contains only the number of ranks over which the weight is sharded, even if the whole
+    weight stays on the device.  Whether the weight is compressed or in a file is stored only in the Problem.
     """
 
     name: str
@@ -78,7 +79,8 @@ class WeightPlan:
     source: Source = HOST
 
     def ahead(self, count: int) -> int:
-        """The number of windows from the start of its earliest copy to its first reader.  ``count``: windows per step."""
+        """Return the number of windows from the start of the weight's earliest copy to its first reader.  ``count``:
+        windows per step."""
         return max(((self.first_use - w) % count for w in self.windows if w is not None), default=0)
 
     @property
@@ -86,13 +88,14 @@ class WeightPlan:
         return sum(w is not None for w in self.windows)
 
     def wraps(self, window: int) -> bool:
-        """Whether a chunk whose copy starts in ``window`` is for the next step."""
+        """Return whether a chunk whose copy starts in ``window`` is for the next step."""
         return window > self.first_use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Barrier:
-    """Compute waits for ``weights`` before it starts ``collective``, so that their copies do not overlap with it."""
+    """A point at which compute waits for the copies of ``weights`` before it starts ``collective``, so that these
+    copies do not overlap with the collective."""
 
     collective: str
     weights: tuple[str, ...]
@@ -111,8 +114,8 @@ SpanLane = Literal["compute", "collective", "copy", "pull", "read", "stall", "ba
 class Span(NamedTuple):
     """Work on one lane of the predicted timeline, in seconds from the start of the step; a copy or read may start earlier.
 
-    In a ``stall``, compute waits for the weight ``name`` before the region that reads it; in a ``barrier``, before a
-    collective.  In a ``join``, it waits for all copies at the end of a call.
+    In a ``stall``, compute waits for the weight ``name`` before the region that reads it.  In a ``barrier``, compute
+    waits for copies before a collective.  In a ``join``, compute waits for all copies at the end of a call.
     """
 
     lane: SpanLane
@@ -146,10 +149,10 @@ class Prediction:
 class Plan:
     """The placement of all weights.  ``arena_bytes``: size of the arena.  ``chunk_bytes``: size of a full chunk.
 
-    ``problem``: digest of the Problem for which it was made.  ``hardware``: name of the profile.  ``regions``: label of
-    each region; window k opens before region k.  ``joins``: numbers of regions after which compute waits for all copies
-    issued so far, one at the end of each call, so that a call can be one CUDA graph; empty if copies may continue after the
-    end of a call.  ``model``: title of the model in reports, empty if unknown.
+    ``problem``: digest of the Problem for which the plan was made.  ``hardware``: name of the profile.  ``regions``:
+    label of each region; window k opens before region k.  ``joins``: for each call, the number of regions up to its
+    end, where compute waits for all copies issued so far, so that the call can be one CUDA graph.  It is empty if
+    copies may continue after the end of a call.  ``model``: title of the model in reports, empty if unknown.
     """
 
     policy: str
@@ -174,8 +177,8 @@ class Plan:
         return frozenset(w.name for w in self.weights if w.home == "peers")
 
     def lane(self, weight: str) -> Lane:
-        """The lane of a streamed weight.  It does not depend on where the weight is now: a rank that has written a sharded
-        weight streams it from host memory."""
+        """Return the lane of a streamed weight.  The lane does not depend on where the weight currently is: a rank that
+        has written to a sharded weight streams this weight from host memory, but in the same lane."""
         return "pull" if weight in self.pulled else "copy"
 
     @property
@@ -210,7 +213,7 @@ class Plan:
         )
 
     def streamed_bytes(self, weight: WeightPlan) -> int:
-        """Bytes of a weight that are copied per step."""
+        """Return the bytes of a weight that are copied per step."""
         return sum(self.nbytes(weight, r.first, r.end) for r in runs(weight.windows) if r.window is not None)
 
     @cached_property
@@ -225,19 +228,19 @@ class Plan:
         return nbytes / seconds if seconds else None
 
     def span(self, weight: WeightPlan, first: int, end: int) -> tuple[int, int]:
-        """The bytes ``[start, stop)`` of chunks ``[first, end)`` of a weight."""
+        """Return the bytes ``[start, stop)`` of chunks ``[first, end)`` of a weight."""
         return first * self.chunk_bytes, min(end * self.chunk_bytes, weight.nbytes)
 
     def nbytes(self, weight: WeightPlan, first: int, end: int) -> int:
-        """The size of chunks ``[first, end)`` of a weight in bytes."""
+        """Return the size of chunks ``[first, end)`` of a weight in bytes."""
         begin, stop = self.span(weight, first, end)
         return stop - begin
 
     def check_problem(self, problem: Problem, ends: Sequence[int] | None = None) -> None:
-        """Raise ChunkflowError if the plan was made for another model, size, degree or cut, or if its joins are not at the
-        ends of the calls.
+        """Raise ChunkflowError if the plan was made for another model, input size, Ulysses degree or cut, or if its
+        joins are not at the ends of the calls.
 
-        ``ends``: numbers of regions at which the calls of the problem end, or None for a single call.
+        ``ends``: for each call of the problem, the number of regions up to its end; None for a single call.
         """
         if self.problem != problem.digest:
             ours, theirs = {w.name for w in self.weights}, {w.name for w in problem.weights}
@@ -304,12 +307,12 @@ def _weight(*, windows: Sequence[int | None], peers: int = 0, **more: Any) -> We
 
 
 def span_name(weight: str, first: int, end: int) -> str:
-    """The name of a span in which chunks ``[first, end)`` are copied or read."""
+    """Return the name of a span in which chunks ``[first, end)`` are copied or read."""
     return f"{weight}[{first}:{end}]"
 
 
 def span_chunks(span: str) -> tuple[str, int, int]:
-    """The weight and its chunks ``[first, end)``, parsed from a name made by :func:`span_name`."""
+    """Return the weight and its chunks ``[first, end)`` from a name that :func:`span_name` has made."""
     name, _, chunks = span.rpartition("[")
     first, _, end = chunks.removesuffix("]").partition(":")
     return name, int(first), int(end)
@@ -320,7 +323,8 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    """The digest of a plan's body without the title of the model, which may name a file and is only for reports."""
+    """Return the digest of a plan's body.  The title of the model is left out, because it is only for reports and may
+    contain the name of a file."""
     described = {name: value for name, value in body.items() if name != "model"}
     canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -15,11 +15,12 @@ from .pieces import piece_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the copies of a weight come from, and in which form.  By default, they come from host memory, uncompressed.
+    """Where the copies of a weight come from, and in which form.  By default, a weight is in host memory and not
+    compressed.
 
-    ``file``: whether its bytes are in a file on the SSD.  ``values``: size of the uncompressed values in bytes if it is
-    compressed (packing.py), otherwise 0.  ``ranks``: number of ranks over whose devices it is sharded (pieces.py),
-    otherwise 0.
+    ``file``: whether its bytes are in a file on the SSD.  ``values``: size of the uncompressed values in bytes if the
+    weight is compressed (packing.py), otherwise 0.  ``ranks``: number of ranks over whose devices the weight is sharded
+    (pieces.py); 0 if it is not sharded.
 
     All combinations occur.  Files and shards contain the compressed bytes if the weight is compressed.  A sharded weight
     also keeps its bytes in host memory or in the file, for ops outside programs and for a rank that writes to the weight.
@@ -47,11 +48,11 @@ class Source:
         return "pull" if self.sharded else "copy"
 
     def shard_bytes(self, nbytes: int) -> int:
-        """The size in bytes of this rank's shard of a weight with ``nbytes`` bytes."""
+        """Return the size in bytes of this rank's shard of a weight with ``nbytes`` bytes."""
         return piece_bytes(nbytes, self.ranks) if self.sharded else 0
 
 
-# In host memory, uncompressed.
+# The source of a weight that is in host memory and not compressed.
 HOST = Source()
 
 
@@ -59,10 +60,11 @@ HOST = Source()
 class Parameter:
     """A parameter that is an input of the Dynamo graph, found by identity.
 
-    ``index``: position among the inputs of the Dynamo graph.  ``names``: all its names in the model; more than one for tied
-    weights.  ``inside``: attribute path inside this input, such as ``.qdata``, if the input is a tensor subclass.
-    ``keep``: why it must stay on the device, or None if it may be streamed.  ``source``: its source when the graph is
-    traced; in a cut, the source that is planned.  ``compressible``: whether it is compressed, or can be as far as is known.
+    ``index``: position among the inputs of the Dynamo graph.  ``names``: all its names in the model; more than one for
+    tied weights.  ``inside``: attribute path inside this input, such as ``.qdata``, if the input is a tensor subclass.
+    ``keep``: why the parameter must stay on the device, or None if it may be streamed.  ``source``: source at the time
+    of tracing; in a cut, the planned source.  ``compressible``: whether the parameter is compressed, or can be
+    compressed as far as is known.
     """
 
     index: int
@@ -103,12 +105,13 @@ class RegionCost:
     """The work of a region.  "Products" are GEMMs, convolutions and attention.
 
     ``flops``: FLOPs of all products; ``attention``: FLOPs of attention; ``masked``: FLOPs of attention with a mask.
-    ``operands``: bytes that products read and write.  ``traffic``: for the other kernels, pairs of a tensor size and the
-    bytes that they read and write in tensors of this size.  ``kernels``: number of kernels, including products.
+    ``operands``: bytes that products read and write.  ``traffic``: for the other kernels, pairs of a tensor size in
+    bytes and the total bytes read and written in tensors of this size.  ``kernels``: number of kernels, including
+    products.
 
     ``dtype`` and ``op``: dtype and op with the most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
     ``tiles``: for each GEMM of a region that runs on slices, the number of tiles per call and the FLOPs of all calls.
-    ``attention_tiles``: the same for each attention of a group of heads.
+    ``attention_tiles``: the same pair for each attention op that computes one group of heads.
     """
 
     flops: int
@@ -123,14 +126,14 @@ class RegionCost:
     attention_tiles: tuple[tuple[int, int], ...] = ()
 
     def repeated(self, times: int) -> RegionCost:
-        """The work of a region that runs ``times`` times."""
+        """Return the work of a region that runs ``times`` times."""
         traffic = tuple((size, moved * times) for size, moved in self.traffic)
         work = {name: getattr(self, name) * times for name in ("flops", "attention", "masked", "operands", "kernels")}
         return replace(self, traffic=traffic, **work)
 
     def seconds(self, hardware: Hardware) -> float:
-        """The predicted time of the region in seconds.  Products take the time for their FLOPs or for their operands,
-        whichever is longer.  The other kernels are added one by one."""
+        """Return the predicted time of the region in seconds.  Products take the time for their FLOPs or for their
+        operands, whichever is longer.  The other kernels are added one by one."""
         products = max(
             self.gemm_seconds(hardware) + self.attention_seconds(hardware), self.operands / hardware.memory_rate
         )
@@ -138,12 +141,13 @@ class RegionCost:
         return products + self.idle_seconds(hardware) + others + self.kernels * hardware.kernel_s + hardware.launch_s
 
     def gemm_seconds(self, hardware: Hardware) -> float:
-        """Seconds of the GEMMs and convolutions."""
+        """Return the seconds of the GEMMs and convolutions."""
         return (self.flops - self.attention) / hardware.flops(self.dtype)
 
     def idle_seconds(self, hardware: Hardware) -> float:
-        """Seconds lost in the last waves of ``tiles`` and ``attention_tiles``, in which some multiprocessors are idle.  The
-        rates of GEMMs and of attention do not include this loss, because they are measured on kernels with many waves."""
+        """Return the seconds lost in the last waves of ``tiles`` and ``attention_tiles``, in which some multiprocessors
+        are idle.  The rates of GEMMs and of attention do not include this loss, because they are measured on kernels
+        with many waves."""
         if not (count := hardware.multiprocessors):
             return 0.0
 
@@ -154,7 +158,7 @@ class RegionCost:
         return idle(self.tiles) / hardware.flops(self.dtype) + attention
 
     def attention_seconds(self, hardware: Hardware) -> float:
-        """Seconds of attention; a mask makes it slower."""
+        """Return the seconds of attention; a mask makes it slower."""
         flops = self.attention - self.masked + self.masked / hardware.eta_masked
         return flops / hardware.attention_rate(self.dtype)
 
@@ -163,10 +167,10 @@ class RegionCost:
 class Region:
     """A part of the graph that only computes.  ``key``: digest of its structure; regions with equal keys are lowered once.
 
-    ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: weights in the order of the region's
-    inputs.  ``repeat``: number of calls of its code, one per slice of its values (graph/split.py).  ``live``: peak bytes of
-    live activations while it runs (cost/live.py).  ``groups``: number of groups of heads if it computes the attention of
-    one (graph/head_groups.py), otherwise 1.
+    ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: weights in the order of the
+    region's inputs.  ``repeat``: number of calls of its code, one per slice of its values (graph/split.py).  ``live``:
+    peak bytes of live activations while it runs (cost/live.py).  ``groups``: number of groups of heads if the region
+    computes the attention of one group (graph/head_groups.py), otherwise 1.
     """
 
     index: int
@@ -185,9 +189,9 @@ class Region:
 class Collective:
     """A collective.  ``nbytes``: bytes that this rank receives.  ``ranks``: size of its process group.
 
-    ``before``: index of the first region after its start.  ``until``: index of the region before which compute waits for
-    its end.  Both can be the number of regions, which means after the last region.  ``engine``: whether kernels ("sm") or a
-    copy engine ("copy") move its bytes; a busy copy engine cannot copy weights.
+    ``before``: index of the first region after its start.  ``until``: index of the region before which compute waits
+    for its end.  Both indices can be equal to the number of regions, which means after the last region.  ``engine``:
+    whether kernels ("sm") or a copy engine ("copy") move its bytes; a busy copy engine cannot copy weights.
     """
 
     name: str
@@ -201,10 +205,10 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Everything about a model on which placement depends.  Window k opens before region k.
+    """All properties of a model on which placement depends.  Window k opens before region k.
 
-    ``ranks``: number of ranks that run it at the same time, each its part.  :class:`Hardware` describes the resources that
-    they share.
+    ``ranks``: number of ranks that run the model at the same time, each of them its part.  :class:`Hardware` describes
+    the resources that they share.
     """
 
     regions: tuple[Region, ...]
@@ -218,12 +222,14 @@ class Problem:
 
     @property
     def unpacked_bytes(self) -> int:
-        """The peak of unpacked values in bytes, in addition to the weights.  A region unpacks one weight at a time."""
+        """Peak bytes of unpacked values, which are needed in addition to the packed weights.  A region unpacks one
+        weight at a time."""
         return max((w.source.values for w in self.weights), default=0)
 
     @property
     def exchange_groups(self) -> int:
-        """The number of groups of heads in which the exchanges around attention run; 1 if they are whole."""
+        """The number of groups of heads in which the exchanges around attention run; 1 if the exchanges are not
+        divided."""
         return max((r.groups for r in self.regions), default=1)
 
     @property
@@ -238,8 +244,8 @@ class Problem:
 
     @property
     def in_blocks(self) -> Problem:
-        """The part of the problem inside blocks, which runs if each block is compiled separately
-        (compile_repeated_blocks)."""
+        """The part of the problem that is inside blocks.  It is the whole problem if the blocks of the model are
+        compiled separately (compile_repeated_blocks)."""
         inside = [r.index for r in self.regions if r.block]
         index = {old: new for new, old in enumerate(inside)}
         regions = tuple(replace(self.regions[old], index=new, name=f"region_{new}") for old, new in index.items())
@@ -270,9 +276,10 @@ class Problem:
     def digest(self) -> str:
         """Sixteen hex digits that identify this problem.  They are stored in its plans.
 
-        They cover everything on which placement depends and that does not vary with the way in which the model is traced.
-        They leave out the order of inputs, which changes when the model is offloaded, and device-specific ops.  They also
-        leave out the ranks, because a program knows its ranks where it runs.
+        They cover the properties on which placement depends, except for properties that vary with the way in which the
+        model is traced.  They leave out the order of inputs, which changes when the model is offloaded, and
+        device-specific ops.  They also leave out the ranks, because a program knows the number of its ranks when it
+        runs.
         """
         body: dict[str, object] = {
             "regions": [(r.block, r.weights, r.cost.flops) for r in self.regions],

@@ -1,10 +1,10 @@
 """Step: one step of a program as a list of operations, in the order in which the host issues them.
 
-A GPU runs several streams concurrently, and each stream runs its operations in order.  ``compute`` runs regions.  ``copy``
-and ``pull`` are the lanes, which fill slots from host memory and from the devices of the other ranks.  ``collective`` runs
-collectives.  ``read`` reads files on the SSD into the ring, from which copies take their bytes (ring.py).  Operations of
-two streams are ordered by events: :class:`Record` marks a point in a stream, and after a :class:`Wait`, another stream
-continues only when this point has been reached.
+A GPU runs several streams concurrently, and each stream runs its operations in order.  ``compute`` runs regions.
+``copy`` and ``pull`` are the lanes: ``copy`` fills slots from host memory, and ``pull`` fills slots from the devices of
+the other ranks.  ``collective`` runs collectives.  ``read`` reads files on the SSD into the ring, from which copies
+take their bytes (ring.py).  Events order the operations of different streams: :class:`Record` marks a point in a
+stream, and at a :class:`Wait`, another stream waits until this point has been reached.
 
 The order for each region k: the starts of the collectives before it, each after its barriers; the waits for the ends of
 collectives; the join, if a call ends there; the copies of window k; the waits for the weights that k is the first to read;
@@ -56,9 +56,9 @@ class Wait:
 @dataclass(frozen=True)
 class Copy:
     """Copies chunks ``[first, end)`` of a weight into its slot.  ``window``: window that starts the copy, or None for
-    resident chunks, which are copied by a prologue.  ``next_step``: whether the chunks are for the next step (wrap-around).
-    ``ring``: byte of the ring at which their read begins, or None if the copy is not from the ring, as when it reads a file
-    itself."""
+    resident chunks, which are copied by a prologue.  ``next_step``: whether the chunks are for the next step
+    (wrap-around).  ``ring``: byte of the ring at which the read of these chunks begins, or None if the copy does not
+    use the ring (for example, because it reads the file itself)."""
 
     stream: Lane
     weight: str
@@ -71,7 +71,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Read:
-    """Reads chunks ``[first, end)`` of a weight from a file into the ring, from byte ``ring`` on, for their next copy."""
+    """Reads chunks ``[first, end)`` of a weight from a file into the ring, starting at byte ``ring``, for the next copy
+    of these chunks."""
 
     stream: ClassVar[Stream] = "read"
     weight: str
@@ -114,8 +115,8 @@ class Evict:
 
 @dataclass(frozen=True)
 class Release:
-    """Drops values that no later op reads.  If a Run follows directly, its region still reads them and takes them over.
-    ``values``: names of their nodes."""
+    """Drops values that no later op reads.  If a Run follows directly, its region still reads these values and becomes
+    their owner.  ``values``: names of their nodes."""
 
     stream: ClassVar[Stream] = "compute"
     values: tuple[str, ...]
@@ -123,8 +124,9 @@ class Release:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Evaluates any other node of a program, such as an element of the outputs of a region.  ``value``: its name.
-    ``stream``: "collective" for an element of the results of a collective before its end, otherwise "compute"."""
+    """Evaluates any other node of a program, such as one element of a region's outputs.  ``value``: name of the node.
+    ``stream``: "collective" for an element of a collective's results before the collective has ended, otherwise
+    "compute"."""
 
     stream: Stream
     value: str
@@ -137,39 +139,39 @@ Transfer = Record | Wait | Copy | Read
 
 
 def weights_of(op: Op) -> tuple[str, ...]:
-    """The weights that an op copies, reads, waits for or evicts."""
+    """Return the weights that an op copies, reads, waits for or evicts."""
     if isinstance(op, Copy | Read | Evict):
         return (op.weight,)
     return op.weights if isinstance(op, Wait) else ()
 
 
 def released_by(op: Op) -> tuple[str, ...]:
-    """The values that an op drops."""
+    """Return the values that an op drops."""
     return op.values if isinstance(op, Release) else ()
 
 
 def copies(ops: Iterable[Op]) -> Iterator[Copy]:
-    """The copies among ops."""
+    """Return the copies among ops."""
     return (op for op in ops if isinstance(op, Copy))
 
 
 def reads(ops: Iterable[Op]) -> Iterator[Read]:
-    """The reads among ops."""
+    """Return the reads among ops."""
     return (op for op in ops if isinstance(op, Read))
 
 
 def marks(ops: Iterable[Op]) -> Step:
-    """The ops that record events or wait for them."""
+    """Return the ops that record events or wait for them."""
     return tuple(op for op in ops if isinstance(op, Record | Wait))
 
 
-# The transfer ops of a step with their events: two mappings, for the ops before each region and each start of a collective,
-# and for the ops after each region.
+# The transfer ops of a step with their events, as two mappings.  The keys are the regions and the starts of
+# collectives.  The first mapping contains the ops before each key, and the second mapping contains the evicts after it.
 Transfers = tuple[Mapping[Op, Sequence[Op]], Mapping[Op, Sequence[Evict]]]
 
 
 def transfers(step: Step) -> Transfers:
-    """The transfer ops of a step without joins, grouped by the op that they precede or follow."""
+    """Return the transfer ops of a step without joins, grouped by the op that they precede or follow."""
     before, after = dict[Op, list[Op]](), dict[Op, list[Evict]]()
     waiting = list[Op]()
     for op in step:
@@ -184,13 +186,14 @@ def transfers(step: Step) -> Transfers:
 
 
 def used_lanes(ops: Iterable[Op]) -> list[Lane]:
-    """The lanes of the copies among ops."""
+    """Return the lanes of the copies among ops."""
     used = {copy.stream for copy in copies(ops)}
     return [lane for lane in LANES if lane in used]
 
 
 def join(lanes: Mapping[Lane, int]) -> Iterator[Op]:
-    """The ops that make compute wait for all copies issued so far.  ``lanes``: used lanes, with an event for each."""
+    """Yield the ops that make compute wait for all copies issued so far.  ``lanes``: event to record, for each lane in
+    use."""
     yield from (Record(lane, event) for lane, event in lanes.items())
     yield from (Wait("compute", event) for event in lanes.values())
 
@@ -203,7 +206,7 @@ _Newest = tuple[int, _Place]
 
 
 def order(problem: Problem, plan: Plan) -> Step:
-    """The step of a program under a plan without joins, for calls that are issued one op at a time."""
+    """Return the step of a program under a plan without joins, for calls that are issued one op at a time."""
     scheduler = Scheduler(problem, plan.chunk_bytes)
     return scheduler.step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
 
@@ -221,7 +224,7 @@ class _Streamed(NamedTuple):
     evict: Evict
 
 
-# The place of a copy, and whether it is for the next step.
+# The place of a copy, and whether the copy is for the next step.
 _Issued = tuple[_Place, bool]
 
 
@@ -234,8 +237,8 @@ class _Arrival(NamedTuple):
 
 class _Placed(NamedTuple):
     """Copies and weights by region.  ``opened``: copies of each window, in the order of issue.  ``awaited``: for each
-    region that is the first to read weights, their lanes, newest copies and names.  ``evicted``: evicts by the region that
-    reads the weights last."""
+    region, the weights that it is the first to read, each with its lane, newest copy and name.  ``evicted``: for each
+    region, the evicts of the weights that it is the last to read."""
 
     opened: dict[int, list[tuple[_Place, Copy]]]
     awaited: dict[int, list[tuple[Lane, _Newest, str]]]
@@ -273,12 +276,12 @@ class Scheduler:
         *,
         kept: bool = False,
     ) -> Step:
-        """The step for a choice of windows.
+        """Return the step for a choice of windows.
 
-        ``windows``: windows of the chunks of each streamed weight.  ``joins``: as in a Plan.  ``kept``: whether compute
-        also waits for weights whose chunks are all resident, which is needed for a cold start.  Within a window, chunks are
-        copied in the order in which they are needed.  Events are numbered in the order of their occurrence in the step;
-        events of reads come last.
+        ``windows``: for each streamed weight, the windows of its chunks.  ``joins``: as in a Plan.  ``kept``: whether
+        compute also waits for weights whose chunks are all resident, which is needed for a cold start.  Within a
+        window, chunks are copied in the order in which they are needed.  Events are numbered in the order of their
+        occurrence in the step; events of reads come last.
         """
         placed, starts, finishes = self._place(windows, kept), self._starts, self._finishes
         read = {k: list(self._read(awaited)) for k, awaited in placed.awaited.items()}
@@ -305,7 +308,7 @@ class Scheduler:
         return tuple(self._with_reads(ops, events) if self._in_files else ops)
 
     def _with_reads(self, ops: Sequence[Op], events: _Events) -> Iterator[Op]:
-        """The ops with reads inserted, each after the copy that frees its bytes of the ring."""
+        """Insert reads into the ops, each read directly after the copy that frees its bytes of the ring."""
         copied = [op for op in copies(ops) if op.weight in self._in_files]
         slots, count = ring_slots([self._nbytes(op) for op in copied]), len(copied)
         following = [list[int]() for _ in copied]  # for each copy, the reads after it
@@ -336,7 +339,7 @@ class Scheduler:
         return min(op.end * self._chunk_bytes, self._in_files[op.weight]) - op.first * self._chunk_bytes
 
     def _place(self, windows: Mapping[str, Windows], kept: bool) -> _Placed:
-        """``kept``: see :meth:`step`."""
+        """Group copies and weights by region.  ``kept``: see :meth:`step`."""
         count, placed = self._count, _Placed({}, {}, {})
         for weight in self._weights:
             newest: _Newest | None = None
@@ -357,17 +360,17 @@ class Scheduler:
         return placed
 
     def _read(self, awaited: Sequence[tuple[Lane, _Newest, str]]) -> Iterator[_Arrival]:
-        """The arrivals that compute waits for before a region that is the first to read these weights: in each lane, the
-        newest of their copies."""
+        """Yield the arrivals that compute waits for before a region: in each lane, the newest copy of the weights in
+        ``awaited``, which the region is the first to read."""
         for lane in self._lanes:
             if mine := [(newest, name) for moves, newest, name in awaited if moves == lane]:
                 yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
 
     def _held(self, names: Iterable[str], before: int, issued: Mapping[str, Sequence[_Issued]]) -> Iterator[_Arrival]:
-        """The arrivals that compute waits for at a barrier before a region, in the order of its weights.  Their lanes may
-        alternate.
+        """Yield the arrivals that compute waits for at a barrier before region ``before``, in the order of the
+        barrier's weights.  Successive arrivals may be in different lanes.
 
-        A weight is left out if there is no copy of it that compute has not already waited for in the previous step.
+        A weight is left out if compute has already waited for all its copies in the previous step.
         """
         found = {name: max(newest) for name in names if (newest := list(_found(issued.get(name, ()), before)))}
         for _, run in groupby(found, key=self._lane.__getitem__):
@@ -375,7 +378,7 @@ class Scheduler:
             yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
 
     def _issued(self, placed: _Placed, windows: Mapping[str, Windows]) -> dict[str, list[_Issued]]:
-        """The copies of each weight, including the copy of its resident chunks."""
+        """Return the copies of each weight, including the copy of its resident chunks."""
         issued = {w.name: [(w.kept, False)] if None in windows.get(w.name, ()) else [] for w in self._weights}
         for copies in placed.opened.values():
             for place, copy in copies:
@@ -384,7 +387,7 @@ class Scheduler:
 
 
 def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
-    """The copies that have been issued before a region."""
+    """Yield the copies of a weight that have been issued before region ``before``."""
     for place, next_step in issued:
         if place[0] < before:
             yield (0 if place[0] >= 0 else -2), place
@@ -393,8 +396,8 @@ def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
 
 
 def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collection[_Place], events: _Events) -> None:
-    """Add the ops of a window.  Each lane waits for the opening of the window before its first copy.  ``marked``: copies
-    that compute waits for."""
+    """Add the ops of a window.  Each lane waits for the opening of the window before its first copy.  ``marked``:
+    places of the copies that compute waits for."""
     opening, waiting = events[copies[0][1].window], set[Lane]()
     ops.append(Record("compute", opening))
     for place, copy in copies:
@@ -407,8 +410,8 @@ def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collecti
 
 
 class _Events(dict[object, int]):
-    """Numbers events: the opening of a window, the arrival of a copy (by its place), a join, a read, and the copy that a
-    read waits for."""
+    """Assigns numbers to events.  An event is the opening of a window, the arrival of a copy (by its place), a join, a
+    read, or the copy that a read waits for."""
 
     def __missing__(self, what: object) -> int:
         number = self[what] = len(self)

@@ -1,10 +1,10 @@
-"""Count: computes the cost of a region: FLOPs with the formulas of torch.utils.flop_counter, bytes from the graph's
-metadata.
+"""Count: computes the cost of a region.  FLOPs come from the formulas of torch.utils.flop_counter, and bytes from the
+metadata of the graph.
 
 Formulas that users register there (``register_flop_formula``) are included.
 
-Products (GEMMs, convolutions and attention) have FLOPs, and read and write operands.  All other ops only move bytes, in
-separate kernels.
+Products (GEMMs, convolutions and attention) are counted by their FLOPs and by the bytes of their operands.  All other
+ops run in separate kernels and are counted only by the bytes that they move.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chunkflow_compile.passes.problem import RegionCost
 from .kernels import Values, other_kernels, tensor_bytes, tensors
 from .op_calls import called, is_opaque, like_attention
 
-# Products of an input and a weight that are unknown to the flop counter, most of them with a quantised weight.
+# Ops that multiply an input by a (mostly quantised) weight, and that the flop counter does not know.
 _PRODUCTS = frozenset(
     (
         "aten::_int_mm",
@@ -43,7 +43,8 @@ _TILE = (128, 256)
 
 
 def region_cost(values: Values, fused: bool = True) -> RegionCost:
-    """The cost of one region.  ``values``: value of each of its nodes, as tensors without data, with known sizes.
+    """Return the cost of one region.  ``values``: value of each node of the region, as fake tensors with concrete
+    sizes.
 
     ``fused``: whether Inductor fuses the ops between products.
     """
@@ -67,14 +68,15 @@ def region_cost(values: Values, fused: bool = True) -> RegionCost:
 
 
 def gemm_tiles(values: Values) -> tuple[tuple[int, int], ...]:
-    """For each GEMM of a region, the number of tiles of its result, and its FLOPs."""
+    """Return a pair for each GEMM of a region: the number of tiles of the result, and the FLOPs."""
     found = ((node, node_flops(node, values)) for node in values if node.op == "call_function")
     gemms = [(tensors(values[node])[0].shape, flops) for node, flops in found if flops and _is_gemm(node, values)]
     return tuple((-(-shape[-2] // _TILE[0]) * -(-shape[-1] // _TILE[1]) * prod(shape[:-2]), f) for shape, f in gemms)
 
 
 def attention_tiles(values: Values) -> tuple[tuple[int, int], ...]:
-    """The number of query tiles of each attention in a region, over all samples and heads, and its FLOPs."""
+    """Return a pair for each attention op of a region: the number of query tiles over all samples and heads, and the
+    FLOPs."""
     found = ((node, node_flops(node, values)) for node in values if node.op == "call_function")
     ops = [(tensors(values[node])[0].shape, f) for node, f in found if f and _kind(node, values) == "attention"]
     return tuple((-(-shape[-2] // _TILE[0]) * prod(shape[:-2]), f) for shape, f in ops if len(shape) > 2)
@@ -85,10 +87,11 @@ def _is_gemm(node: Node, values: Values) -> bool:
 
 
 def node_flops(node: Node, values: Values) -> int:
-    """FLOPs of one node: from the formula of its op or, without a formula, as attention if its operands look like it; 0 for
-    other ops.
+    """Return the FLOPs of one node.  If there is no formula for its op, the node is counted as attention if its
+    operands look like query, key and value, and otherwise as 0 FLOPs.
 
-    For an op with nested graphs, the maximum of their FLOPs is counted, because ``cond`` runs only one branch.
+    An op with nested graphs counts as much as the nested graph with the most FLOPs, because ``cond`` runs only one
+    branch.
     """
     call = called(node, values)
     if call is None:
@@ -99,9 +102,10 @@ def node_flops(node: Node, values: Values) -> int:
     ):  # possible only if sizes are estimated
         args = (*args[:2], args[2].new_empty((*args[1].shape[:-1], args[2].shape[-1])), *args[3:])
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-        # The only attention op without a formula in torch.  Attention on fake CPU tensors is traced to it.
+        # torch has a formula for every attention op except this one.  Attention on fake CPU tensors is traced to this
+        # op.
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if call.name in _PRODUCTS:  # [..., k] by a weight into [..., n]
+    if call.name in _PRODUCTS:  # [..., k] times a weight gives [..., n]
         return 2 * int(args[0].numel()) * int(tensors(values[node])[0].shape[-1])
     if (formula := flop_registry.get(call.op)) is not None:
         return int(formula(*args, **kwargs, out_val=values[node]))
@@ -109,8 +113,8 @@ def node_flops(node: Node, values: Values) -> int:
 
 
 def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
-    """The third-party ops and Triton kernels without a declared FLOP formula, by name, each with a sentence on how it is
-    counted."""
+    """Find the third-party ops and Triton kernels without a declared FLOP formula.  Return a mapping from the name of
+    each to a sentence that explains how its FLOPs are counted."""
     sentences: dict[str, str] = {}
     for node in nodes:
         values = {n: n.meta.get("val") for n in (node, *node.all_input_nodes)}
@@ -129,7 +133,7 @@ def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
 
 
 def _graph_flops(graph: GraphModule) -> int:
-    """FLOPs of a nested graph; 0 if its sizes are symbolic, because their values in a call are not known."""
+    """Return the FLOPs of a nested graph; 0 if its sizes are symbolic, because the actual sizes are not known."""
     values = {node: node.meta.get("val") for node in graph.graph.nodes}
     sizes = [size for value in values.values() for tensor in tensors(value) for size in tensor.shape]
     if any(isinstance(size, torch.SymInt) for size in sizes):
@@ -149,7 +153,7 @@ def _kind(node: Node, values: Values) -> str:
 
 
 def _masked(node: Node, values: Values) -> bool:
-    """Whether a node is attention with a mask.  torch's ops use two names for the mask."""
+    """Return whether a node is attention with a mask.  torch's ops use two names for the mask."""
     if not isinstance(node.target, torch._ops.OpOverload) or _kind(node, values) != "attention":
         return False
     names = [argument.name for argument in node.target._schema.arguments]

@@ -1,11 +1,12 @@
 """Fusion: models the kernels that Inductor generates for a region, and the bytes of the values that they store.
 
-Inductor computes a pointwise value inside the kernels that read it, unless it is an output, an operand of a kernel that is
-not generated, or read by many kernels.  It fuses other pointwise ops and reductions over the same number of elements, so
-that a value without other readers is never stored.  Products, attention and ops on complex numbers are separate kernels.  A
-value is freed after the last kernel that reads it.  A pointwise kernel overwrites an operand of the same size if it is its
-last reader, and a value can reuse the memory of a dead value of the same size and dtype.  Of several orders of the kernels,
-the one that needs the fewest bytes is used.  Without Inductor, each op is a kernel, and the kernels run in program order.
+Inductor computes a pointwise value inside the kernels that read it, unless the value is an output of the region, is an
+operand of a kernel that Inductor does not generate, or is read by many kernels.  Inductor also fuses pointwise ops and
+reductions that iterate over the same number of elements.  A value that only the fused kernel reads is never stored.
+Products, attention and ops on complex numbers are separate kernels.  A value is freed after the last kernel that reads
+it.  A pointwise kernel overwrites an operand of the same size if no later kernel reads this operand.  A value can also
+reuse the memory of a dead value of the same size and dtype.  Inductor considers several orders of the kernels and uses
+the order with the lowest peak memory.  Without Inductor, each op is a kernel, and the kernels run in program order.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _POINTWISE = frozenset(
 _REDUCTIONS = frozenset(
     ("all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean")
 )
-# Products for which Inductor chooses the memory of the result.
+# Products with an ``out=`` variant, so that Inductor can choose the memory of the result.
 _WITH_OUT = frozenset(("_int_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm"))
 # Views that keep the order of elements.
 _IN_ORDER = frozenset(("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"))
@@ -67,8 +68,9 @@ _READ_NO_VALUES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The live values of a region.  ``own``: at each of its kernels, the live bytes of values made inside the region.
-    ``until``: for each input, the position of the last kernel that reads it, or -1."""
+    """The live values of a region.  ``own``: for each kernel of the region, the bytes of values from inside the region
+    that are live while the kernel runs.  ``until``: for each input, the position of the last kernel that reads it, or
+    -1."""
 
     own: tuple[int, ...]
     until: tuple[int, ...]
@@ -76,7 +78,8 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class RegionNodes:
-    """A region, given by nodes of the whole graph.  ``key``: parts with equal keys have equal profiles."""
+    """A region, given by its input and output nodes in the whole graph.  ``key``: regions with equal keys have equal
+    profiles."""
 
     key: object
     inputs: tuple[Node, ...]
@@ -85,9 +88,9 @@ class RegionNodes:
 
 @dataclass(frozen=True)
 class Storages:
-    """The memory of a graph's values.  ``values``: value of each node, as tensors without data.  ``weights``: nodes whose
-    memory is not counted.  ``fused``: as in count.region_cost.  ``own``: as in bases_of.  ``profiles``: cached profiles of
-    parts, by key."""
+    """The memory of a graph's values.  ``values``: value of each node, as fake tensors.  ``weights``: nodes whose
+    memory is not counted.  ``fused``: whether Inductor fuses the ops.  ``own``: views that have separate memory, see
+    bases_of.  ``profiles``: cached profiles of regions, by key."""
 
     values: Values
     weights: Collection[Node]
@@ -116,8 +119,9 @@ class Storages:
 
 @dataclass(eq=False)
 class _Kernel:
-    """A kernel, or several fused ones.  ``reads`` and ``writes``: nodes whose memory it reads and writes.  ``strided``:
-    nodes that it does not read in order.  ``size``: number of elements that it iterates over, 0 if it cannot be fused."""
+    """A kernel, or several fused kernels.  ``reads`` and ``writes``: nodes whose memory the kernel reads and writes.
+    ``strided``: nodes whose elements the kernel does not read in the order of memory.  ``size``: number of elements
+    that the kernel iterates over; 0 if it cannot be fused."""
 
     reads: set[Node]
     writes: set[Node]
@@ -166,13 +170,14 @@ class _Kernels:
         return Profile(own=tuple(own), until=tuple(last.get(self.bases[n], -1) for n in self.part.inputs))
 
     def _reused(self, base: Node) -> object:
-        """The key by which a value can reuse the memory of a dead value with an equal key; None if it cannot reuse memory."""
+        """Return the reuse key of a value, or None if the value cannot reuse memory.  A value can reuse the memory of a
+        dead value with an equal key."""
         if base in self.alone and _name(base) not in _WITH_OUT:
             return None
         return tensors(self.values[base])[0].dtype, tensor_bytes(self.values[base])
 
     def _lowered(self, made: Sequence[Node]) -> list[_Kernel]:
-        """The kernels before fusion: one for each value that Inductor realizes."""
+        """Return the kernels before fusion: one for each value that Inductor realizes."""
         kernels, inlined = list[_Kernel](), dict[Node, tuple[_Kernel, int]]()
         for node in made:
             kernel, ops = _Kernel(set(), {node}, set(), self._size(node)), 1
@@ -182,7 +187,7 @@ class _Kernels:
             for argument in operands:
                 base = self.bases[argument]
                 read, more = inlined.get(base, (_Kernel({base}, set(), set(), 0), 0))
-                if node in self.joined:  # each operand is written to its place by a separate kernel
+                if node in self.joined:  # a separate kernel copies each operand into the result
                     kernel = _Kernel(set(), {node}, set(), _elements(self.values[argument]))
                     kernels.append(kernel)
                 kernel.reads |= read.reads
@@ -208,7 +213,7 @@ class _Kernels:
         return max(sizes if _is_pointwise(node) else sizes + [_elements(self.values[a]) for a in node.all_input_nodes])
 
     def _in_order(self, argument: Node) -> bool:
-        """Whether a value has its elements in the order of memory."""
+        """Return whether the elements of a value are in the same order as in memory."""
         while self.bases[argument] is not argument and argument not in self.part.inputs:
             if _name(argument) not in _IN_ORDER and not _is_result(argument, self.bases):
                 return False
@@ -216,8 +221,8 @@ class _Kernels:
         return True
 
     def _fuse(self) -> None:
-        """Fuse kernels over the same number of elements that share memory, unless another kernel has to run in between.
-        Pairs that share the most bytes come first."""
+        """Fuse pairs of kernels that iterate over the same number of elements and that share memory, unless another
+        kernel must run between the two.  Pairs that share the most bytes are fused first."""
         users: dict[Node, list[int]] = {}
         for i, kernel in enumerate(self.kernels):
             for base in kernel.reads | kernel.writes if kernel.size else ():
@@ -245,7 +250,8 @@ class _Kernels:
         self.kernels = _sorted([*dict.fromkeys(groups)])
 
     def _stored(self) -> dict[Node, int]:
-        """The stored values and their bytes.  A value that is read only by the kernel that makes it is not stored."""
+        """Return the size in bytes of each value that is stored in memory.  A value is not stored if only the kernel
+        that makes it reads it."""
         writers, readers = (_by_node(self.kernels, name) for name in ("writes", "reads"))
         return {
             base: self.storages.nbytes(base)
@@ -269,7 +275,7 @@ def _after(kernels: Sequence[_Kernel]) -> dict[_Kernel, set[_Kernel]]:
 
 
 def _runs_between(after: Mapping[_Kernel, set[_Kernel]], first: _Kernel, second: _Kernel) -> bool:
-    """Whether another kernel has to run after the first and before the second."""
+    """Return whether another kernel must run after ``first`` and before ``second``."""
     seen, todo = set[_Kernel](), [k for k in after[first] if k is not second]
     while todo:
         kernel = todo.pop()
@@ -282,7 +288,7 @@ def _runs_between(after: Mapping[_Kernel, set[_Kernel]], first: _Kernel, second:
 
 
 def _sorted(kernels: Sequence[_Kernel]) -> list[_Kernel]:
-    """The kernels in a valid order that is close to the given one."""
+    """Return the kernels in an order that respects their dependencies and is close to the given order."""
     after = _after(kernels)
     missing = dict.fromkeys(kernels, 0)
     for kernel in chain.from_iterable(after.values()):
@@ -298,7 +304,8 @@ def _sorted(kernels: Sequence[_Kernel]) -> list[_Kernel]:
 
 
 def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]) -> list[_Kernel]:
-    """The kernels in a greedy order: of the kernels that can run next, one with the fewest live bytes."""
+    """Return the kernels in a greedy order.  Among the kernels that can run next, prefer kernels that do not raise the
+    peak of live bytes, then kernels that leave the fewest live bytes."""
     after, unread, alive = _after(kernels), _by_node(kernels, "reads"), set[Node]()
     missing = dict.fromkeys(kernels, 0)
     for kernel in chain.from_iterable(after.values()):
@@ -324,8 +331,9 @@ def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], output
 
 
 class _Made:
-    """The values that kernels make in a given order.  ``expected``: their bytes at each kernel according to Inductor's
-    estimate, which ignores the reuse of memory and counts the parts of a concatenation separately."""
+    """The values that kernels make if they run in a given order.  ``expected``: for each kernel, the live bytes of
+    these values according to Inductor's estimate.  The estimate ignores the reuse of memory and counts the parts of a
+    concatenation separately."""
 
     def __init__(
         self,
@@ -351,10 +359,11 @@ class _Made:
         self.expected_peak = max(self.expected, default=0)
 
     def in_place(self, reused: Callable[[Node], object]) -> list[int]:
-        """The bytes of the values at each kernel if they reuse memory.
+        """Return, for each kernel, the live bytes of the values if the memory of dead values is reused.
 
-        A value reuses the memory of a dead value with the same key, even if that died long before, unless this would
-        increase the expected peak.  ``reused``: function that returns the key of a value.
+        A value reuses the memory of a dead value with the same key, even if the last read of the dead value was long
+        before.  The exception is a reuse that would increase the expected peak.  ``reused``: function that returns the
+        reuse key of a value.
         """
         expected, own = list(self.expected), list[int]()
         dead: dict[object, list[int]] = {}
@@ -387,7 +396,7 @@ class _Made:
 
 
 def _between(part: RegionNodes) -> set[Node]:
-    """The nodes that are computed between the inputs and the outputs of a region."""
+    """Return the nodes that are computed between the inputs and the outputs of a region."""
     found, todo = set[Node](), [*part.outputs]
     while todo:
         node = todo.pop()
@@ -398,7 +407,7 @@ def _between(part: RegionNodes) -> set[Node]:
 
 
 def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node]:
-    """The nodes in an order with each as late as possible, like Inductor's reorder_for_locality."""
+    """Return the nodes in an order in which each node is as late as possible, like Inductor's reorder_for_locality."""
     order, members, seen = list(nodes), set(nodes), set[Node]()
 
     def move_before(position: int, operands: Iterable[Node]) -> None:
@@ -417,7 +426,7 @@ def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node
 
 
 def _operands(node: Node) -> list[Node]:
-    """The nodes whose values a node reads.  Nodes are left out if only their size is needed."""
+    """Return the nodes whose values a node reads.  Nodes are left out if only their size is needed."""
     if _name(node) in _READ_NO_VALUES:
         return []
     return [n for n in node.all_input_nodes if not (node.target is _COPY and n is node.args[0])]
@@ -436,7 +445,7 @@ def _is_cat(node: Node) -> bool:
 
 
 def _is_result(node: Node, bases: Mapping[Node, Node]) -> bool:
-    """Whether a node is one of the results of an op that returns several."""
+    """Return whether a node is one result of an op that returns several results."""
     return node.target is operator.getitem and bases[node] is node.args[0]
 
 
@@ -446,7 +455,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _is_alone(node: Node, values: Values) -> bool:
-    """Whether a node is a separate kernel that Inductor does not generate."""
+    """Return whether a node is a separate kernel that Inductor does not generate."""
     used = [t for n in (node, *node.all_input_nodes) for t in tensors(values[n])]
     if any(t.is_complex() for t in used):
         return True

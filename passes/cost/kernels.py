@@ -1,11 +1,12 @@
 """Kernels: counts the kernels for all ops other than products (GEMMs, convolutions, attention).
 
-On entry: the nodes of a region, with values without data, and the set of products among them.
+On entry: the nodes of a region, with fake tensors as values, and the set of products among them.
 On exit: the number of other kernels, and the bytes that they read and write.
 
-Inductor fuses consecutive pointwise ops and reductions without a product between them.  Such a group reads each value from
-outside once, and writes the values that are used outside.  A node that is marked as ``INLINED`` is computed in each group
-that reads it, from the same part of its operands.  In eager mode, each op is a kernel.
+Inductor fuses consecutive pointwise ops and reductions without a product between them.  The kernel of such a group
+reads each value from outside the group once, and writes the values that are used outside the group.  A node that is
+marked as ``INLINED`` is computed again in each group that reads it; if a group reads a part of the node, it reads the
+same part of the node's operands.  In eager mode, each op is a kernel.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ INLINED = "inlined"
 
 
 def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tuple[int, Mapping[int, int]]:
-    """The number of kernels in addition to ``products``, and the bytes that they read and write, by the size of the tensor.
+    """Return the number of kernels for ops outside ``products``, and the bytes that these kernels read and write.  The
+    bytes are grouped by the size in bytes of the tensor that they belong to.
 
-    ``fused``: whether ops are grouped as by Inductor; otherwise each op is a kernel.
+    ``fused``: whether ops are fused into groups as Inductor does it; otherwise each op is a kernel.
     """
     bases, depths = bases_of(values), _depths(values, products)
     inlined = {n for n in values if fused and n.meta.get(INLINED)}
@@ -46,7 +48,7 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tu
 
 
 def _moves_nothing(node: Node) -> bool:
-    """Whether a node moves no bytes, because its result is in existing memory."""
+    """Return whether a node moves no bytes, because its result is in existing memory."""
     if isinstance(node.target, torch._ops.OpOverload):
         name = node.target.overloadpacket.__name__  # a completion returns the result of its collective
         return node.target.is_view or name in ("_unsafe_view", "wait_tensor", "wait_tensors")
@@ -55,8 +57,7 @@ def _moves_nothing(node: Node) -> bool:
 
 
 def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
-    """For each node, the node that allocated its memory.  ``own``: nodes that have separate memory although they are
-    views."""
+    """Map each node to the node that allocated its memory.  ``own``: views that have separate memory."""
     bases: dict[Node, Node] = {}
     for node in values:
         inputs = node.all_input_nodes
@@ -66,7 +67,7 @@ def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
 
 
 def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
-    """For each node, the maximum number of products on a path to it."""
+    """Map each node to the maximum number of products on a path that ends at the node."""
     depths: dict[Node, int] = {}
     for node in values:
         depths[node] = max((depths.get(n, 0) for n in node.all_input_nodes), default=0) + (node in products)
@@ -76,8 +77,9 @@ def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
 def _moved(
     group: set[Node], values: Values, bases: Mapping[Node, Node], inlined: Collection[Node]
 ) -> Iterator[tuple[int, int]]:
-    """For each tensor that a kernel reads or writes, its size in bytes, and how many of these bytes are moved.  Each byte
-    is counted at most once, however many views the kernel reads."""
+    """Yield a pair for each tensor that a kernel reads or writes: the size of the tensor in bytes, and the number of
+    its bytes that the kernel moves.  Each byte is counted at most once, even if the kernel reads several views that
+    contain it."""
     read: dict[Node, int] = {}
     todo = [(node, tensor_bytes(values[node])) for node in dict.fromkeys(n for m in group for n in m.all_input_nodes)]
     for node, moved in todo:  # the list grows by the operands of inlined nodes
@@ -94,7 +96,7 @@ def _moved(
 
 
 def _leaves(node: Node, group: set[Node], bases: Mapping[Node, Node]) -> bool:
-    """Whether a result is used outside its group, directly or as a view."""
+    """Return whether the result of ``node`` is used outside ``group``, directly or through a view."""
     return any(
         _leaves(user, group, bases) if bases.get(user, user) is not user else user not in group for user in node.users
     )
@@ -109,5 +111,5 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors of a value."""
+    """Return the bytes of the tensors of a value."""
     return sum(t.numel() * t.element_size() for t in tensors(value))

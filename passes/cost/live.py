@@ -1,10 +1,10 @@
 """Live: computes the bytes of activations that are live on the device while each region runs.
 
-On entry: the memory of a graph's values, and its regions and collectives in program order.
+On entry: the memory of a graph's values, and the graph's regions and collectives in program order.
 On exit: bytes per region, without weights and workspaces of kernels.
 
-Inputs and results of the graph are live throughout, because the caller holds them.  Any other value is freed in the last
-region that reads it, after the last kernel that reads it.
+Inputs and results of the graph are live throughout, because the caller holds them.  Any other value is freed in the
+last region that reads it, directly after the last kernel that reads it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ _COPY = torch.ops.aten.copy_.default
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """The live bytes of a cut.  ``peaks``: peak of live bytes while each region runs, or during a collective right before
-    it.  ``between``: live bytes before each region."""
+    """The live bytes of a cut.  ``peaks``: for each region, the peak of live bytes while the region, or a collective
+    directly before it, runs.  ``between``: for each region, the live bytes before it."""
 
     peaks: tuple[int, ...]
     between: tuple[int, ...]
 
 
 class Slicing(Protocol):
-    """How a region is repeated, see graph/regions.py."""
+    """How the values of a region are sliced if its code is called once per slice; see graph/regions.py."""
 
     @property
     def writes(self) -> Sequence[tuple[object, int | None]]: ...
 
 
 class Regional(Protocol):
-    """A region of a cut, with the nodes of the whole graph that it reads and returns.  ``slicing``: how its values are
-    sliced if its code, the graph ``module``, is called for one slice after the other, otherwise None."""
+    """A region of a cut, with the nodes of the whole graph that it reads and returns.  ``module``: graph of the
+    region's code.  ``slicing``: how the region's values are sliced if its code is called once per slice, otherwise
+    None."""
 
     @property
     def info(self) -> Region: ...
@@ -56,7 +57,7 @@ class Regional(Protocol):
 
 
 def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Sequence[Sequence[int]] = ()) -> Live:
-    """The live bytes of a cut, or of the cut in which each group of regions is one region.
+    """Return the live bytes of a cut.  If there are ``groups``, the regions of each group count as one region.
 
     ``sequence``: regions, collectives and completions, in program order.  ``groups``: groups of region indices; empty to
     merge nothing.
@@ -84,7 +85,8 @@ def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Seq
 def _joined(
     regions: Sequence[Regional], end: int, outside: Mapping[Node, int], results: Collection[Node]
 ) -> RegionNodes:
-    """One part for several regions.  ``end``: position of the last of them in the sequence."""
+    """Merge several regions into one.  ``end``: position of the last of these regions in the sequence.  ``outside``:
+    position of the last reader of each node.  ``results``: results of the graph."""
     if len(regions) == 1:
         return RegionNodes(key=regions[0].info.key, inputs=regions[0].inputs, outputs=regions[0].outputs)
     made = [n for region in regions for n in region.outputs]
@@ -96,7 +98,8 @@ def _joined(
 
 
 def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -> Profile:
-    """The profile of a region that is called for one slice after the other.  Its inputs are live until the last call ends."""
+    """Return the profile of a region whose code is called once per slice.  The region's inputs are live until the last
+    call ends."""
     nodes = region.module.graph.nodes
     taken = tuple(node for node in nodes if node.op == "placeholder")
     written = tuple(node for node in nodes if node.target is _COPY)
@@ -110,7 +113,7 @@ def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -
 
 
 def _in_turn(storages: Storages, sequence: Sequence[RegionNodes | Node]) -> Live:
-    """The live bytes during these regions and top-level nodes, in program order.
+    """Return the live bytes of a sequence of regions and top-level nodes in program order.
 
     A collective keeps its operands alive until its completion.
     """
@@ -141,17 +144,17 @@ def _in_turn(storages: Storages, sequence: Sequence[RegionNodes | Node]) -> Live
 
 
 def _used(storages: Storages, item: RegionNodes | Node, top: Collection[Node]) -> Iterator[Node]:
-    """The memory that a region or one of the top-level nodes uses."""
+    """Yield the memory, as base nodes, that a region or a top-level node uses.  ``top``: all top-level nodes."""
     for node in _read(item):
         base = storages.bases[node]
         yield base
-        if isinstance(item, Node) and base in top:  # the node completes this collective
+        if isinstance(item, Node) and base in top:  # base is a collective, and this node completes it
             yield from (storages.bases[n] for n in base.all_input_nodes)
 
 
 def _peak(storages: Storages, part: RegionNodes, before: int, dying: Collection[Node]) -> int:
-    """The peak of live bytes of a region.  ``before``: live bytes before it.  ``dying``: inputs that are freed after their
-    last use in the region."""
+    """Return the peak of live bytes while a region runs.  ``before``: live bytes before the region.  ``dying``: inputs
+    that are freed after their last use in the region."""
     profile = storages.profile(part)
     until = dict.fromkeys(dying, -1)
     for node, position in zip(part.inputs, profile.until, strict=True):

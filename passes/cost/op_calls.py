@@ -1,4 +1,5 @@
-"""Calls: finds the op that a node computes, as torch.utils.flop_counter knows it, even if it is wrapped in another op.
+"""Calls: finds the op that a node computes, in the form that torch.utils.flop_counter knows.  The op may be wrapped in
+another op.
 
 torch traces an op that writes to its operands as ``auto_functionalized``, and a user's Triton kernel as a higher-order op.
 """
@@ -23,10 +24,11 @@ from .kernels import Values
 
 @dataclass(frozen=True)
 class Called:
-    """The op that a node calls.  ``op``: key under which FLOP formulas are registered.  ``nested``: graphs that it may run.
+    """The op that a node calls.  ``op``: key under which FLOP formulas are registered.  ``nested``: graphs that the op
+    may run, such as branches of ``cond``.
 
-    ``args``, ``kwargs``: operands, with tensors without data.  ``of_others``: whether the op comes neither from torch nor
-    from a known library.
+    ``args``, ``kwargs``: operands, with fake tensors.  ``of_others``: whether the op comes neither from torch nor from
+    a known library.
     """
 
     op: Any
@@ -38,7 +40,7 @@ class Called:
 
 
 def called(node: Node, values: Values) -> Called | None:
-    """The op that a node calls, or None if it calls no op."""
+    """Return the op that a node calls, or None if it calls no op."""
     if node.op != "call_function":
         return None
     operands: Any = map_arg((node.args, dict(node.kwargs)), values.__getitem__)
@@ -56,15 +58,17 @@ def called(node: Node, values: Values) -> Called | None:
 
 
 def is_opaque(node: Node) -> bool:
-    """Whether a node is a kernel that Inductor never fuses, or a nested graph, whatever its FLOPs."""
+    """Return whether a node is a higher-order op, such as a user's Triton kernel or an op with nested graphs.  Inductor
+    never fuses such a node."""
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def like_attention(call: Called) -> int:
-    """FLOPs of a call as attention, if its first three 4-D floating-point tensors can be query, key and value; otherwise 0.
+    """Return the FLOPs of a call if it may be attention, otherwise 0.  It may be attention if its first three 4-D
+    floating-point tensors can be query, key and value.
 
-    Their shapes are [batch, heads, tokens, depth] or [batch, tokens, heads, depth].  If this is ambiguous, the larger
-    dimension is taken as the tokens.
+    The shapes of these tensors are [batch, heads, tokens, depth] or [batch, tokens, heads, depth].  If both are
+    possible, the larger of the two middle dimensions is taken as the tokens.
     """
     if not call.of_others and "attention" not in call.name:
         return 0
@@ -88,8 +92,8 @@ def _of_overload(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
 
 
 def _inside(op: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The operands of an op inside ``auto_functionalized``, in the order of its schema.  For an operand that it writes to,
-    the base of the view is returned."""
+    """Return the operands of the op that ``auto_functionalized`` wraps, in the order of the op's schema.  If the op
+    writes to a view, the base of the view is returned instead."""
     bases = kwargs.get("_all_bases", ())
     operands = []
     for argument in op._schema.arguments:

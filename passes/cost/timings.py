@@ -1,8 +1,9 @@
-"""Timings: measured times of a problem's regions and collectives, which replace the times computed from the rates of a
-profile.
+"""Timings: measured times of a problem's regions and collectives.  They replace the times that are computed from the
+rates of a hardware profile.
 
-Regions of the same structure do the same work, so differences between their times are noise, and each gets the mean.  The
-same holds for collectives with the same kind and bytes.  The sums do not change.
+Regions with the same structure do the same work, so differences between their measured times are noise.  Therefore,
+each of these regions gets the mean time.  The same applies to collectives with the same type and size.  The sum of all
+times does not change.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.problem import Problem
 
-# The suffix of the name of a profile whose figures were measured in calls of the model.
+# The suffix for the name of a hardware profile whose rates were measured during calls of the model.
 AS_MEASURED = ", as measured"
 
 
@@ -25,12 +26,13 @@ class Timings:
     """Measured seconds on one rank, for the problem with digest ``problem``.
 
     ``compute_s``: seconds of each region, including the host's share of the step.  ``collective_s``: for each region,
-    seconds of the collectives that compute waits for before it, without concurrent copies; None if there always were
-    concurrent copies, 0 without collectives.  ``copy_rate``: bytes/s of copies that ran alone, or None if none did.
-    ``drive_rate``: bytes/s read from the SSD, or None if nothing was read.  ``copying``: share, 0 to 1, of compute and
-    collectives that overlapped with copies.  ``compute_slowdown``: measured factor by which copies slow down compute, or
-    None if it was not measured.  ``idle_s``: for each region, seconds after it in which the device waits for the next call
-    of a cycle; empty if it never does.
+    seconds of the collectives that compute waits for before the region, measured without concurrent copies; None if
+    copies always ran at the same time, 0 if there is no such collective.  ``copy_rate``: bytes/s of copies that ran
+    alone, or None if no copy ran alone.  ``drive_rate``: bytes/s read from the SSD, or None if nothing was read.
+    ``copying``: share (0 to 1) of the time of compute and collectives that overlapped with copies.
+    ``compute_slowdown``: measured factor by which copies slow down compute, or None if it was not measured.
+    ``idle_s``: for each region, seconds for which the device is idle after the region until the next call of a cycle;
+    empty if the device is never idle.
     """
 
     problem: str
@@ -49,9 +51,11 @@ class Timings:
         return Timings(**values)
 
     def largest(self, others: Iterable[Timings]) -> Timings:
-        """The longest times and the lowest rates of these and other timings, for the problem of these.
+        """Return the longest times and the lowest rates among these timings and ``others``.  The result belongs to the
+        problem of these timings.
 
-        Timings with a different number of regions are ignored.  Timings of ranks with shards of other sizes are included.
+        Timings with a different number of regions are ignored.  Timings from ranks whose shards have other sizes are
+        included.
         """
         alike = [self, *(o for o in others if len(o.compute_s) == len(self.compute_s))]
 
@@ -83,11 +87,12 @@ class Timings:
             )
 
     def machine(self, hardware: Hardware, chunk_bytes: int) -> Hardware:
-        """``hardware`` with the measured slowdown of compute, and the measured rates of reads and copies, which include the
-        overhead per chunk.
+        """Return ``hardware`` with the measured slowdown of compute and the measured rates of reads and copies.  The
+        measured rates include the overhead per chunk.
 
-        Collectives are never timed without their latency, so their bandwidth is not measured.  If they share an
-        interconnect with copies, it is corrected by the same factor as the rate of copies in chunks of ``chunk_bytes``.
+        Collectives are never timed without their latency, so their bandwidth is not measured.  If collectives and
+        copies share an interconnect, the bandwidth of collectives is scaled by the same factor as the rate of copies
+        (for chunks of ``chunk_bytes`` bytes).
         """
         # The measured seconds already include the slowdown of concurrent attention and collectives.
         seen: dict[str, Any] = {"name": f"{hardware.name}{AS_MEASURED}", "attention_slowdown": 1.0}
@@ -103,19 +108,20 @@ class Timings:
         return replace(hardware, **seen)
 
     def regions(self, problem: Problem, hardware: Hardware) -> list[float]:
-        """Seconds of each region without concurrent copies, plus the idle time after it until the next call."""
+        """Return the seconds that each region takes without concurrent copies, plus the idle time between the region
+        and the next call."""
         stretched = 1 + self.copying * (hardware.compute_slowdown - 1)
         means = _means([r.key for r in problem.regions], self.compute_s)
         idle = self.idle_s or [0.0] * len(means)
         return [s / stretched + i for s, i in zip(means, idle, strict=True)]
 
     def collectives(self, problem: Problem, expected: Sequence[float]) -> list[float]:
-        """Seconds of each collective without concurrent copies.  ``expected``: seconds according to the rates of the
-        profile.
+        """Return the seconds that each collective takes without concurrent copies.  ``expected``: seconds according to
+        the rates of the hardware profile.
 
         The measured time of a window is divided among its collectives in proportion to ``expected``.  A window that was
-        never timed without copies gets the time of a window with the same collectives or, if there is none, ``expected``
-        corrected by the mean error.
+        never timed without copies gets the time of another window with the same collectives.  If there is no such
+        window, its ``expected`` seconds are scaled by the mean ratio of measured to expected seconds.
         """
         windows: dict[int, list[int]] = {}
         last = len(problem.regions) - 1
@@ -139,7 +145,7 @@ class Timings:
 
 
 def _means(kinds: Sequence[Hashable], seconds: Iterable[float]) -> list[float]:
-    """The values, each replaced by the mean of all values of the same kind."""
+    """Replace each value by the mean of all values of the same kind."""
     groups: dict[Hashable, list[float]] = {}
     for kind, value in zip(kinds, seconds, strict=True):
         groups.setdefault(kind, []).append(value)
