@@ -73,12 +73,13 @@ class RegionWatch:
 class StepMeasurement(NamedTuple):
     """The measurement of one run of a program (a step).  It is a tuple for speed, because every measured call creates one.
 
-    ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds that compute
-    stalled for weights, including the copies before a cold start.  ``collective_s``: the total seconds of collectives and
-    their completions.  ``copy_s``: the total seconds of the copies that ended in the step.  ``alone_s``, ``alone_bytes``:
-    seconds and bytes of those copies from the host that overlapped neither a collective nor a pull.  ``moved_bytes``: bytes
-    of the copies that were issued in the step.  ``pulled_bytes``: the part of ``moved_bytes`` that came from other ranks.
-    ``primed_bytes``: bytes that the prologue copied before the step, not included in ``moved_bytes``.
+    ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds for which compute
+    stalled because weights had not arrived, including the copies of a cold start.  ``collective_s``: the total seconds of
+    collectives and their completions.  ``copy_s``: the total seconds of the copies that ended in the step.  ``alone_s``,
+    ``alone_bytes``: seconds and bytes of those copies from the host that overlapped neither a collective nor a pull.
+    ``moved_bytes``: bytes of the copies that were issued in the step.  ``pulled_bytes``: the part of ``moved_bytes`` that
+    came from other ranks.  ``primed_bytes``: bytes that the prologue copied before the step, not included in
+    ``moved_bytes``.
     ``read_s``, ``read_bytes``: seconds and bytes of the reads from the SSD into the ring since the previous step.
     ``idle_s``: seconds from the end of the cycle's previous call to the start of this step; 0 if not known.  ``begin_s``:
     the time when the step started, in seconds of the device's clock.  ``plan``: the digest of the plan under which the step
@@ -117,7 +118,7 @@ class Measured:
     """Medians over the warm steps of a program, or over its cold steps if all are cold.
 
     ``plan``, ``problem``: digests of the plan and of the problem.  ``steps``: the number of steps over which the medians are
-    taken.  ``cold``: the number of cold steps; the first step is always cold.
+    taken.  ``cold``: the number of cold steps (the first step is always cold).
     ``copy_rate``: the rate in bytes/s of the copies from the host that overlapped neither a collective nor a pull; None if
     there were no such copies.  ``drive_rate``: the rate in bytes/s of reads from the SSD; None if there were no reads.
     ``alone_s``: for each window, the median seconds of its collectives over the steps in which they overlapped no copy; None
@@ -193,7 +194,7 @@ class CycleTimes:
     def __init__(self, cycle: Cycle) -> None:
         self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
         self._cycle = cycle
-        self._newest: list[StepMeasurement] = []  # the calls of the current pass, until it is complete
+        self._newest: list[StepMeasurement] = []  # the measured calls of the current, incomplete pass
         self._predicted = seconds_of_calls(cycle)
         self._ended = 0  # the number of passes without a jump, including passes that were not measured
         self._ranks: RankTimes | None = None  # set while the times of other ranks are awaited

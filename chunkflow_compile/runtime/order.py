@@ -3,9 +3,9 @@
 Each call is recorded by its *key*, which identifies the weights that the regions of the call read.  When the same keys have
 come twice in the same order, these calls are planned as a cycle.  From the third pass on, each call runs the program at its
 position in this cycle.  Ranks that call the same programs plan the cycle in the same pass.
-A call other than the expected one is a *jump*.  After a jump, the run continues at the call's position in this cycle or in
-another known cycle; if no cycle contains the call, its program runs alone (single_call.py).  In each case, weights of the
-call that the previous calls have not left in the arena are copied first.
+A call that is not the expected next call is a *jump*.  After a jump, the run continues at the call's position in this cycle
+or in another known cycle; if no cycle contains the call, its program runs alone (single_call.py).  In each case, weights of
+the call that the previous calls have not left in the arena are copied first.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ class SingleCall(BoundCycle):
         """Run one step; return the outputs of each row.  If a cycle contains the call, the step is part of this cycle;
         otherwise the program runs alone.  The caller holds the arena's lock.
 
-        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError if there are several rows and the program has a collective,
-        or if the rows differ in the shape of an input.
+        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError if there are several rows and either the program has a
+        collective or the rows have an input whose shape differs.
         """
         arena, call = self.arena, self.call
         if len(rows) > 1:

@@ -223,7 +223,7 @@ class Engine:
         with self.bell.lock:
             self._running -= 1
             if not self._running:
-                atexit.unregister(self.close)  # the registration would keep the engine alive
+                atexit.unregister(self.close)  # because the registration would keep the engine alive
 
     def _ready(self, share: Sequence[str]) -> bool:
         """Return whether a thread of the streams ``share`` can go on: there is an item that it may run, or no more items

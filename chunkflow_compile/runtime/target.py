@@ -98,7 +98,7 @@ class Target:
         events: Sequence[Any],
         poison: bool = False,
     ) -> None:
-        """``cycle``: the cycle that contains the program as a call.  ``device``: the device of the arena, or a device that
+        """``cycle``: the cycle in which the program is a call.  ``device``: the device of the arena, or a device that
         records the call.  ``poison``: whether to overwrite the bytes of each evicted weight, so that a late reader reads
         NaN."""
         self.program = program
@@ -117,7 +117,7 @@ class Target:
         self.read_bytes = sum(nbytes for _, nbytes in read)
         self._ring_bytes = max((op.ring + slot_bytes(nbytes) for op, nbytes in read), default=0)
         if pulled:
-            device.lane("pull")  # created now, because a step creates no streams
+            device.lane("pull")  # created now, because a step must not create streams
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         self.started, self.ended = device.event(), device.event()
 
