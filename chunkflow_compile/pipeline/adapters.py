@@ -17,15 +17,15 @@ from chunkflow_compile.pipeline.budget import budget_of
 def use_adapters(
     pipe: Any, names: str | Sequence[str] | None, weights: float | Sequence[float] | None = None
 ) -> Iterator[None]:
-    """Activate these adapters within a ``with`` statement, and restore the previously active ones at its end.
+    """Activate these adapters within a ``with`` statement, and restore the previously active adapters at its end.
 
     Other threads that generate with a pipeline of the same budget wait until the context ends.  So each thread generates with
     its own adapters.
 
-    ``names``: names of loaded adapters, as for ``set_adapters``; None deactivates all adapters.  ``weights``: their weights,
-    1 by default.
-    Raises ChunkflowError for a pipeline that does not support adapters, and diffusers' ValueError for an adapter that is not
-    loaded.  The previously active adapters are restored in this case as well.
+    ``names``: names of loaded adapters, as for ``set_adapters``; None deactivates all adapters.  ``weights``: the weights of
+    these adapters, 1 by default.
+    Raises ChunkflowError if the pipeline does not support adapters.  Raises diffusers' ValueError if an adapter is not
+    loaded; the previously active adapters are restored in this case as well.
     """
     if isinstance(pipe, nn.Module) or not hasattr(pipe, "set_adapters"):
         raise ChunkflowError(f"use_adapters takes a pipeline that loads adapters, not {type(pipe).__name__}.")

@@ -1,4 +1,4 @@
-"""Memory statistics of a device."""
+"""Memory statistics for a device."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import torch
 
 
 class Allocator:
-    """The caching allocator of torch for a GPU.  On a CPU nothing counts the activations, so its figures are None."""
+    """torch's caching allocator for a GPU.  For a CPU, all figures are None, because CPU allocations are not counted."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device if device.type == "cuda" else None
 
     def begin(self) -> None:
-        """Reset the peak."""
+        """Reset the peak to the bytes that are allocated now."""
         if self._gpu is not None:
             torch.cuda.reset_peak_memory_stats(self._gpu)
 
     def peak(self) -> int | None:
-        """The maximum bytes allocated since ``begin``."""
+        """Return the peak number of allocated bytes since ``begin``."""
         return None if self._gpu is None else torch.cuda.max_memory_allocated(self._gpu)
 
     def reserved(self) -> int | None:
-        """Bytes that the allocator has reserved on the device, including unused ones."""
+        """Return the number of bytes that the allocator has reserved on the device, including cached but unused bytes."""
         return None if self._gpu is None else torch.cuda.memory_reserved(self._gpu)
 
     def trim(self) -> None:
-        """Return unused memory to the device."""
+        """Return cached but unused memory to the device."""
         if self._gpu is not None:
             torch.cuda.empty_cache()

@@ -89,7 +89,7 @@ def apply(
     adapters: int | Mapping[str, Any] | None = None,
     **options: Unpack[PipelineOptions],
 ) -> PipelineT:
-    """Alias of :func:`compile` for pipelines.  ``compile(pipe, ...)`` calls it with the same arguments."""
+    """Alias of :func:`compile` for pipelines.  ``compile(pipe, ...)`` calls this function with the same arguments."""
     refuse_positional(apply, unnamed)
     check_pipeline(pipe, "apply", "compile")
     if mine := sorted(_PLANNED & options.keys()):
@@ -128,7 +128,7 @@ def _apply(pipe: Any, device: torch.device | str | None, total: int | None, give
         budget = claim(pipe, own)
     with budget.turn(), budget.lock():
         try:
-            # whether the call that created the budget has failed
+            # True if another thread created the budget and its call has failed since
             failed = budget is not own and not budget.phases and not budget.pipelines
             if failed or any(claim(owner, budget) is not budget for owner in (pipe, *models.values())):
                 return None
@@ -143,7 +143,7 @@ def _apply(pipe: Any, device: torch.device | str | None, total: int | None, give
 
 
 def _budgets(owners: Iterable[Any]) -> list[Budget]:
-    """Return the budgets of these pipelines and components, each once."""
+    """Return the budgets of these pipelines and components, without duplicates."""
     return [*dict.fromkeys(budget for owner in owners if (budget := budget_of(owner)) is not None)]
 
 
@@ -157,11 +157,13 @@ def _extend(
 ) -> None:
     """Place and compile the components that do not belong to the budget yet.
 
-    ``total``: bytes of the budget that the user has requested, or None.
-    Raises ChunkflowError if the pipeline is already compiled, or if its budget has another total or device.
+    ``total``: the size of the budget in bytes that the user has requested, or None.
+    Raises ChunkflowError if the pipeline is already compiled, or if its components already have a budget with another size or
+    device.
     """
     fresh = {n: m for n, m in models.items() if budget.phase_of(m) is None}
-    mine = {id(model) for model in models.values()}  # not dropped if this pipeline replaces one that no longer exists
+    # A component of this pipeline is not dropped, even if the pipeline for which it was compiled no longer exists.
+    mine = {id(model) for model in models.values()}
     dropped = [phase for phase in unused(budget) if id(phase.root) not in mine]
     if pipe in budget.pipelines and not fresh and not dropped:
         raise ChunkflowError("This pipeline is compiled already: call chunkflow_compile.restore(pipe) first.")
@@ -244,7 +246,7 @@ def _add(
 
 
 def _warn_if_nothing_streams(models: Mapping[str, nn.Module], min_bytes: int) -> None:
-    """Log a warning with the reasons if no component has weights that can be streamed, so that a budget has no effect."""
+    """Log a warning with the reasons if no component has weights that can be streamed; a budget then has no effect."""
     reasons = {name: why_nothing_streams(model, min_bytes) for name, model in models.items()}
     if reasons and all(reasons.values()):
         for name, reason in reasons.items():
@@ -252,7 +254,10 @@ def _warn_if_nothing_streams(models: Mapping[str, nn.Module], min_bytes: int) ->
 
 
 def _packs(models: Mapping[str, nn.Module], cast: Mapping[str, Any], chosen: Options) -> dict[str, Pack]:
-    """The argument ``pack`` for each component.  Raises ChunkflowError if ``pack`` is True and no weight can be packed."""
+    """Return the value of ``pack`` for each component.
+
+    Raises ChunkflowError if the user passes pack=True, but no weight can be packed.
+    """
     packs: dict[str, Pack] = dict.fromkeys(models, chosen.pack)
     if chosen.pack is True:
         packs = {name: has_packable(model, cast[name], chosen.min_bytes) for name, model in models.items()}
@@ -265,7 +270,7 @@ def _packs(models: Mapping[str, nn.Module], cast: Mapping[str, Any], chosen: Opt
 
 
 def _sizes(adapters: Any) -> Mapping[str, Any]:
-    """Convert ``adapters`` to the arguments of ``enable_adapters``.  Raises ChunkflowError if it has the wrong type."""
+    """Convert ``adapters`` to the arguments of ``enable_adapters``.  Raises ChunkflowError if ``adapters`` is invalid."""
     if not isinstance(adapters, Mapping) and (type(adapters) is not int or adapters < 1):
         raise ChunkflowError(f"adapters={adapters!r} must be a positive number, or a dict of rank, targets and slots.")
     given = adapters if isinstance(adapters, Mapping) else {"rank": adapters}
@@ -275,7 +280,7 @@ def _sizes(adapters: Any) -> Mapping[str, Any]:
 
 
 def _arenas(models: Mapping[str, nn.Module], budget: Budget) -> dict[str, Arena]:
-    """An arena for each component.  ControlNets share the arena of the model with which they alternate in every step."""
+    """Return the arena of each component.  A ControlNet shares the arena of the denoiser with which it alternates."""
     turns = [name for name, model in models.items() if _takes_turns(name, model)]
     phases = (budget.phase_of(models[name]) for name in turns)
     shared = next((phase.arena for phase in phases if phase is not None), None) or Arena(budget.device, shared=budget)
@@ -283,13 +288,15 @@ def _arenas(models: Mapping[str, nn.Module], budget: Budget) -> dict[str, Arena]
 
 
 def _takes_turns(name: str, model: nn.Module) -> bool:
-    """Whether a component alternates with others in every step."""
+    """Whether a component is a denoiser or a ControlNet; these alternate in every step."""
     return name in _DENOISERS or "ControlNet" in type(model).__name__
 
 
 def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any, room: int | None) -> str:
-    """The expected time to read all components, in words; empty if it is too short to matter, or if some weights will not be
-    read into host memory."""
+    """Return the expected time to read all components, as text.
+
+    The text is empty if the time is too short to matter, or if some weights will not be read into host memory.
+    """
     if room is not None or (device.type != "cuda" and share in (None, False)):
         return ""
     return ReadTime.here(unread(leaf for model in models.values() for leaf in leaves_of(model))).text
@@ -298,7 +305,7 @@ def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any,
 def remove(pipe: PipelineT) -> PipelineT:
     """Alias of :func:`restore` for pipelines.  ``restore(pipe)`` calls it."""
     check_pipeline(pipe, "remove", "restore")
-    # If the compiled pipeline no longer exists, its budget is found by the components.
+    # If the compiled pipeline no longer exists, find its budget through the components.
     for budget in _budgets([pipe]) or _budgets(pipe.components.values()):
         with budget.turn(), budget.lock():
             names = budget.pipelines.pop(pipe, None)
@@ -310,7 +317,7 @@ def remove(pipe: PipelineT) -> PipelineT:
                     budget.pipelines[pipe] = names
                 raise
             unclaim(pipe, budget)
-    if (plain := without_turns(type(pipe))) is not type(pipe):  # a copy has such a class as well
+    if (plain := without_turns(type(pipe))) is not type(pipe):  # a copy of a compiled pipeline has such a class as well
         for model in components_of(pipe).values():
             if budget_of(model) is None and not placements_of(model):
                 bring_back(model)  # a deep copy has its own offloaded weights, without a placement
@@ -321,26 +328,30 @@ def remove(pipe: PipelineT) -> PipelineT:
 def _compile_phase(
     phase: Phase, budget: Budget, left: int, options: Mapping[str, Any], chosen: Options, dynamic: bool | None
 ) -> None:
-    """Compile a placed component and make its calls a phase.  ``left``: bytes of the budget that the small weights of all
-    components leave."""
+    """Compile a placed component and make its calls a phase.
+
+    ``left``: the usable bytes of the budget minus the small weights of all components.
+    """
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
-    if phase.name not in _STEPPED:  # hoisted rows would stay allocated after its only call
+    if phase.name not in _STEPPED:  # hoisted rows would stay allocated after the component's only call
         options = {name: value for name, value in options.items() if name != "hoist"}
     if not phase.counts:
         options = {name: value for name, value in options.items() if name != "split"}
-    # If activations are not predicted, they are measured in the first call; until then all of the memory is for weights.
+    # Activations that are not predicted are measured in the first call.  Until then, weights may use the whole budget.
     expected = replace(chosen.goal, memory=max(0, left + phase.kept), activations=phase.counts)
-    # These are not passed as options: other options make Dynamo compile again and keep the code for the old ones as well.
+    # These values are not passed as options: for new options, Dynamo recompiles and also keeps the code for the old options.
     placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
-    methods: tuple[str, ...] = ()  # the methods whose calls are a phase; empty if calls of the module are
+    methods: tuple[
+        str, ...
+    ] = ()  # the methods whose calls are intercepted; empty if calls of the module are intercepted
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.expect_eager_reads()
-        # A list of frames that each call changes (Wan, Qwen-Image) would make Dynamo compile each block for every state of
-        # the list.
+        # The decoders of Wan and Qwen-Image keep a list of frames, which each call changes.  Dynamo would compile each block
+        # for every state of this list.
         keeps_frames = "feat_cache" in inspect.signature(decoder.forward).parameters
-        # Compiling has no benefit if regions run eagerly.  Also, the group norms of AutoencoderKL fail on a CPU if they run
-        # as ATen ops, even with aot_eager.
+        # If regions run eagerly, compiling has no benefit.  Also, the group norms of AutoencoderKL then fail on a CPU, as
+        # they do with aot_eager, because they run as ATen ops.
         if repeated_blocks(decoder) and not keeps_frames and chosen.lowering != "eager":
             compile_by_kind(decoder, placement, options, dynamic, name=f"pipe.{phase.name}", levels=True)
         methods = tuple(name for name in ("encode", "decode") if hasattr(model, name))
@@ -352,10 +363,10 @@ def _compile_phase(
         )
         placement.store.expect_eager_reads()
     else:
-        # A component that runs once per generation needs no CUDA graph, whose memory would stay allocated.
+        # A component that runs once per generation gets no CUDA graph, because the memory of the graph would stay allocated.
         if phase.name not in _STEPPED:
             options = {**options, "cudagraphs": False}
-        # If the model is compiled as a whole, its first plan may keep as many weights on the device as the goal allows.
+        # If the model is compiled as one graph, its first plan may keep as many weights on the device as the goal allows.
         if phase.counts or compiled_whole(model, options):
             placement.aim_for(expected)
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
@@ -363,13 +374,19 @@ def _compile_phase(
 
 
 def _timesteps(ref: weakref.ref[Any]) -> torch.Tensor | None:
-    """Return the timesteps of the scheduler of a pipeline; None until they are set."""
+    """Return the timesteps that a pipeline's scheduler has set; None until they are set.
+
+    ``ref``: a weak reference to the pipeline.
+    """
     timesteps = getattr(getattr(ref(), "scheduler", None), "timesteps", None)
     return timesteps if isinstance(timesteps, torch.Tensor) else None
 
 
 def _owner(name: str, ref: weakref.ref[Budget]) -> str | None:
-    """Name the pipeline that a component belongs to, for errors; None once no pipeline of the budget is compiled."""
+    """Return a description of the component for error messages; None once no pipeline of the budget is compiled.
+
+    ``name``: the name of the component.  ``ref``: a weak reference to the budget.
+    """
     budget = ref()
     return f"pipe.{name} of a compiled pipeline" if budget is not None and budget.pipelines else None
 
@@ -381,7 +398,7 @@ def _default_device(device: torch.device | str | None) -> torch.device:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a device, including memory that torch has reserved on it."""
+    """Return the number of free bytes on a device, including the memory that torch has reserved there."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return machine_memory().free
@@ -392,7 +409,7 @@ def _weight_bytes(model: nn.Module) -> int:
 
 
 def unread(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the tensors that are still memory-mapped files and have not been read into host memory."""
+    """Return the number of bytes of the tensors that are in memory-mapped files and have not been read yet."""
     mappings, parts = Mappings(), dict[int, DriveBytes]()
     for tensor in tensors:
         with contextlib.suppress(ChunkflowError):  # a truncated file: reading it raises the error later

@@ -1,9 +1,9 @@
 """Phases: the components of a pipeline, which run one after another on one device and share its memory.
 
-A phase is a call of a component.  Its weights are in its own arena, or in an arena that it shares with the phases with which
-it alternates.  The programs of such phases run as one cycle, and one plan covers all of them.  Before a phase begins, other
-arenas are freed, least recently used first, until the weights and the activations of the phase fit.  The memory that a phase
-needs in addition to its weights is measured, and its weights are planned for the rest of the budget.
+Each phase has its own arena for weights, except that phases which alternate in every step share an arena.  The programs of
+phases with a shared arena run as one cycle, and one plan covers them all.  Before a phase begins, the arenas of other phases
+are freed, least recently used first, until the weights and the activations of the phase fit.  During a call of a phase, the
+memory that it needs in addition to its weights is measured.  Then its weights are planned for the rest of the budget.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ from chunkflow_compile.weights.locks import ProcessLock
 
 _log = logging.getLogger(__name__)
 
-# A phase is planned again if its part of the budget has grown by this share of the total: less is not worth a cold start.
+# A phase is planned again if its part of the budget has grown by more than this share of the whole budget.  A smaller gain is
+# not worth a cold start.
 _WORTH_A_PLAN = 0.02
-# Attribute of a pipeline and of its components: their Budget.
+# The attribute of a pipeline, and of each of its components, that contains their Budget.
 BUDGET = "_chunkflow_budget"
 
 
 class _Refused(NamedTuple):
-    """A failed attempt to plan a phase and the phases that share its arena.  ``asked``: the programs and limits of these
-    phases at that time.  ``rest``: bytes of the budget that activations left for weights.  ``why``: the error message."""
+    """A failed attempt to plan a phase together with the phases that share its arena.
+
+    ``asked``: the programs and limits of these phases at the time of the attempt.  ``rest``: the bytes of the budget that
+    remained for weights after activations were subtracted.  ``why``: the error message.
+    """
 
     asked: tuple[object, ...]
     rest: int
@@ -53,8 +57,8 @@ class _Refused(NamedTuple):
 class Budget:
     """The memory of a device that the phases of one or several pipelines share.
 
-    ``total``: maximum bytes of weights and activations together.  ``turn``: the lock that a generation holds.  ``lock``: the
-    lock that a call of a phase holds.
+    ``total``: the maximum size in bytes of weights and activations together.  ``turn``: the lock that a thread holds during a
+    generation.  ``lock``: the lock that a thread holds during a call of a phase.
     """
 
     def __init__(self, device: torch.device, total: int) -> None:
@@ -63,20 +67,24 @@ class Budget:
         self.turn = ProcessLock()
         self.lock = ProcessLock()
         self.phases: list[Phase] = []
-        self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()  # names of its components, when compiled
-        self.arguments: dict[str, Any] = {}  # from compile(pipe); components that are added later use them too
+        self.pipelines = weakref.WeakKeyDictionary[
+            Any, frozenset[str]
+        ]()  # compiled pipeline -> names of its components
+        self.arguments: dict[str, Any] = {}  # of compile(pipe); they also apply to components that are added later
         self._generated = False  # whether a generation has ended since compile(pipe)
         self._allocator = Allocator(device)
-        self.most: int | None = None  # peak bytes on the device in a call since compile(pipe), if they are measured
+        self.most: int | None = (
+            None  # peak bytes on the device over all calls since compile(pipe); None if not measured
+        )
         self._warned = False  # whether the warning about gradients was logged
-        self._last: list[Phase] = []  # phases in the order of their last calls, the newest last
-        self._settled = False  # whether other arenas were evicted for the newest phase
+        self._last: list[Phase] = []  # the phases in the order of their last calls; the phase called last is at the end
+        self._settled = False  # whether other arenas were already freed for the phase at the end of ``_last``
         self._running: tuple[Phase, int] | None = None  # the phase whose call is running, and its thread id
         self._refused = weakref.WeakKeyDictionary[Phase, _Refused]()
 
     @property
     def usable(self) -> int:
-        """Bytes of the budget that plans may use."""
+        """The part of the budget that plans may use, in bytes."""
         return usable(self.total)
 
     def figures(self) -> PipelineFigures:
@@ -86,29 +94,34 @@ class Budget:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the weights of all phases in host memory."""
+        """The size in bytes of all phases' weights in host memory."""
         placements = (placement_of(phase.root) for phase in self.phases)
         return sum(placement.store.held_bytes for placement in placements if placement is not None)
 
     def log(self) -> None:
-        """Log one line per phase at INFO, on the first rank only."""
+        """Log one line per phase at INFO, but only on rank 0."""
         if _log.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
             for figures in self.figures().phases:
                 _log.info("%s", figures)
 
     def phase_of(self, module: nn.Module) -> Phase | None:
-        """Return the phase of a component, or None if it does not belong to this budget."""
+        """Return the phase of a component; None if the component does not belong to this budget."""
         return next((phase for phase in self.phases if phase.root is module), None)
 
     def add_pipeline(self, pipe: Any, components: Iterable[str], arguments: dict[str, Any]) -> None:
-        """Note that all components of a pipeline are phases.  ``arguments``: the arguments of its compile(pipe)."""
+        """Register a compiled pipeline.  All its components must be phases of this budget.
+
+        ``arguments``: the arguments with which the user compiled the pipeline.
+        """
         self.arguments = arguments
         self.pipelines[pipe] = frozenset(components)
         self._generated = False
 
     def add(self, phase: Phase, methods: tuple[str, ...]) -> None:
-        """Run the calls of a component as a phase.  ``methods``: the names of the methods whose calls are intercepted; if it
-        is empty, calls of the module are."""
+        """Intercept the calls of a component, so that :meth:`run` runs them.
+
+        ``methods``: the names of the methods to intercept; if it is empty, calls of the module itself are intercepted.
+        """
         self.phases.append(phase)
         if methods:
             for name in methods:
@@ -129,16 +142,19 @@ class Budget:
         self.forget(phase)
 
     def forget(self, phase: Phase) -> None:
-        """Drop a phase that was removed, or whose component no longer exists: the budget keeps no component alive."""
-        # new lists, because another thread may be iterating over the old ones
+        """Drop a phase that was removed or whose component no longer exists."""
+        # assign new lists, because another thread may be iterating over the old lists
         self.phases = [other for other in self.phases if other is not phase]
         self._last = [other for other in self._last if other is not phase]
         self._settled = False
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
-        """The context of a generation, that is, of a call of a pipeline.  The caller holds ``turn``.  The first generation
-        after compile(pipe) is logged."""
+        """Return the context in which a generation runs, that is, one call of a pipeline.
+
+        The caller must hold ``turn``.  When the first generation after compile(pipe) ends, the figures of all phases are
+        logged.
+        """
         try:
             yield
         finally:
@@ -150,7 +166,7 @@ class Budget:
             self.log()
 
     def run(self, phase: Phase, call: functools.partial[Any]) -> Any:
-        """Run a call of a phase; other threads wait.  Raises ChunkflowError if the call does not fit in the budget."""
+        """Run a call of a phase, while calls in other threads wait.  Raises ChunkflowError if the budget is too small."""
         with self.lock(), self._without_gradients(phase, call):
             phase.begin_call()
             self._make_room_for(phase)
@@ -161,8 +177,11 @@ class Budget:
                 self._running = before
 
     def _without_gradients(self, phase: Phase, call: functools.partial[Any]) -> contextlib.AbstractContextManager[Any]:
-        """Disable gradients for a call from outside the pipeline, because compiled phases do not support them.  They stay
-        enabled if an input of the call requires them."""
+        """Return a context that disables gradients, because compiled phases do not support gradients.
+
+        Gradients may be enabled if a component is called directly.  They stay enabled if an input of the call requires
+        gradients; the call then raises an error.
+        """
         if not torch.is_grad_enabled() or any(t.requires_grad for t in given_to(call, torch.Tensor)):
             return contextlib.nullcontext()
         if not self._warned:
@@ -171,11 +190,11 @@ class Budget:
         return torch.no_grad()
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
-        """Copy and pickle as None, because a copy of a pipeline or a component belongs to no budget."""
+        """Make None the result of copying or unpickling: a copy of a pipeline or component does not belong to a budget."""
         return type(None), ()
 
     def _run(self, phase: Phase, call: functools.partial[Any], again: bool = False) -> Any:
-        """Run and measure a call.  ``again``: whether it is a retry, after the call ran out of memory."""
+        """Run and measure a call.  ``again``: whether this is a retry of a call that ran out of memory."""
         self._allocator.begin()
         rng, steps = RngSnapshot(self.device, call), phase.steps()
         held, others, begun = phase.arena.held, self._held_by_others(phase), time.perf_counter()
@@ -196,12 +215,12 @@ class Budget:
             phase.ended(steps, time.perf_counter() - begun)
             try:
                 self._note(phase, held, others, peak)
-            except ChunkflowError as error:  # keep the correct result of a call that may have taken minutes
+            except ChunkflowError as error:  # still return the result, which is correct and may have taken minutes
                 taken = phase.arena.held + others if peak is None else peak  # on a CPU, only weights are counted
                 if phase.exceeds(taken):
                     _log.warning("A call of %s took more than the budget: %s", phase.name, error)
             return result
-        # The retry is outside the exception handler, because the traceback of the error would keep the activations alive.
+        # Retry outside the exception handler: inside, the traceback of the error would keep the activations alive.
         _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
         phase.begin_retry()
         self._give_back(phase)
@@ -209,12 +228,14 @@ class Budget:
         return self._run(phase, call, again=True)
 
     def _sharing(self, phase: Phase) -> list[Phase]:
-        """Return the phases that use the arena of this phase, including the phase itself."""
+        """Return all phases that use the arena of ``phase``, including ``phase`` itself."""
         return [other for other in self.phases if other.arena is phase.arena]
 
     def _held_by_others(self, phase: Phase, graphs: bool = False) -> int:
-        """Return the bytes that the other arenas hold.  ``graphs``: whether to add the memory of their CUDA graphs, which the
-        allocator does not count as allocated."""
+        """Return the number of bytes that all arenas except the arena of ``phase`` hold.
+
+        ``graphs``: whether to add the memory of their CUDA graphs, which the allocator does not count as allocated.
+        """
         others = {p.arena for p in self.phases} - {phase.arena}
         return sum(arena.held + (arena.graphs.nbytes if graphs else 0) for arena in others)
 
@@ -225,35 +246,41 @@ class Budget:
         self._allocator.trim()
 
     def _make_room_for(self, phase: Phase) -> None:
-        """Free the arenas of other phases, least recently used first, until this one fits."""
+        """Free the arenas of other phases, least recently used first, until ``phase`` fits."""
         if self._settled and self._last[-1] is phase:
             return
         self._settled = True
         self._last = [*(other for other in self._last if other is not phase), phase]
-        if phase.budget is None and len(self._sharing(phase)) > 1:  # remove weights of another phase
+        if phase.budget is None and len(self._sharing(phase)) > 1:  # the arena may contain weights of another phase
             self._vacate([phase])
         self._evict(phase)
         self._give_cache_back(phase)
 
     def most_bytes(self, arena: Arena) -> int | None:
-        """Return the maximum bytes of weights in an arena that several phases share; None means the sum of their budgets."""
+        """Return the maximum size in bytes of the weights in an arena that several phases share.
+
+        None stands for the sum of the budgets of these phases.
+        """
         sharing = [phase for phase in self.phases if phase.arena is arena]
         planned = [phase.budget - phase.kept for phase in sharing if phase.budget is not None]
         return max(planned, default=None) if len(sharing) > 1 else None
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
-        """Free other arenas, because this one is about to allocate ``nbytes``.
+        """Free other arenas, because ``arena`` is about to allocate ``nbytes`` bytes.
 
-        A cycle copies a weight for each call that reads it, so its plan may need more memory than the weights take.
+        The plan of a cycle may need more memory than the total size of its weights: if several calls read the same weight,
+        the plan may contain one copy of the weight for each of these calls.
         """
         phase, thread = self._running or (None, None)
-        if phase is not None and phase.arena is arena and thread == threading.get_ident():  # this thread holds the lock
+        if phase is not None and phase.arena is arena and thread == threading.get_ident():  # this thread holds ``lock``
             self._evict(phase, nbytes)
 
     def _evict(self, phase: Phase, nbytes: int = 0) -> None:
-        """Free the arenas of other phases, least recently used first, until this phase fits.  ``nbytes``: bytes that the
-        arena of this phase is about to allocate."""
-        room = -1  # bytes that the other arenas may keep; all are freed until the phase has a budget
+        """Free the arenas of other phases, least recently used first, until ``phase`` fits.
+
+        ``nbytes``: the number of bytes that the arena of ``phase`` is about to allocate.
+        """
+        room = -1  # the bytes that the other arenas may keep; if the phase has no budget yet, all of them are freed
         if phase.budget is not None:
             room = self.usable - phase.activations - self._taken(phase, phase.budget, nbytes)
         for other in self._last:
@@ -263,21 +290,24 @@ class Budget:
                 self._vacate([other])
 
     def _taken(self, phase: Phase, budget: int, nbytes: int = 0) -> int:
-        """Estimate the bytes of weights in the arena of a phase during calls of all phases that share it.  ``budget``: the
-        budget of the phase in bytes.  ``nbytes``: bytes that the arena is about to allocate."""
+        """Estimate the maximum size in bytes of the weights in a phase's arena, over the calls of all phases that share it.
+
+        ``budget``: the budget of the phase in bytes.  ``nbytes``: the number of bytes that the arena is about to allocate.
+        """
         streamed = sum(other.streamed for other in self._sharing(phase))
         return max(phase.arena.held + nbytes, min(streamed, budget - phase.kept))
 
     def _give_cache_back(self, phase: Phase) -> None:
-        """Return unused memory of the allocator to the device, if the phase could exceed the budget otherwise.
+        """Return unused memory of the allocator to the device if the phase would otherwise exceed the budget.
 
-        The activations of a phase differ in size from the activations of the previous phase, so the allocator would reserve
-        new memory for them instead of reusing the memory that it has cached.
+        The activations of this phase and of the previous phase differ in size.  So the allocator would reserve new memory
+        instead of reusing the memory that it has cached.
         """
         reserved = self._allocator.reserved()
         if reserved is None:
             return
-        held = kept_by(self.phases) + phase.arena.graphs.nbytes  # the part of ``activations`` that is already reserved
+        # the bytes that ``phase.activations`` includes and that the allocator has already reserved
+        held = kept_by(self.phases) + phase.arena.graphs.nbytes
         takes = max(0, phase.activations - held)
         if phase.budget is not None:
             takes += self._taken(phase, phase.budget) - phase.arena.held
@@ -285,12 +315,13 @@ class Budget:
             self._allocator.trim()
 
     def _give_back(self, phase: Phase) -> None:
-        """Evict the weights of all phases, and use a smaller plan for this phase until the generation ends."""
+        """Evict the weights of all phases, and give ``phase`` a smaller plan until the generation ends."""
         self._vacate(self.phases)
         planned = [p.plan.device_bytes for p in programs(phase.root)]
         planned += [r.cycle.plan.device_bytes for r in cycles(phase.root)]
         for share in (0.5, 0.75) if planned else ():
-            # If the share is too little for any plan, try the next.  If both are, only evicting other phases can help.
+            # If one share is too small for any plan, try the next share.  If both are too small, evicting other phases has to
+            # suffice.
             with contextlib.suppress(ChunkflowError):
                 for other in self._sharing(phase):
                     if other is phase or other.budget is not None:
@@ -308,8 +339,11 @@ class Budget:
         )
 
     def _needs(self, phase: Phase, needed: int, compiled: bool) -> ChunkflowError:
-        """Create the error for a program that has no plan within the budget.  ``needed``: bytes that it needs in addition to
-        the small weights of other phases.  ``compiled``: whether it was already compiled with symbolic sizes."""
+        """Return the error for a program that has no plan within the budget.
+
+        ``needed``: the number of bytes that the program needs in addition to the small weights of other phases.
+        ``compiled``: whether the program was already compiled with symbolic sizes.
+        """
         fixed = " or with dynamic=False (blocks are split only at fixed sizes)" if compiled else ""
         needed += kept_by(self.phases) - phase.kept
         return ChunkflowError(
@@ -322,15 +356,18 @@ class Budget:
     def _note(self, phase: Phase, held: int, others: int, peak: int | None) -> None:
         """Record the memory that a call needed in addition to the weights, and plan the weights for the rest of the budget.
 
-        ``held``, ``others``: bytes that the arena of this phase and the other arenas held when the call began.  ``peak``:
-        peak bytes on the device during the call, or None if they cannot be measured.
+        ``held``: the bytes that the arena of this phase held when the call began.  ``others``: the bytes that all other
+        arenas held at that time.  ``peak``: the peak number of bytes on the device during the call, or None if it cannot be
+        measured.
         Raises ChunkflowError if the rest of the budget is too small for the weights.
         """
         after, learned = phase.arena.held, phase.learned
         if peak is None:
             if phase.budget is None or phase.grew:
                 phase.assume(kept_by(self.phases))
-        elif others == self._held_by_others(phase):  # else the peak may include weights evicted since
+        elif others == self._held_by_others(
+            phase
+        ):  # otherwise the peak may include weights that were evicted meanwhile
             # The activations of a CUDA graph are in its memory pool, which stays allocated between calls.
             pool = phase.arena.graphs.nbytes + kept_by(self.phases) if phase.arena.graphs.nbytes else 0
             phase.learn(max(0, peak - after - others, pool), steady=held == after)
@@ -344,16 +381,19 @@ class Budget:
             self._settled = False  # other arenas may have to be evicted again
 
     def _plan(self, phase: Phase) -> bool:
-        """Plan a phase, and the phases that share its arena, if the rest of the budget has shrunk or has grown by much.
+        """Plan a phase, and the phases that share its arena, if the part of the budget for weights has changed.
 
-        Returns whether a plan was made.  Raises ChunkflowError if the rest of the budget is too small.
+        A small increase is ignored.
+        Returns whether a plan was made.  Raises ChunkflowError if the part of the budget for weights is too small.
         """
         planned = [p for p in self._sharing(phase) if p is phase or p.budget is not None]
         rest, replanned = self.usable - max(p.activations for p in planned), False
         asked = tuple((p.name, len(programs(p.root)), p.live, p.limit) for p in planned)
         before, little = self._refused.pop(phase, None), _WORTH_A_PLAN * self.total
         if before is not None and before.asked == asked and before.rest - little <= rest <= before.rest:
-            self._refused[phase] = before  # planning would fail again: the limits are about the same as before
+            self._refused[phase] = (
+                before  # planning would fail again: the limits have hardly changed since the last attempt
+            )
             raise ChunkflowError(before.why)
         for p in planned:
             budget = rest + p.kept
@@ -388,18 +428,18 @@ class Budget:
 
 
 def budget_of(owner: Any) -> Budget | None:
-    """Return the budget of a pipeline or of a component, or None if it has no budget."""
+    """Return the budget of a pipeline or of a component; None if there is no budget."""
     budget: Budget | None = getattr(owner, "__dict__", {}).get(BUDGET)
     return budget
 
 
 def claim(owner: Any, budget: Budget) -> Budget:
-    """Assign a pipeline or a component to a budget, unless it already has one; return its budget.
+    """Assign a budget to a pipeline or a component, unless it already has a budget; return its budget.
 
-    Two threads that call this at the same time get the same budget.
+    If two threads call this function for the same owner at the same time, both get the same budget.
     """
     if budget_of(owner) is None:
-        owner.__dict__.pop(BUDGET, None)  # the attribute of a copy is None
+        owner.__dict__.pop(BUDGET, None)  # in a copy of a compiled pipeline, the attribute exists and is None
     own: Budget = owner.__dict__.setdefault(BUDGET, budget)
     return own
 

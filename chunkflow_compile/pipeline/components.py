@@ -1,4 +1,4 @@
-"""The components of a pipeline: finding them, checking that they can be placed, and checking that they are unchanged."""
+"""Find the components of a pipeline, check that they can be placed, and check later that they were not moved or compiled."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import keep_dtype
 from chunkflow_compile.weights.modules import hooks_of
 
-# Modules that define quantized weights.  A component with such weights keeps the dtype of its other weights, because
-# casting them breaks its forward.
+# Prefixes of the Python modules that define quantized weights.  If a component has such weights, its other weights keep their
+# dtype, because casting them would break forward.
 _FIXED_DTYPES = ("bitsandbytes.", "optimum.quanto.", "diffusers.quantizers.gguf.")
 
 
 def components_of(pipe: Any) -> dict[str, nn.Module]:
-    """Return the components with weights by name.  A component with several names is listed once."""
+    """Return the components that have weights, by name.  A component with several names is listed once."""
     names: dict[nn.Module, str] = {}
     for name, model in pipe.components.items():
         if isinstance(model, nn.Module) and any(True for _ in leaves_of(model)):
@@ -41,8 +41,8 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
 def check_pipeline(pipe: Any, alias: str, verb: str) -> None:
     """Raise ChunkflowError if the argument of a public function is not a pipeline.
 
-    ``alias``: the name of this function, which accepts pipelines only.  ``verb``: the name of the function that also accepts
-    models.
+    ``alias``: the name of the public function, which accepts only pipelines.  ``verb``: the name of the corresponding
+    function that also accepts models.
     """
     if isinstance(pipe, nn.Module):
         raise ChunkflowError(
@@ -88,8 +88,7 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
 
 
 def check_dtypes(dtype: Any, pipe: Any) -> None:
-    """Raise ChunkflowError if ``dtype`` contains a value that is not a dtype, or a name that is not a component of
-    ``pipe``."""
+    """Raise ChunkflowError if ``dtype`` contains a value that is not a dtype, or the name of an unknown component."""
     for name, given in dtype.items() if isinstance(dtype, Mapping) else [("default", dtype)]:
         if name != "default" and name not in pipe.components:
             names = ", ".join(components_of(pipe))
@@ -99,7 +98,8 @@ def check_dtypes(dtype: Any, pipe: Any) -> None:
 
 
 def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Raise ChunkflowError if a cast to ``dtype`` would change a component whose quantization library does not allow it."""
+    """Raise ChunkflowError if a cast to ``dtype`` would change a weight, but the component is quantized with a library that
+    does not allow casts."""
     fixed = next((t for _, t in tensors_of(model) if class_of(t).startswith(_FIXED_DTYPES)), None)
     if dtype is None or fixed is None:
         return
@@ -114,8 +114,8 @@ def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def check_unmoved(name: str, phase: Phase, device: torch.device) -> None:
-    """Raise ChunkflowError if other code moved or compiled a component after it was placed, or has hooks that move
-    weights."""
+    """Raise ChunkflowError if other code has moved or compiled a component since it was placed, or has added hooks that move
+    its weights."""
     model = phase.root
     what, then = f"pipe.{name} ({type(model).__name__})", "call chunkflow_compile.restore(pipe) first, or undo that."
     if (hook := _moving_hook(model)) is not None:
@@ -123,20 +123,20 @@ def check_unmoved(name: str, phase: Phase, device: torch.device) -> None:
     if not phase.begins or _has_compiled_method(model):
         raise ChunkflowError(f"{what} was compiled after compile(pipe), which compiles it: {then}")
     for leaf in leaves_of(model):
-        # weights that were added later, and are not part of a program yet, may be on the CPU
+        # weights that were added later may be on the CPU until they are part of a program
         if leaf.device != device and (isinstance(leaf, HostWeight) or leaf.device.type != "cpu"):
             raise ChunkflowError(f"{what} was moved from {device} to {leaf.device} after compile(pipe): {then}")
 
 
 def _has_compiled_method(model: nn.Module) -> bool:
-    """Whether a method of a module was replaced by a compiled one, as in ``vae.decode = torch.compile(vae.decode)``."""
+    """Whether a compiled method has replaced a method of a module, as in ``vae.decode = torch.compile(vae.decode)``."""
     own = ((type(m), name, call) for m in model.modules() for name, call in vars(m).items())
     given = (getattr(call, "__dict__", {}) for kind, name, call in own if callable(getattr(kind, name, None)))
     return any("_torchdynamo_orig_callable" in marks and "_torchdynamo_disable" not in marks for marks in given)
 
 
 def _moving_hook(model: nn.Module) -> str | None:
-    """Describe a hook in a model that moves its weights; None if there is no such hook."""
+    """Return a description of a hook in a model that moves weights; None if there is no such hook."""
     for inner in model.modules():
         if hasattr(inner, "_hf_hook"):
             return "a hook of accelerate"
@@ -148,7 +148,7 @@ def _moving_hook(model: nn.Module) -> str | None:
 def check_floor(
     models: Mapping[str, nn.Module], cast: Mapping[str, torch.dtype | None], budget: Budget, min_bytes: int
 ) -> None:
-    """Raise ChunkflowError if the weights that stay on the device leave too little memory for the largest streamed weight."""
+    """Raise ChunkflowError if the weights that stay on the device and the largest streamed weight do not fit together."""
     small, fixed, largest = kept_by(budget.phases), dict[str, tuple[int, str]](), dict.fromkeys(models, 0)
     for name, model in models.items():
         for path, nbytes, stays in _weights(model, cast[name], min_bytes):
@@ -179,10 +179,10 @@ def check_floor(
 
 
 def _weights(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> Iterator[tuple[str, int, str | None]]:
-    """The weights of a component as ``offload`` will place them, each once.
+    """Yield, for each weight of a component, how ``offload`` will place it: (name, size in bytes, reason).
 
-    Yields for each weight its name, its bytes after placing, and the reason why it stays on the device.  The reason is "" for
-    a small weight, and None for a weight that is streamed.
+    The size is the size after the cast.  The reason says why the weight stays on the device.  It is an empty string for a
+    small weight, and None for a weight that is streamed.
     """
     index, dtype_of = ModelIndex.of(model), keep_dtype if dtype is None else cast_to(dtype, model)
     seen = set[int]()

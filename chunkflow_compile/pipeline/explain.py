@@ -31,16 +31,17 @@ from chunkflow_compile.runtime.single_call import SingleCall
 def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | PipelineFigures:
     """Explain how the newest program of a compiled or placed model ran, or how a compiled pipeline ran.
 
-    Printing the result shows five lines: the time per step, the stalls in it, device memory, host memory, and the change that
-    would make it faster.  ``details`` adds more.  For a model these are predicted and measured times, the longest stalls and
-    their causes, the windows, and the phases of compilation.  For a pipeline they are the bytes of each component on the
-    device, and the times of its calls.  Predictions are shown only if the plan was made for a profile of this machine.
+    Printing the result shows five lines: the time per step, the stalls per step, device memory, host memory, and advice on
+    how to make steps faster.  Predictions are shown only if the plan was made for a profile of this machine.
 
-    If the programs of the model run as a cycle, the cycle is explained, and times are for one pass over its calls.  If
-    several programs do not run as a cycle yet, the slowest one is explained; the report says this, and shows the total
-    time of one call of each program.
-    Raises ChunkflowError if no program of the model has run, and for an argument that is neither a model nor a compiled
-    pipeline.
+    If the programs of the model run as a cycle, the cycle is explained, and times are for one pass over its calls.  If the
+    model has several programs that do not run as a cycle yet, the slowest program is explained.  In this case, the report
+    names the program and also shows the total time for one call of each program.
+
+    ``details``: whether to print more.  For a model, this adds predicted and measured times, the longest stalls and their
+    causes, the windows, and the phases of compilation.  For a pipeline, it adds a table with the bytes of each component on
+    the device and its call times.
+    Raises ChunkflowError if no program of the model has run, or if the argument is neither a model nor a compiled pipeline.
     """
     if (budget := budget_of(compiled)) is not None and not isinstance(compiled, nn.Module):
         return replace(budget.figures(), details=details)
@@ -64,7 +65,7 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
         explanation = replace(explanation, calls=tuple(call_figures(bound.cycle)), jumps=bound.jumps)
         notes = dict.fromkeys(note for program in ran for note in program.notes)
         return of_model(explanation, notes, [call.cut.problem for call in bound.calls])
-    # the programs for the newest sizes that ran outside cycles
+    # programs that ran outside cycles; for each part of the model, only the program for the newest sizes
     parts = {p.call.reads: (p, measured(p.plan, [*map(as_one, passes)])) for p in ran if (passes := p.passes)}
     if not parts:
         raise ChunkflowError(
@@ -87,7 +88,7 @@ def _of_model(
 ) -> Explanation:
     """Add the figures of the model itself to an explanation.
 
-    ``notes``: the notes of its programs.  ``problems``: the scheduling problems of its programs.
+    ``notes``: the notes of the model's programs.  ``problems``: the scheduling problems of these programs.
     """
     peak, rows = _peak(placements_of(model)), sum(placement.row_bytes for placement in placements_of(model))
     measured = None if peak is None else max(0, peak - explanation.device_bytes - rows)
@@ -105,20 +106,21 @@ def _of_model(
 
 
 def _peak(placements: Iterable[Placement]) -> int | None:
-    """The peak bytes that this process has allocated on the GPU of a model; None on a CPU, where nothing counts them."""
+    """Return the peak number of bytes that this process has allocated on a model's GPU; None if the model is on a CPU."""
     device = next((placement.store.device for placement in placements), None)
     return torch.cuda.max_memory_allocated(device) if device is not None and device.type == "cuda" else None
 
 
 def _name(part: SingleCall) -> str:
-    """The name of the block or layer that a part of a model computes."""
+    """Return the name of the block or layer that a part of a model computes."""
     weight = next((buffer.name for buffer in part.buffers.values()), "")
     return block_of(weight) or weight.rpartition(".")[0] or "a part without large weights"
 
 
 def _part(chosen: SingleCall, parts: Sequence[tuple[SingleCall, Measured]], planned: bool, profiled: bool) -> str:
-    """State which of the parts of a model is explained, and the time of all parts together.
+    """Return a text that says which part of a model is explained, and how long all parts take together.
 
+    ``chosen``: the program of the explained part.  ``parts``: the programs of all parts, with their measurements.
     ``planned``: whether the parts already run as a cycle.  ``profiled``: whether to show predictions.
     """
     predicted = [p.plan.predicted.step_s for p, _ in parts if p.plan.predicted is not None]
@@ -129,7 +131,7 @@ def _part(chosen: SingleCall, parts: Sequence[tuple[SingleCall, Measured]], plan
         f"{_name(chosen)} takes longest of the {len(parts)} parts of this model, and is explained here. A call of each takes "
         f"{together}."
     )
-    if chosen.key is None:  # there will be no cycle: cycles are disabled, or the user chose the placement
+    if chosen.key is None:  # there will be no cycle: cycles are disabled, or the user has chosen the placement
         return text
     when = "is measured" if planned else "runs as one cycle, from the third on"
     return f"{text} Once a pass over all of them {when}, that is explained."

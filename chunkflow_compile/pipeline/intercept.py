@@ -1,6 +1,7 @@
 """Interception of calls of compiled pipelines.
 
-One generation runs at a time.  Before it, the components are checked, and components that are no longer used are restored.
+One generation runs at a time.  Before each generation, the components of the pipeline are checked, and components that no
+pipeline contains any more are restored.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from chunkflow_compile.pipeline.components import check_unmoved, components_of
 from chunkflow_compile.pipeline.phase import Phase
 from chunkflow_compile.placed.offload import bring_back
 
-# Attribute of a class that ``in_turns`` returns: the original class of the pipeline.
+# The name of the class attribute in which ``in_turns`` stores the original class of the pipeline.
 _PLAIN_CLASS = "_chunkflow_plain"
 _WIDEN = "_maybe_expand_transformer_param_shape_or_error_"
 
 
 def in_turns(cls: type) -> type:
-    """Return a subclass of a pipeline's class whose calls wait for each other and check the components.
+    """Return a subclass of a pipeline's class.  Its calls run one at a time, and each call first checks the components.
 
-    A class that this function returned is returned as it is; a copy of a pipeline has such a class.
+    If ``cls`` is already such a subclass, it is returned unchanged.  This happens for copies of compiled pipelines.
     """
     if _PLAIN_CLASS in vars(cls):
         return cls
@@ -41,7 +42,8 @@ def in_turns(cls: type) -> type:
         with budget.turn():
             now = budget_of(self)
             if now is None or _left(self, now):
-                # The pipeline was restored while this thread waited.  Still run one generation at a time.
+                # The pipeline was restored while this thread waited.  Run the call without leaving ``turn``, because other
+                # threads may also have waited.
                 return call(self, *args, **kwargs)
             if now is budget:
                 _check_components(self, budget)
@@ -64,7 +66,7 @@ def in_turns(cls: type) -> type:
 
 
 def _unloading(cls: Any) -> Callable[..., Any]:
-    """Wrap ``unload_lora_weights`` of a pipeline, so that enabled components keep their adapter slots, also text encoders."""
+    """Wrap ``unload_lora_weights`` of a pipeline, so that components, including text encoders, keep their adapter slots."""
 
     @functools.wraps(cls.unload_lora_weights)
     def unload_lora_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +74,7 @@ def _unloading(cls: Any) -> Callable[..., Any]:
         models = {name: getattr(self, name, None) for name in named}
         enabled = {name: m for name, m in models.items() if isinstance(m, nn.Module) and is_enabled(m)}
         for model in enabled.values():
-            unload(model)  # beforehand: diffusers may reset layers, which must be ordinary layers then
+            unload(model)  # before diffusers unloads: diffusers may reset layers, and it can only reset ordinary layers
         self.__dict__["_lora_loadable_modules"] = [name for name in named if name not in enabled]
         try:
             return cls.unload_lora_weights(self, *args, **kwargs)
@@ -83,7 +85,7 @@ def _unloading(cls: Any) -> Callable[..., Any]:
 
 
 def _widening(cls: Any) -> Any:
-    """Wrap the method with which a pipeline widens layers of a model for a control LoRA, which adds input channels."""
+    """Wrap the method with which a pipeline widens layers for a control LoRA (an adapter that adds input channels)."""
     widen = getattr(cls, _WIDEN)
 
     @functools.wraps(widen)
@@ -96,19 +98,22 @@ def _widening(cls: Any) -> Any:
 
 
 def without_turns(cls: type) -> type:
-    """Return the original class for a class that :func:`in_turns` returned, and any other class unchanged."""
+    """Return the original class if :func:`in_turns` has created ``cls``; otherwise return ``cls`` itself."""
     plain: type = vars(cls).get(_PLAIN_CLASS, cls)
     return plain
 
 
 def unused(budget: Budget) -> list[Phase]:
-    """Return the phases of components that no compiled pipeline contains any more."""
+    """Return the phases whose components no compiled pipeline contains any more."""
     used = {id(model) for pipe in budget.pipelines for model in components_of(pipe).values()}
     return [phase for phase in budget.phases if id(phase.root) not in used]
 
 
 def free(phases: Iterable[Phase], budget: Budget) -> None:
-    """Restore components that no pipeline contains: to their former devices, or to host memory if they do not fit there."""
+    """Restore the components of ``phases``.
+
+    Each component returns to its former device, or to host memory if it does not fit on that device.
+    """
     for phase in phases:
         try:
             undo(phase.root, budget)
@@ -118,7 +123,10 @@ def free(phases: Iterable[Phase], budget: Budget) -> None:
 
 
 def undo(model: nn.Module, budget: Budget) -> None:
-    """Restore a component.  Raises ChunkflowError if it does not fit on its former device; it is unchanged in this case."""
+    """Restore a component.
+
+    Raises ChunkflowError, and leaves the component unchanged, if the component does not fit on its former device.
+    """
     bring_back(model)
     if (phase := budget.phase_of(model)) is not None:
         if phase.enabled and is_enabled(model):

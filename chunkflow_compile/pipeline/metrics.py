@@ -1,5 +1,4 @@
-"""``metrics``: Prometheus metrics of placed models.  They are computed when they are scraped; nothing is recorded for
-them."""
+"""``metrics``: Prometheus metrics for placed models.  They are computed from existing counts when they are scraped."""
 
 from __future__ import annotations
 
@@ -24,10 +23,11 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.locks import ProcessLock
 
-# How often a read is tried if it fails because another thread changes a list or dict while this one iterates over it.
+# The number of retries if a read fails because another thread has changed a list or dict during the iteration.
 _TRIES = 5
 
-# Name of a counter, without the suffix that Prometheus adds -> its description, and its value from the counts of a model.
+# For each counter, its description and a function that computes its value from a model's counts.  The keys are the names of
+# the counters without the suffix that Prometheus adds.
 _COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
     "chunkflow_calls": ("Calls of compiled programs", lambda c: c.calls),
     "chunkflow_call_predicted_seconds": ("Predicted time of the measured calls", lambda c: c.predicted_s),
@@ -61,7 +61,8 @@ _GAUGES = {
 class _Watched:
     """A model that is scraped.
 
-    ``root``: weak reference to the model.  ``counts``: the counts of all its placements so far, the current one last.
+    ``name``: the label of the model.  ``root``: a weak reference to the model.  ``counts``: the counts of all placements of
+    the model so far; the counts of the current placement are last.
     """
 
     name: str
@@ -69,19 +70,21 @@ class _Watched:
     counts: list[Counts]
 
     def placements(self) -> list[Placement]:
-        """Return the placements of the model and its parts; empty once it is restored or no longer exists."""
+        """Return the placements of the model and its parts; an empty list if the model is restored or no longer exists."""
         root = self.root()
         return [] if root is None else [p for m in root.modules() if (p := placement_of(m)) is not None]
 
     def sums(self, placements: Iterable[Placement]) -> list[Counts]:
-        """Return the counts of these and of earlier placements, so that counters never decrease when a model is placed
-        again."""
+        """Return the counts of the current placements and of all earlier placements.
+
+        Earlier placements are included so that counters never decrease when a model is placed again.
+        """
         self.counts += [p.store.counts for p in placements if p.store.counts not in self.counts]
         return self.counts
 
 
 class Metrics:
-    """A collector for prometheus_client.  Models that are restored or no longer exist disappear from it."""
+    """A collector for prometheus_client.  It leaves out models that are restored or no longer exist."""
 
     def __init__(self, owners: Iterable[Any], registry: Any, library: Any) -> None:
         self._owners = [weakref.ref(unwrap(o) if isinstance(o, nn.Module) else o) for o in owners]
@@ -95,11 +98,11 @@ class Metrics:
         self._registry.unregister(self)
 
     def describe(self) -> list[Any]:
-        """Return the metric families without values, which the registry requests when the collector is registered."""
+        """Return the metric families without values.  The registry calls this method when the collector is registered."""
         return [*self._families().values()]
 
     def collect(self) -> list[Any]:
-        """Return the current values.  This takes no lock that calls hold, and does not synchronize with a device."""
+        """Return the current values.  This method does not wait for calls of models, nor synchronize with a device."""
         families, taken = self._families(), set[Arena]()
         rank = str(dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")))
         with self._lock():
@@ -141,7 +144,7 @@ class Metrics:
     def _gauges(self, watched: _Watched, placements: list[Placement], taken: set[Arena]) -> dict[str, float]:
         """Compute the gauges of a model.
 
-        ``taken``: arenas that were already counted with an earlier model.  The arenas of this model are added to it.
+        ``taken``: the arenas that were already counted for other models.  The arenas of this model are added to this set.
         """
         programs = [program for p in placements for program in [*p.programs] if not program.closed]
         arenas = {program.arena for program in programs} - taken
@@ -166,8 +169,9 @@ class Metrics:
 def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
     """Register a Prometheus collector for compiled pipelines and placed models; return it.
 
-    ``registry``: a registry from prometheus_client.  By default it is the global one, which ``start_http_server`` serves.
-    The label of a model is the name of its component or of its class, with a number if the label is already in use.
+    The label of a model is the name of the component in its pipeline, or the name of the model's class.  If the label is
+    already in use, a number is appended.
+    ``registry``: a registry from prometheus_client; by default the global registry, which ``start_http_server`` serves.
     Raises ChunkflowError if prometheus_client is not installed, if ``registry`` is not a registry or already contains these
     metrics, or if an argument is neither a model nor a pipeline.
     """
@@ -188,7 +192,7 @@ def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
 
 
 def library() -> Any:
-    """Import prometheus_client.  Raises ChunkflowError if it is not installed."""
+    """Import and return prometheus_client.  Raises ChunkflowError if it is not installed."""
     try:
         import prometheus_client.core
     except ImportError as error:
@@ -197,7 +201,7 @@ def library() -> Any:
 
 
 def models_of(owner: Any) -> Mapping[str, nn.Module]:
-    """Return the models of a pipeline by name, or a model by the name of its class.
+    """Return the models in a pipeline by component name; for a single model, return it by the name of its class.
 
     Raises ChunkflowError if ``owner`` is neither a pipeline nor a model.
     """
@@ -209,7 +213,7 @@ def models_of(owner: Any) -> Mapping[str, nn.Module]:
 
 
 def _undisturbed(read: Callable[[], Any]) -> Any:
-    """Call ``read`` and return its result.  Retry if it raises because another thread changes a collection meanwhile."""
+    """Call ``read`` and return its result.  Retry if ``read`` fails because another thread has changed a list or dict."""
     for _ in range(_TRIES):
         with contextlib.suppress(RuntimeError):
             return read()

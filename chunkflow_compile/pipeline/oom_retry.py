@@ -1,4 +1,4 @@
-"""Retries of calls that ran out of memory: whether a call may run again, and with the same random numbers."""
+"""Retries of calls that ran out of memory: decide whether a call may run again, and restore the random number generators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Given = TypeVar("Given")
 
 
 class RngSnapshot:
-    """The states of the random generators that a call may use: the global ones of torch, and generators in its arguments."""
+    """The states of the random number generators that a call may use.
+
+    These are torch's global generators, and all generators among the arguments of the call.
+    """
 
     def __init__(self, device: torch.device, call: functools.partial[Any]) -> None:
         self._device = device
@@ -34,7 +37,7 @@ class RngSnapshot:
 
 
 def given_to(call: functools.partial[Any], kind: type[Given]) -> list[Given]:
-    """Return the arguments of a call that are instances of ``kind``, including those inside lists and dicts."""
+    """Return the instances of ``kind`` among the arguments of a call, including instances inside lists and dicts."""
     return [value for value in tree_leaves((call.args, call.keywords)) if isinstance(value, kind)]
 
 
@@ -49,8 +52,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def runs_once(root: nn.Module, call: functools.partial[Any]) -> bool:
-    """Whether a call must not be retried: it has side effects, for example on a step cache, or other ranks take part in
-    it."""
+    """Whether a call must not be retried, because it has side effects (for example on a step cache), or because there are
+    other ranks, which would not retry it."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         return True
     given = (*call.args, *call.keywords.values())

@@ -32,14 +32,14 @@ from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
-_KEPT_SECONDS = 32  # number of newest calls whose times are kept
+_KEPT_SECONDS = 32  # the number of calls, counted back from the newest, whose times are kept
 
 
 class Learned(NamedTuple):
     """The recorded activations of a phase.
 
-    ``activations``: their maximum in bytes.  ``steady``: whether they were measured in a call that did not change the arena.
-    ``assumed``: the bytes among them that are predicted, because they cannot be measured.
+    ``activations``: the maximum size of the activations in bytes.  ``steady``: whether they were measured in a call that did
+    not change the arena.  ``assumed``: the part of ``activations`` that is predicted because it cannot be measured, in bytes.
     """
 
     activations: int
@@ -50,13 +50,13 @@ class Learned(NamedTuple):
 class Phase:
     """A component of a pipeline, and the plans and measurements of its calls.
 
-    ``name``: its name in the pipeline.  ``root``: the model, of which the phase keeps a weak reference.  ``arena``: the arena
-    of its weights, which it may share with other phases.  ``counts``: whether its plans include its predicted activations, so
-    that its blocks are split if memory is short.
-    ``activations``: maximum bytes on the device during a call, without the bytes in arenas but including the small weights of
-    all phases; 0 until a call has ended.  ``measured``: whether they were measured.
-    ``budget``: bytes of weights on the device for which its programs are planned, or None before that.  ``limit``: the
-    maximum of ``budget`` until the end of a generation in which a call ran out of memory; None otherwise.
+    ``name``: the name of the component in the pipeline.  ``root``: the model; the phase keeps only a weak reference to it.
+    ``arena``: the arena for the weights, which other phases may share.  ``counts``: whether plans include the predicted
+    activations, so that blocks are split if memory is short.
+    ``activations``: the peak number of bytes on the device during a call, without the bytes in arenas, but including the
+    small weights of all phases; 0 until a call has ended.  ``measured``: whether ``activations`` was measured.
+    ``budget``: the size in bytes of the weights on the device for which the programs are planned; None before the first plan.
+    ``limit``: the maximum of ``budget``.  It is set when a call runs out of memory and is None again after the generation.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Phase:
         enabled: bool = False,
         counts: bool = False,
     ) -> None:
-        """``gone``: function that is called when the model no longer exists.  ``enabled``: whether ``compile`` has enabled
-        adapters on the model."""
+        """``gone``: a function that is called with the phase once the model no longer exists.  ``enabled``: whether
+        ``compile`` has enabled adapters on the model."""
         self.name = name
         self.gone = gone
         self.enabled = enabled
@@ -78,49 +78,55 @@ class Phase:
         self.arena = arena
         self.activations = 0
         self.measured = False
-        self._assumed = 0  # predicted bytes in ``activations`` if they cannot be measured
+        self._assumed = 0  # the part of ``activations`` that is predicted because it cannot be measured, in bytes
         self.steady = False  # whether ``activations`` was measured in a call that did not change the arena
         self.budget: int | None = None
         self.limit: int | None = None
         self.calls = 0
         self.retries = 0
-        # intercepted method -> previous attribute of the instance; empty if calls of the module are intercepted
+        # name of an intercepted method -> previous attribute of the model; empty if calls of the model itself are intercepted
         self.methods: dict[str, Any] = {}
-        self._warned = 0  # the most bytes for which a warning about the budget was logged
+        self._warned = 0  # the maximum number of bytes for which a warning about the budget was logged
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
-        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # programs of the newest call, and how often each ran
+        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # programs of the newest call, and number of runs
 
     @property
     def root(self) -> nn.Module:
-        """The model, or an empty module once the model no longer exists."""
+        """The model; an empty module if the model no longer exists."""
         root = self._root()
         return nn.Module() if root is None else root
 
     @property
     def begins(self) -> bool:
-        """Whether its calls are still intercepted.  ``module.compile()`` replaces the attribute that intercepts them."""
+        """Whether calls of the component are still intercepted.
+
+        ``module.compile()`` ends this, because it replaces the attribute that intercepts the calls.
+        """
         return bool(self.methods) or isinstance(self.root._compiled_call_impl, Entry)
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """Its weights, each once."""
+        """The weights of the component, without duplicates."""
         return [*{id(leaf): leaf for leaf in leaves_of(self.root)}.values()]
 
     @property
     def kept(self) -> int:
-        """Bytes of its weights that never leave the device, including the shards that it keeps for other ranks."""
+        """The size in bytes of the weights that never leave the device, including the shards that other ranks read."""
         placement = placement_of(self.root)
         pieces = 0 if placement is None else placement.store.piece_bytes
         return pieces + sum(leaf.nbytes for leaf in self.weights if not isinstance(leaf, HostWeight))
 
     @property
     def streamed(self) -> int:
-        """Bytes of its weights that its calls copy to the device."""
+        """The size in bytes of the weights that calls copy to the device."""
         return sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight))
 
     @property
     def least(self) -> int:
-        """The minimum bytes of weights on the device for any plan, including the weights that never leave the device."""
+        """The minimum size in bytes of weights on the device, over all possible plans.
+
+        It includes the weights that never leave the device.
+        """
         codes = {id(program.code): program.code for program in programs(self.root)}.values()
         needed = [
             least_memory(c.program.problem, s.hardware, s.chunk_bytes, s.outside, s.arena, s.part)
@@ -131,22 +137,25 @@ class Phase:
 
     @property
     def live(self) -> int:
-        """The maximum predicted bytes of activations over all sizes so far; 0 if its plans do not include activations."""
+        """The maximum of the predicted activations over all input sizes so far, in bytes.
+
+        It is 0 if plans do not include activations.
+        """
         return _live_bytes(programs(self.root)) if self.counts else 0
 
     @property
     def grew(self) -> bool:
-        """Whether the predicted activations of its newest call exceed the bytes that were assumed."""
+        """Whether the predicted activations of the newest call exceed the predicted activations recorded so far."""
         return self.counts and _live_bytes(program for program, _ in self._newest()) > self._assumed
 
     def steps(self) -> dict[SingleCall, int]:
-        """Return how often each program in its arena has run."""
+        """Return how often each program in the phase's arena has run."""
         return {s: s.call.steps for s in self.arena.programs if isinstance(s, SingleCall) and not s.preamble}
 
     def ended(self, before: dict[SingleCall, int], seconds: float) -> None:
-        """Note that a call has ended.
+        """Record that a call has ended.
 
-        ``before``: the result of :meth:`steps` before the call.  ``seconds``: the time from its beginning to its return.
+        ``before``: the result of :meth:`steps` before the call.  ``seconds``: the duration of the call on the host.
         """
         self._seconds.append(seconds)
         counts = {program: count - before.get(program, 0) for program, count in self.steps().items()}
@@ -156,16 +165,16 @@ class Phase:
         self.calls += 1
 
     def begin_retry(self) -> None:
-        """Note that a call ran out of memory and is about to be retried."""
+        """Record that a call ran out of memory and is about to be retried."""
         self.retries += 1
 
     def exceeds(self, taken: int) -> bool:
-        """Note that a call took ``taken`` bytes, more than the budget.  Returns whether this is the maximum so far."""
+        """Record that a call took ``taken`` bytes, more than the budget; return whether this is the maximum so far."""
         before, self._warned = self._warned, max(self._warned, taken)
         return taken > before
 
     def plan_for(self, budget: int) -> None:
-        """Plan its programs for ``budget`` bytes of weights on the device.  Raises ChunkflowError if this is too little."""
+        """Plan the programs for ``budget`` bytes of weights on the device.  Raises ChunkflowError if this is too little."""
         if budget < self.kept:
             raise ChunkflowError("there is no room for any.")
         if programs(self.root):
@@ -174,7 +183,7 @@ class Phase:
         self.budget = budget
 
     def keep_budget(self) -> None:
-        """Limit its plans to its current budget until the generation ends, after a call ran out of memory."""
+        """After a call ran out of memory, limit plans to the current budget until the generation ends."""
         self.limit = self.budget
 
     def end_generation(self) -> None:
@@ -182,16 +191,16 @@ class Phase:
 
     @property
     def learned(self) -> Learned:
-        """The activations that are recorded so far."""
+        """The activations that were recorded so far."""
         return Learned(self.activations, self.steady, self._assumed)
 
     def assume(self, small: int) -> None:
-        """Record the predicted activations, if calls cannot be measured.  ``small``: as in :meth:`figures`."""
+        """Record the predicted activations, because activations cannot be measured.  ``small``: see :meth:`figures`."""
         self._assumed = self.live
         self.activations = small + self._assumed
 
     def unlearn(self, before: Learned) -> None:
-        """Discard the activations of the newest call.  ``before``: the record before that call."""
+        """Discard the activations that the newest call has added.  ``before``: the value of ``learned`` before that call."""
         self.activations, self.steady, self._assumed = before
 
     def learn(self, activations: int, steady: bool) -> None:
@@ -206,10 +215,10 @@ class Phase:
             self.activations = max(self.activations, activations)
 
     def figures(self, small: int, first: Phase) -> PhaseFigures:
-        """Return its current figures.
+        """Return the current figures of the phase.
 
-        ``small``: bytes of the weights of all phases that never leave the device.  ``first``: the first phase that uses its
-        arena.  The memory of the arena is counted with this phase only.
+        ``small``: the size in bytes of the weights that never leave the device, summed over all phases.  ``first``: the first
+        of the phases that share this phase's arena; the memory of the arena is counted only for this first phase.
         """
         predicted, measured = self._predicted(), self.seconds(wait=True)
         newest = self._newest()
@@ -242,32 +251,40 @@ class Phase:
         )
 
     def _per_call(self, figure: str) -> float | None:
-        """Sum a field of the measured steps over all programs of the newest call; None if no program was measured."""
+        """Return the sum of a measured figure over all programs of the newest call; None if no program was measured.
+
+        ``figure``: the name of a field in the measurement of a step.
+        """
         steps = [([getattr(m, figure) for m in [*program.call.measured]], count) for program, count in self._newest()]
         measured = [count * _median(values) for values, count in steps if values]
         return sum(measured) if measured else None
 
     def _newest(self) -> list[tuple[SingleCall, int]]:
-        """The programs of the newest call, and how often each ran."""
+        """Return the programs of the newest call, and how often each of them ran."""
         return [(program, count) for ref, count in self._ran if (program := ref()) is not None]
 
     def _predicted(self) -> float | None:
-        """Predicted seconds of the newest call, from its part of a cycle or else from the plans of its programs; or None."""
+        """Return the predicted seconds for the newest call, or None if there is no prediction.
+
+        If the programs of the call run in a cycle, the prediction is from the plan of the cycle.  Otherwise it is from the
+        plans of the programs.
+        """
         newest = self._newest()
         problems = {program.key: program.program.problem for program, _ in newest}
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(program.code.cut) in cuts for program, _ in newest):
                 return _predicted(bound, problems.keys())
-            if problems.keys() == set(bound.keys):  # the cycle was planned at other sizes
+            if problems.keys() == set(bound.keys):  # the cycle was planned for other sizes
                 return _played(bound, problems)
         times = [(count, s.plan.predicted.step_s) for s, count in newest if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
 
     def seconds(self, wait: bool = False) -> float | None:
-        """Seconds per call: the measured time of the programs of the newest call.
+        """Return the seconds per call, or None if no call has ended.
 
-        If there are no such measurements, it is the median time from the beginning of a call to its return, or None.
+        This is the measured time of the programs in the newest call.  If they were not measured, it is the median duration
+        of a call on the host.
         ``wait``: whether to wait for steps in flight.  Otherwise only the measurements that are already available are used.
         """
         newest = self._newest()
@@ -282,7 +299,7 @@ class Phase:
 
 
 def _predicted(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
-    """Predicted seconds of the calls of a cycle with these keys, or None if the plan has no prediction.
+    """Return the predicted seconds for the calls of a cycle that have these keys; None if the plan has no prediction.
 
     The time of a call ends when the next call begins.
     """
@@ -292,9 +309,9 @@ def _predicted(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | N
 
 
 def _played(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> float:
-    """Simulate a pass over a cycle with other sizes under its plan, and return the predicted seconds.
+    """Simulate a pass over a cycle with the cycle's plan, but with other input sizes; return the predicted seconds.
 
-    ``problems``: key of a call -> the scheduling problem of this call at its new sizes.
+    ``problems``: for each key of a call, the scheduling problem of this call at its new sizes.
     """
     whole, plan = cycle.cycle.problem, cycle.plan
     sized = [problems.get(key, call.cut.problem) for key, call in zip(cycle.keys, cycle.calls, strict=True)]
@@ -309,12 +326,12 @@ def _played(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> fl
 
 
 def _live_bytes(programs: Iterable[SingleCall]) -> int:
-    """The maximum predicted bytes of activations over these programs."""
+    """Return the maximum of the predicted activations over these programs, in bytes."""
     return max((program.program.problem.live_bytes for program in programs), default=0)
 
 
 def kept_by(phases: Iterable[Phase]) -> int:
-    """Return the bytes of the weights of several phases that never leave the device."""
+    """Return the size in bytes of the weights that never leave the device, summed over several phases."""
     return sum(phase.kept for phase in phases)
 
 
@@ -322,8 +339,8 @@ class Entry:
     """Replaces a method of a component, and runs its calls as a phase."""
 
     def __init__(self, run: Callable[..., Any], phase: Phase, name: str, call: Callable[..., Any]) -> None:
-        """``run``: function that gets the phase and a call, whose arguments are bound already.  ``call``: the original
-        method."""
+        """``run``: a function that takes the phase and a call with bound arguments.  ``name``: the name of the method.
+        ``call``: the original method."""
         self._run, self._phase, self._name, self._call = run, phase, name, call
         functools.update_wrapper(self, call)
 
@@ -342,12 +359,13 @@ class Entry:
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the garbage collector may call it anywhere
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the garbage collector may call this anywhere
 def _went(ref: weakref.ref[Phase], _: object) -> None:
     if (phase := ref()) is not None:
         phase.gone(phase)
 
 
 def _median(seconds: list[float]) -> float:
-    """The median without the first value, which includes one-time costs; a single value is returned as it is."""
+    """Return the median of all values except the first, which includes one-time costs.  If there is only one value, return
+    it."""
     return median(seconds[1:] or seconds)

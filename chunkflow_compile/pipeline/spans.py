@@ -1,4 +1,4 @@
-"""``spans``: OpenTelemetry spans for the calls of placed models, created from the measurements after the calls."""
+"""``spans``: OpenTelemetry spans for the calls of placed models.  They are created from measurements, after the calls."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import as_one
 
-# Begin and end in seconds of time.monotonic(), and the attributes of the span.
+# The beginning and the end of a step, in seconds of time.monotonic(), and the attributes of its span.
 _Step = tuple[float, float, dict[str, Any]]
 
 
 @contextlib.contextmanager
 def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
-    """Create spans for all calls within a ``with`` statement, at its end.
+    """Measure all calls within a ``with`` statement, and create spans for these calls when the statement ends.
 
-    Each component that ran gets a span, which is a child of the current span.  Each call of a program, or pass over a cycle,
-    gets a child span of its component.  All of these calls are measured.  A pass that a jump has ended gets no span.  The end
-    of the context waits for the calls in flight.
+    Each component that ran gets a span, which is a child of the current span.  Each call of a program, or each pass over a
+    cycle, gets a child of this span.  A pass that ended with a jump gets no span.  The end of the context waits for the calls
+    in flight.
 
-    ``tracer``: an OpenTelemetry tracer, by default from the global provider.
+    ``tracer``: an OpenTelemetry tracer; by default a tracer from the global provider.
     Raises ChunkflowError if opentelemetry-api is not installed, or if ``tracer`` is not a tracer.
     """
     try:
@@ -68,7 +68,7 @@ def _make(tracer: Any, below: Callable[[Any], Any], name: str, steps: list[_Step
 
 
 def _steps(bound: Iterable[BoundCycle], begun: float) -> Iterator[_Step]:
-    """The steps that ended after ``begun``, in seconds of time.monotonic(), for these programs and cycles."""
+    """Yield the steps of these programs and cycles that ended after ``begun``, in seconds of time.monotonic()."""
     for cycle, calls in ((s, calls) for s in bound for calls in s.passes):
         plan, zero, whole, last = cycle.plan, cycle.arena.streams.zero, as_one(calls), calls[-1]
         begin, end = zero + whole.begin_s, zero + last.begin_s + last.step_s

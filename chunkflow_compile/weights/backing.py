@@ -33,8 +33,9 @@ class Where(Enum):
 class Backing:
     """Private memory of this process.  The subclasses override the methods that differ for other storage.
 
-    ``host``: the tensor with the weight's values.  ``stored``: the tensor that copies read; it differs from ``host`` if
-    the values are ``compressed``.  ``bytes``: the file range that ``host`` maps, or None for memory.
+    ``host``: the tensor with the weight's values.  ``stored``: the tensor that is copied to the device; it is not
+    ``host`` if the values are ``compressed``.  ``bytes``: the file range that ``host`` maps, or None if the values are
+    in memory.
     """
 
     compressed = False
@@ -50,7 +51,7 @@ class Backing:
 
     @property
     def file_bytes(self) -> DriveBytes | None:
-        """The file range that copies read, or None if they read memory."""
+        """The file range that is copied to the device, or None if memory is copied."""
         return self.bytes if self.where is Where.FILE else None
 
     @property
@@ -62,7 +63,7 @@ class Backing:
         process."""
 
     def make_private(self, name: str, lazily: bool = False) -> Backing:
-        """Move the weight to private memory with the same bytes at the same address, and return the new backing.
+        """Copy the bytes to private memory at the same address, and return the new backing.
 
         The caller makes sure that nothing reads the weight meanwhile.  ``name``: the weight's name, for errors.
         ``lazily``: if host memory is short, allocate each page only when it is written.
@@ -75,8 +76,9 @@ class Backing:
         return view.detach()
 
     def settle(self) -> bool:
-        """Whether a tensor of a state_dict has been written since the last call, in a way that no version counter
-        records.  For memory of this process that cannot be determined, so the answer is True."""
+        """Return whether the values may have changed since the last call through writes that no version counter
+        records, such as writes to a tensor of a state_dict.  In memory of this process, such writes cannot be detected,
+        so the base class returns True."""
         return True
 
 
@@ -120,21 +122,21 @@ class SharedMemory(Backing):
         return pages.view(view.dtype).as_strided(view.shape, view.stride(), begin)
 
     def leave(self) -> None:
-        """Unmap the memory of this weight.  Nothing may refer to it any more; the enclosing mapping lasts as long as any
-        weight in it."""
+        """Unmap the memory of this weight, to which nothing may refer any more.  The enclosing mapping lasts as long as
+        any weight in it."""
         map_over(self.host, None)
 
 
 class FileSlice(Backing):
-    """A byte range of a file on the SSD.  The host tensor is a private mapping of it, so writes to it do not reach the
-    file."""
+    """A byte range of a file on the SSD.  The host tensor is a private mapping of this range, so writes to the tensor
+    do not reach the file."""
 
     def __init__(self, host: torch.Tensor, in_file: DriveBytes) -> None:
         super().__init__(host)
         self.bytes = in_file
         self._file = in_file.file
         self._version = host._version
-        self._written = False  # by a write that no version counter recorded
+        self._written = False  # True after a write that no version counter recorded
 
     @property
     def where(self) -> Where:

@@ -10,22 +10,24 @@ import torch
 
 from chunkflow_compile.private_torch import core
 
-# Up to this many elements torch casts on the calling thread alone; for more it starts a team of threads.
+# torch casts up to this many elements on the calling thread alone; for more elements it starts a team of threads.
 _SERIAL = 1 << 15
-# Integer dtypes by element size: equality of these integers is equality of bits.
+# Element size in bytes -> the integer dtype of that size.  Two such integers are equal exactly if their bits are equal.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between host tensors (uint8, equal sizes) on the calling thread alone, as a copy engine would.
+    """Copy between host tensors (uint8, equal sizes) on the calling thread alone.
 
-    Tensor.copy_ would also use the threads of the compute. ctypes releases the GIL.
+    Like a copy engine, this takes no threads from compute, whereas Tensor.copy_ would also use the intra-op threads.
+    The copy runs without the GIL.
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
 def cast_on_this_thread(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Cast one flat host tensor to the dtype of another, on the calling thread alone."""
+    """Copy the flat host tensor ``source`` into ``target``, cast to the dtype of ``target``, on the calling thread
+    alone."""
     for cast, value in zip(target.split(_SERIAL), source.split(_SERIAL), strict=True):
         cast.copy_(value)
 
@@ -46,8 +48,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor.detach()`` without a profiler event: another tensor with the same memory and the same version
-    counter."""
+    """Return ``tensor.detach()`` without recording a profiler event.  The result shares memory and version counter with
+    ``tensor``."""
     with core.unprofiled():
         return tensor.detach()
 
@@ -83,16 +85,16 @@ def part_of(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor fill one range of memory, each once, so that copying its bytes copies the tensor."""
+    """Whether a tensor is dense and non-overlapping, so that copying its memory range copies the tensor."""
     with core.unprofiled():
         return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def ordinary(tensor: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-    """Return ``tensor``, or a contiguous copy if it is not dense or was created in inference mode, where versions are not
-    counted.
+    """Return ``tensor``, or a contiguous copy if it is not dense or is an inference tensor, which has no version
+    counter.
 
-    ``read``: returns the values of ``tensor``; None if the tensor holds them itself.
+    ``read``: a function that returns the values of ``tensor``; None if ``tensor`` itself contains its values.
     """
     if is_dense(tensor) and not tensor.is_inference():
         return tensor

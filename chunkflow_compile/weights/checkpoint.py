@@ -1,8 +1,8 @@
 """Weights that are still in their checkpoint: ``from_pretrained`` maps the file and reads nothing until a page is
 touched.
 
-Several threads read such a weight from the file directly into its pages.  Copying it through the mapping would fault its
-pages in one by one, and leave them in the page tables of this process.
+Several threads read such a weight from the file directly into its new pages.  A copy through the mapping would instead
+fault in the pages of the file one by one, and leave them in the page tables of this process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Mapping:
 
 
 class Mappings:
-    """The files that this process maps at the time of creation."""
+    """The files that this process had mapped when this object was created."""
 
     def __init__(self) -> None:
         self._found = sorted(_mapped(), key=lambda m: m.begin)
@@ -58,7 +58,8 @@ class Mappings:
         """Return the file range that a dense host tensor maps.
 
         Returns None if the tensor is not a mapping of a file, if it was written, or if the file was replaced.
-        Raises ChunkflowError if the file has been truncated below this range: reading the mapping would kill the process.
+        Raises ChunkflowError if the file was truncated and no longer contains this range: reading the mapping would
+        kill the process.
         """
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return None
@@ -102,8 +103,8 @@ class Mappings:
 class CheckpointReader:
     """Reads file ranges into host memory with a few threads.
 
-    ``direct``: whether to bypass the page cache, for when memory is short.  ``cpus``: the CPUs for the threads, so that
-    the pages that they write first are allocated on the NUMA node of these CPUs.
+    ``direct``: whether to bypass the page cache, which saves memory when memory is short.  ``cpus``: the CPUs on which
+    the threads run.  The kernel allocates a page on the NUMA node of the CPU that first writes it.
     """
 
     def __init__(self, direct: bool, cpus: frozenset[int] = frozenset()) -> None:
@@ -113,7 +114,8 @@ class CheckpointReader:
         self._threads = ThreadPoolExecutor(THREADS, "chunkflow-read", self._begin)
 
     def read(self, part: DriveBytes, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Read a file range with elements of ``dtype`` into a dense host tensor, casting them to the dtype of the tensor.
+        """Read a file range with elements of ``dtype`` into a dense host tensor, and cast them to the dtype of that
+        tensor.
 
         Raises ChunkflowError if the file is replaced, truncated or modified meanwhile, or if the read fails.
         """
@@ -144,8 +146,8 @@ class CheckpointReader:
             if dtype == flat.dtype:
                 copy_host_bytes(flat_bytes(target), values)
                 return
-            if values.data_ptr() % dtype.itemsize:  # a checkpoint may begin a weight at any byte
-                copy_host_bytes(buffer[: block.nbytes], values)  # memmove, because they may overlap
+            if values.data_ptr() % dtype.itemsize:  # a weight may begin at any byte of a checkpoint
+                copy_host_bytes(buffer[: block.nbytes], values)  # memmove, because the two may overlap
                 values = buffer[: block.nbytes]
             cast_on_this_thread(target, values.view(dtype))
 
@@ -166,8 +168,8 @@ def _mapped() -> Iterator[_Mapping]:
 
 
 def _written(address: int, nbytes: int) -> bool:
-    """Whether any page of a private mapping was written, so that it no longer has the bytes of the file.  Returns True if
-    the kernel does not report it."""
+    """Whether any page of a private mapping was written, and so may differ from the file.  Also True if the kernel does
+    not report written pages."""
     first, last = address // PAGE, (address + nbytes - 1) // PAGE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:

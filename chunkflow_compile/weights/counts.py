@@ -9,17 +9,18 @@ from dataclasses import dataclass
 class Counts:
     """Sums that only grow while a model is placed, even if its programs are replaced.
 
-    ``cold_starts``: calls that began with empty slots, or out of the order of their cycle, and first copied the weights
-    that a warm call finds in place.  ``off_cycle``: calls out of the order of their cycle.
+    ``cold_starts``: calls that began with empty slots or out of cycle order, and so first had to copy the weights that
+    a warm call finds in its slots.  ``off_cycle``: calls out of cycle order.
     ``moved_bytes``: bytes of all copies issued, including those for cold starts.  ``fetched_bytes``: bytes copied for ops
     outside programs.
-    ``launches``: calls that ran as one CUDA graph.  ``captures``, ``capture_s``: captures of CUDA graphs, and the seconds
+    ``launches``: calls that ran as one CUDA graph.  ``captures``: captures of CUDA graphs.  ``capture_s``: the seconds
     that they took.
-    ``row_hits``, ``row_misses``: calls for which the table of hoisted values did and did not contain the row.
-    ``row_fill_s``: seconds spent on computing rows.  In a model that is compiled per block type these are calls of
-    blocks.  The miss of one block computes the rows of the others too, so a step that finds no rows counts one miss, and
-    then hits.
-    ``measured``: calls that were measured; the fields after it, in seconds, sum over these calls only.
+    ``row_hits``: calls whose row was in the table of hoisted values.  ``row_misses``: calls whose row had to be
+    computed first.  ``row_fill_s``: seconds spent on computing rows.  In a model that is compiled per block type, hits
+    and misses count the calls of blocks.  A miss of one block also computes the rows of the other blocks, so a step
+    that begins without rows counts one miss, and then only hits.
+    ``measured``: calls whose time was measured.  The fields after ``measured`` are sums over these calls only, in
+    seconds.
     """
 
     programs: int = 0
@@ -63,7 +64,7 @@ class Counts:
         self.collective_s += collective_s
 
     def add_fetched(self, nbytes: int) -> None:
-        """Count a weight that an op outside programs has fetched."""
+        """Add the bytes of a weight that was fetched by an op outside programs."""
         self.fetched_bytes += nbytes
 
     def add_row_hit(self) -> None:
@@ -75,7 +76,7 @@ class Counts:
         self.row_misses += 1
 
     def add_row_fill(self, seconds: float) -> None:
-        """Add the ``seconds`` that computing rows took."""
+        """Add the ``seconds`` spent on computing rows."""
         self.row_fill_s += seconds
 
     def add_capture(self, seconds: float) -> None:

@@ -1,8 +1,8 @@
-"""Weights on the SSD: those that do not fit in host memory stay in a file, and every step reads them from there.
+"""Weights on the SSD: weights that do not fit in host memory stay in a file, from which every step reads them.
 
 A weight whose values are in its checkpoint stays there.  Any other weight (cast, split, quantised, or already written) is
-written to a scratch file in its final layout.  Ranks that share weights share one scratch file.  It has no name, and
-disappears with the last process that has it open.
+written to a scratch file in its final layout.  Ranks that share weights share one scratch file.  A scratch file has no
+name, and disappears with the last process that has it open.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIX = "Set TMPDIR to a folder on a drive, or raise host_memory."
 
 
 class Scratch:
-    """A file without a name to which weights are written, each on its own pages."""
+    """A file without a name to which weights are written.  Each weight begins at a page boundary."""
 
     def __init__(self, descriptor: Descriptor, where: str) -> None:
         """``where``: the location of the file, for errors."""
@@ -43,7 +43,7 @@ class Scratch:
 
     @staticmethod
     def made(nbytes: int) -> Scratch:
-        """Create a scratch file in the folder for temporary files, for ``nbytes`` of weights.
+        """Create a scratch file for ``nbytes`` of weights in the folder for temporary files.
 
         Raises ChunkflowError if there is no such folder, or if its file system is full or is in memory itself.
         """
@@ -63,13 +63,14 @@ class Scratch:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
     def keep(self, weight: torch.Tensor) -> FileSlice:
-        """Append a dense host tensor.  Raises as :meth:`write`."""
+        """Append a dense host tensor, and return it as a part of the file.  Raises as :meth:`write`."""
         begin, self._end = self._end, self._end + whole_pages(weight.nbytes)
         self.write(begin, weight)
         return self.kept(begin, weight)
 
     def kept(self, begin: int, like: torch.Tensor) -> FileSlice:
-        """Return a weight that is stored from the offset ``begin`` on; ``like`` has its shape, strides and dtype."""
+        """Return the weight that is stored at the byte offset ``begin``, with the shape, strides and dtype of
+        ``like``."""
         part = DriveBytes(self.file, begin, like.nbytes)
         return FileSlice(as_weight(part.mapped(), like), part)
 
@@ -88,8 +89,8 @@ class Scratch:
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:
     """Choose the weights to leave on the SSD, so that the others take at most ``budget`` bytes of host memory.
 
-    ``weights``: names and bytes in the order of the model.  The chosen weights are spread evenly over the model, because
-    a step reads the SSD all the time.
+    ``weights``: names and bytes in the order of the model.  The chosen weights are spread evenly over the model,
+    because the SSD is read during the whole of a step.
     """
     weights = [(name, nbytes) for name, nbytes in weights if nbytes]  # an empty weight cannot be mapped
     total = sum(nbytes for _, nbytes in weights)
@@ -102,7 +103,7 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
             chosen.add(name)
             due -= nbytes
             kept -= nbytes
-    for name, nbytes in weights:  # rounding may have left a few above the budget
+    for name, nbytes in weights:  # after rounding, the kept weights may still exceed the budget
         if kept > budget and name not in chosen:
             chosen.add(name)
             kept -= nbytes
@@ -110,14 +111,14 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
 
 
 def with_drive(problem: Problem, names: Collection[str]) -> Problem:
-    """Return the problem with the weights of these names stored on the SSD."""
+    """Return ``problem`` with ``source.file`` set for exactly the weights in ``names``."""
     return replace(
         problem, weights=tuple(replace(w, source=replace(w.source, file=w.name in names)) for w in problem.weights)
     )
 
 
 def in_files(cut: Cut, names: Collection[str]) -> Cut:
-    """Return the cut with the weights of these names stored in files."""
+    """Return ``cut`` with ``source.file`` set for exactly the weights in ``names``."""
     weights = tuple(w.with_source(file=w.parameter.name in names) for w in cut.discovery.weights)
     discovery, problem = replace(cut.discovery, weights=weights), with_drive(cut.problem, names)
     return replace(cut, discovery=discovery, problem=problem, raw=None if cut.raw is None else in_files(cut.raw, names))

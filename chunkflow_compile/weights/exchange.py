@@ -1,4 +1,4 @@
-"""In-place exchange of tensors: references to a parameter stay valid when its values move to the host, and back."""
+"""In-place exchange of tensors: references to a parameter stay valid when its values move to the host and back."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange type, values and attributes of two tensors, so that every reference to ``tensor`` sees the content of
     ``other``.
 
-    Works like torch.utils.swap_tensors, which raises an error for tensors with weak references, such as a user's.  The
-    attributes that users have set on ``tensor`` stay on it.  The exchange is one call into C, so that Ctrl-C interrupts
-    before it or after it.
-    Raises ChunkflowError if the values cannot be swapped because of weak references to a tensor.
+    Works like torch.utils.swap_tensors, but also accepts tensors that have weak references in Python (user code may
+    hold some).  Attributes that users have set on ``tensor`` stay on ``tensor``.  The exchange is one call into C, so
+    Ctrl-C cannot interrupt it halfway.
+    Raises ChunkflowError if the values cannot be swapped because C++ code, such as a profile, holds a weak reference to
+    a tensor.
     """
     own = {name: value for name, value in tensor.__dict__.items() if name not in STATE}
     theirs = {**own, **other.__dict__}
@@ -38,7 +39,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     try:
         try:
             deque(map(partial.__call__, steps), maxlen=0)
-        except RuntimeError:  # the first step failed and changed nothing; the weak reference may be garbage
+        except RuntimeError:  # the first step failed and changed nothing; garbage may hold the weak reference
             gc.collect()
             deque(map(partial.__call__, steps), maxlen=0)
     except RuntimeError as error:

@@ -22,16 +22,16 @@ from .limits import local_ranks
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two polls for the value of a rank, which may take minutes.  The store is polled because during
-# TCPStore.wait no other thread can use the store, and Ctrl-C has no effect.
+# Seconds between two polls for the value of a rank; the value may take minutes to arrive.  The store is polled because
+# no other thread can use it during TCPStore.wait, and Ctrl-C has no effect then.
 _PAUSE_S = 0.02
-# After this many seconds the log names the ranks that are waited for, and :meth:`Group.posted` asks whether they will
-# come.
+# After this many seconds of waiting, the log names the missing ranks, and :meth:`Group.posted` checks whether they will
+# still post.
 LOGGED_S = 5.0
-# The JSON that replaces the value of a rank that has withdrawn it.
+# The JSON that a rank stores when it withdraws its value.
 _WITHDRAWN = "null"
 
-# Backends of process groups with real ranks, all of which can reach the store.
+# Backends whose process groups have real ranks, that is, processes that can all reach the store.
 _REAL = ("gloo", "nccl")
 
 
@@ -50,14 +50,14 @@ class Group:
 
     @property
     def key(self) -> str:
-        """The prefix of this group's keys in the store, the same on all of its ranks; torch's group names may differ
-        between ranks."""
+        """The prefix of this group's keys in the store.  It is equal on all ranks of the group, whereas torch's group
+        names may differ between ranks."""
         return f"chunkflow/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]}"
 
     def post(self, what: str, value: Any) -> str:
-        """Publish a value, serialisable as JSON, for the other ranks.  Returns its key for :meth:`posted`.
+        """Publish a JSON-serialisable value for the other ranks, and return the key to pass to :meth:`posted`.
 
-        Each rank posts the same sequence of ``what``; the n-th values of all ranks belong together.
+        ``what``: the purpose of the value.  The n-th values that the ranks post for the same purpose belong together.
         Raises ChunkflowError if the store cannot be reached.
         """
         with reached():
@@ -70,13 +70,14 @@ class Group:
     def posted(
         self, key: str, seconds: float = 0.0, absent: Callable[[list[int]], bool] = lambda missing: False
     ) -> dict[int, Any]:
-        """Return rank -> posted value, for all ranks that have posted one; the value is None if the rank has withdrawn
+        """Return rank -> posted value for the ranks that have posted one.  The value is None if the rank has withdrawn
         it.
 
-        Waits at most ``seconds`` for the others.  After LOGGED_S it also stops as soon as ``absent`` reports that one of
-        the missing ranks will not post.
-        If a rank is missing at the end, this occasion does not count: this rank withdraws its value, and its next post
-        belongs to the same occasion.  Raises as :meth:`post`.
+        Wait at most ``seconds`` for the other ranks.  ``absent``: a function that takes the missing ranks, and returns
+        whether one of them will not post; after LOGGED_S the wait also ends when it returns True.
+        If a rank is still missing at the end, this rank withdraws its value, and its next post replaces the withdrawn
+        value.
+        Raises as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
         with reached():
@@ -100,10 +101,10 @@ class Group:
         return values
 
     def count_apart(self, model: str, asks: Mapping[str, Any]) -> None:
-        """Record that this rank places a model of class ``model`` without the other ranks, for ranks that wait for it.
+        """Record, for ranks that wait for this one, that it places a model of class ``model`` without them.
 
-        ``asks``: the arguments of ``offload`` that caused this.  Does nothing if the store cannot be reached, because
-        this rank does not need it.
+        ``asks``: the arguments with which this rank called ``offload``, for errors on the other ranks.  Does nothing if
+        the store cannot be reached, because this rank does not need the store.
         """
         place = _apart(model, self.rank)
         with contextlib.suppress(StoreEnded), reached():
@@ -113,8 +114,8 @@ class Group:
     def placed_apart(self, model: str, ranks: Collection[int]) -> tuple[int, dict[str, Any]] | None:
         """Find the first of ``ranks`` that has placed models of class ``model`` on its own more often than this rank.
 
-        Returns the rank and the arguments that it passed, or None.  The surplus is reported once: this rank's count is
-        raised to match.
+        Returns that rank and the arguments that it passed, or None.  The same surplus is not returned again, because
+        this rank's count is raised to match.
         """
         with reached():
             mine = self._count(_apart(model, self.rank))
@@ -129,7 +130,7 @@ class Group:
         return int(self.store.get(f"{place}/count")) if self.store.check([f"{place}/count"]) else 0
 
     def missing(self, values: Mapping[int, Any]) -> list[int]:
-        """Return the ranks that have not posted any of ``values``; if all have posted, the ranks that have withdrawn
+        """Return the ranks without an entry in ``values``; if every rank has one, return the ranks that have withdrawn
         their values."""
         return [r for r in self.ranks if r not in values] or [r for r, value in values.items() if value is None]
 
@@ -139,13 +140,14 @@ class Group:
 
 
 def _apart(model: str, rank: int) -> str:
-    """Return the store key, independent of groups, that counts how often a rank has placed models of a class on its own."""
+    """Return the store key under which a rank counts the models of one class that it has placed on its own.  The key
+    does not depend on the group."""
     return f"chunkflow/apart/{hashlib.sha256(model.encode()).hexdigest()[:16]}/{rank}"
 
 
 @contextlib.contextmanager
 def reached() -> Iterator[None]:
-    """Wrap calls of a store: a RuntimeError inside becomes StoreEnded."""
+    """A context for calls to a store, which turns a RuntimeError into StoreEnded."""
     try:
         yield
     except RuntimeError as error:
@@ -170,8 +172,9 @@ def group_of(group: Any = None) -> Group | None:
 def group_to_share_in(share: Any, device: torch.device) -> Group | None:
     """Return the group whose ranks share weights that are placed for ``device``, or None.
 
-    ``share``: True, False, a process group, or None for the default: on a GPU, the default process group.  If the default
-    finds no group although the machine runs several ranks, the reason is logged.
+    ``share``: True, False, a process group, or None.  None selects the default process group if ``device`` is a GPU,
+    and otherwise no group.  If None finds no group for a GPU although the machine runs several ranks, the reason is
+    logged.
     Raises ChunkflowError if sharing was requested explicitly and there is no such group.
     """
     if share is False or (share is None and device.type != "cuda"):
@@ -218,13 +221,13 @@ def numbers(ranks: Collection[int]) -> str:
 
 
 def _resolved(name: str) -> Any:
-    # it exists in every release of torch, but not in __all__
+    # every release of torch has this function, but __all__ does not list it
     return dist.distributed_c10d.__dict__["_resolve_process_group"](name)
 
 
 @functools.cache  # once per process
 def _say_why_none() -> None:
-    """Log why the ranks of this machine do not share weights by default, if there are several."""
+    """If this machine runs several ranks, log why they do not share weights by default."""
     if (several := local_ranks()) < 2:
         return
     cause = "there is no process group yet; call torch.distributed.init_process_group before offload"
@@ -234,8 +237,7 @@ def _say_why_none() -> None:
 
 
 def _real_backend(group: Any) -> Any:
-    """Return the backend of a group for one of its devices, or None if none is real.  A group may have one backend per
-    device."""
+    """Return a backend of a group that has real ranks, or None.  A group may have one backend per device type."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError):  # the group has no backend for this device
             backend = group._get_backend(torch.device(device))

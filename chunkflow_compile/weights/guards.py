@@ -8,7 +8,7 @@ casting.
 * ``.to()``, ``.half()`` and all other functions that use ``_apply`` leave the values in host memory.  A change of the
   device is only recorded, and converted values are stored in host memory.
 * In a layer with diffusers' layerwise casting, whose hook calls ``.to()`` before and after forward, forward sees a cast
-  copy and the weight is unchanged.  Dynamo can trace that, and a program casts on the device.
+  copy and the weight is unchanged.  Dynamo can trace this exchange, and a program casts the weight on the device.
 
 The guards are attached to the modules of the model; :meth:`Guards.remove` detaches them.
 """
@@ -62,8 +62,8 @@ class Guards:
                 self._handles.append(module.register_load_state_dict_pre_hook(_assign_host_copies))
 
     def watch_calls(self) -> None:
-        """Add a check that raises an error for inputs on another device; inside Dynamo they would fail with a less clear
-        error."""
+        """Check, while Dynamo traces, that inputs are on the device of the model, because Dynamo's own error would be
+        less clear."""
         check = partial(_check_inputs, self._store.device)
         self._handles.append(self._root.register_forward_pre_hook(check, with_kwargs=True))
 
@@ -90,7 +90,7 @@ class _Apply:
         self._device = device
         self._moved = moved
         self._reads_meant = reads_meant
-        self._stored: dict[str, torch.Tensor] = {}  # the weights that cast copies replace while forward runs
+        self._stored: dict[str, torch.Tensor] = {}  # the weights that are replaced by cast copies while forward runs
         self._cast_versions: dict[str, int] = {}  # the versions of the copies when they were created
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -119,8 +119,8 @@ class _Apply:
         return self._module
 
     def _cast(self, fn: Callable[[torch.Tensor], torch.Tensor], hook: Any) -> bool:
-        """Replace the weights of a layer by cast copies, or the copies by the weights.  Returns False if ``fn`` does
-        neither."""
+        """Replace the weights of a layer by cast copies before forward, and the copies by the weights after forward.
+        Return False if ``fn`` is neither of these two casts."""
         held = self._module._parameters
         dtype = fn(torch.empty(0, dtype=hook.storage_dtype)).dtype
         if dtype not in (hook.compute_dtype, hook.storage_dtype):
@@ -142,8 +142,8 @@ class _Apply:
         return True
 
     def _keep_writes(self, hook: Any) -> None:
-        """Write the user's changes of the cast copies to the weights, and convert the weights to the dtype that the hook
-        stores."""
+        """If the user has changed a cast copy, store its values in the weight.  Convert all weights to the storage
+        dtype of the hook."""
         for name, weight in self._stored.items():
             copied: Any = self._module._parameters[name]
             if self._cast_versions.get(name) != _version(copied):
@@ -260,12 +260,12 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
         offloaded = value is not None and any(isinstance(leaf, HostWeight) for _, leaf in leaves(value))
         if offloaded and value is not tensor:
             state[prefix + name] = with_leaves(value, _host_copy)
-        # quanto adds the inner tensors of a weight, and their inner tensors
+        # quanto adds the inner tensors of a weight to the state_dict, at every depth
         for path, leaf in leaves(tensor, prefix + name):
             if f"{path}.raw_host" in state:
                 state.pop(f"{path}.raw_host")
                 state[path] = _host_copy(leaf)
-        # bitsandbytes adds the quantization state of a weight
+        # bitsandbytes adds the tensors of a weight's quantization state to the state_dict
         for path, part in quant_state_tensors(tensor, prefix + name):
             key = path.replace(".quant_state.", ".").replace(".state2.", ".nested_")
             if key in state:
@@ -281,8 +281,8 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _assign_host_copies(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, *messages: Any
 ) -> None:
-    """With ``assign=True``, keep the weights offloaded.  Without it nothing is to do: copying into a weight writes its
-    host memory."""
+    """With ``assign=True``, turn the given tensors into offloaded weights.  Without it there is nothing to do, because
+    copying into a weight writes its host memory."""
     if not metadata.get("assign_to_params_buffers", False):
         return
     for name, tensor in _own(module):

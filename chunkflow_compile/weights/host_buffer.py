@@ -1,16 +1,17 @@
 """The host memory of one weight: where its values are stored, which copies of them exist, and who may write them.
 
-All views of a weight share one HostBuffer.  It may belong to the store of a placed model; otherwise it is only memory and
-a count of writes.
+All views of a weight share one HostBuffer.  A HostBuffer may belong to the store of a placed model.  Outside of a store
+it is only memory and a count of writes.
 
 Note: where the bytes of a weight are stored
 --------------------------------------------
 The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are of one of four types (:class:`Where`):
 
-* OWN: private pages of this process.  Ops on the weight write them.  So do writes to the tensors of a state_dict, which
-  no version counter records.
+* OWN: private pages of this process.  They are written by ops on the weight, and by writes to the tensors of a
+  state_dict, which no version counter records.
 * SHARED: pages of a memfd that the ranks of a machine map.  Only the loader writes them, before any weight uses them.
-* FILE: a private mapping of a checkpoint, or of a scratch file that the loader has written.  Copies read the file itself.
+* FILE: a private mapping of a checkpoint, or of a scratch file that the loader has written.  Programs copy from the
+  file itself.
 * FILE_WRITTEN: the same mapping after a write through a tensor of a state_dict; the written pages are private to this
   process.
 
@@ -22,15 +23,16 @@ no longer fit, the weight becomes OWN and unpacked.
 address, so that views remain valid.  ``make_private`` does this before a write, before pages that may change are pinned,
 and when a shared weight is restored.  A weight that is given other memory (``p.data = ...``) gets a new HostBuffer.
 
-These copies of the values exist, each written only by the code that makes it:
+The following copies of the values may exist.  Each copy is written only by the code that creates it:
 
-* On the devices of the ranks of a node, one piece per rank (``pieces``), until the weight is written on this rank.  They
-  are not read while a tensor of a state_dict may write the weight.
+* Pieces on the devices of a node, one per rank (``pieces``), until the weight is written on this rank.  They are not
+  read while the weight may be written through a tensor of a state_dict.
 * On the device of this rank, either a copy that stays (``resident``) and is refreshed when ``version`` has changed, or
   slots of an arena that are filled in each step.
-* For an op outside programs, a copy for that op alone; for a packed weight this applies to the CPU as well.
-* In a state_dict, the memory itself (``exported``); :meth:`HostBuffer.settle` takes over what was written there.  For
-  SHARED pages it is a copy-on-write mapping, whose writes do not reach the model.
+* For an op outside programs, a temporary copy that only this op reads.  For a packed weight, even an op on the CPU gets
+  such a copy.
+* In a state_dict, tensors that share the memory itself (``exported``); :meth:`HostBuffer.settle` detects writes to
+  them.  For SHARED pages, these tensors are copy-on-write mappings, and writes to them do not reach the model.
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ class WeightToken:
 
     Weak references point to the token and not to the weight, because torch.utils.swap_tensors raises an error for tensors
     that have weak references.
-    ``state``: an object that is replaced after each change of the buffer that the version of its host tensor does not
-    record.  The attribute is deleted when the weight leaves its store.
+    ``state``: an object that is replaced after each change of the buffer, unless the version of the host tensor records
+    the change.  The attribute is deleted when the weight leaves its store.
     """
 
     def __init__(self) -> None:
@@ -95,12 +97,13 @@ class HostBuffer:
 
     ``host``: the values, on the CPU.  ``written``: the number of writes through weights; writes to the memory itself are
     counted by the tensor's ``_version``.
-    ``names``: all names of the weight in the model.  ``origin``: the device that it came from.  ``grad``: the gradient
-    that it had.
-    ``fill``: a function that writes the values for the next call, for a weight that a module fills, or None.
-    ``pieces``: the pieces on the devices of the ranks of a node, or None.  ``keeps_pieces``: whether the pieces are kept,
-    without being read, while a tensor of a state_dict may write the weight.
-    ``backing``: the storage of the bytes.  ``form``: their form.  A compressible weight shares its pages with no other data.
+    ``names``: all names of the weight in the model.  ``origin``: the device of the weight before it was offloaded.
+    ``grad``: the gradient of the weight at that time, or None.
+    ``fill``: if a module computes the values, a function that writes them before each call; otherwise None.
+    ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``: whether outdated pieces
+    are kept, without being read, because the weight may later have their values again.
+    ``backing``: the storage of the bytes.  ``form``: the form of the bytes.  A compressible weight shares its pages
+    with no other data.
     """
 
     def __init__(
@@ -118,15 +121,15 @@ class HostBuffer:
         raw = Form.COMPRESSIBLE if compressible else Form.RAW
         self.form = Form.COMPRESSED if self.backing.compressed else raw
         self._lock = ProcessLock()  # held while the form of the values is read or changed
-        self._writing = ProcessLock()  # held during a write, longer than the other one
+        self._writing = ProcessLock()  # held for the whole of a write, longer than ``_lock``
         self._copied_from = weakref.WeakValueDictionary[int, Any]()  # references of programs to the raw memory
-        self.exposed = False  # whether code of other compilers has used the memory
-        self._uses = 0  # references by this and the weight, see ``core.storage_uses``
+        self.exposed = False  # whether code compiled by other backends has used the memory
+        self._uses = 0  # references from this buffer and from the weight, see ``core.storage_uses``
         self._store: Store | None = None
         self._token: Callable[[], WeightToken | None] = lambda: None
         self._writes: torch.Tensor | None = None  # shares only the version counter with the weight
         self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
-        self._resident_in: weakref.WeakSet[object] = weakref.WeakSet()  # the arenas whose programs read it
+        self._resident_in: weakref.WeakSet[object] = weakref.WeakSet()  # arenas whose programs read the resident copy
         self._pins = Pins()
 
     def enter(
@@ -140,7 +143,7 @@ class HostBuffer:
     ) -> None:
         """Add this buffer to a store, as the memory of the HostWeight ``weight``, whose values are in ``host``.
 
-        ``grad``: the gradient of the weight that it replaces, or None.
+        ``grad``: the gradient of the tensor that ``weight`` replaces, or None.
         """
         self.host, self.names, self.origin = host, names, origin
         self.grad = self.grad if grad is None else grad
@@ -151,16 +154,16 @@ class HostBuffer:
         self._uses = self._own_uses(weight.host)
 
     def _own_uses(self, view: torch.Tensor) -> int:
-        """Return how many references to the storage, as ``core.storage_uses`` counts them, come from this buffer and from
-        a weight whose host tensor is ``view``.
+        """Return the number of references to the storage from this buffer and from a weight whose host tensor is
+        ``view``, counted as in ``core.storage_uses``.
 
-        Each tensor counts, the base of each view, and the storage object that is created for counting.
+        The references are the tensors, the bases of views, and the storage object that is created for counting.
         """
         tensors = (self.host, view, self.host._base, view._base)
         return 1 + len({id(tensor) for tensor in tensors if tensor is not None})
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
-        """Whether the memory fills its storage, and only a weight whose host tensor is ``view`` uses it."""
+        """Whether the memory is a whole storage, and its only user is a weight whose host tensor is ``view``."""
         return self._is_whole and core.storage_uses(self.host) <= self._own_uses(view) and not self._copied_from
 
     @property
@@ -179,14 +182,15 @@ class HostBuffer:
 
     @property
     def store(self) -> Store:
-        """The store of the placed model.  Only a weight that :func:`buffer_of` finds has one."""
+        """The store of the placed model.  Use this only for a buffer that :func:`buffer_of` returned: other buffers
+        have no store."""
         assert self._store is not None
         return self._store
 
     @property
     def order(self) -> tuple[int, int]:
-        """A sort key: an op that writes several weights locks their models, and the weights in each, in this order.  So
-        two threads never deadlock."""
+        """A sort key for locks: an op that writes several weights locks their models, and the weights in each model, in
+        this order, so that two threads never deadlock."""
         return id(self._store), id(self)
 
     @property
@@ -199,7 +203,7 @@ class HostBuffer:
         return self._store is store and self.token is not None
 
     def backs(self, weight: Any) -> bool:
-        """Whether the buffer is in a store as the memory of this weight, rather than of a view."""
+        """Whether the buffer is in a store, and ``weight`` is the weight itself and not a view of it."""
         return self._store is not None and (token := self.token) is not None and weight.__dict__.get("token") is token
 
     @property
@@ -213,12 +217,12 @@ class HostBuffer:
 
     @property
     def stored(self) -> torch.Tensor:
-        """The tensor that copies to the device read: the packed values, int32 [Layout.words], or the host tensor."""
+        """The tensor from which the device copies: the packed values (int32, [Layout.words]), or the host tensor."""
         return self.backing.stored if self.backing.compressed else self.host
 
     @property
     def source(self) -> Source:
-        """The location from which programs that start now copy the weight, and the form of its bytes."""
+        """The location from which newly started programs copy the weight, and the form of its bytes."""
         return Source(
             file=self.backing.file_bytes is not None,
             values=self.host.nbytes if self.compressed else 0,
@@ -227,15 +231,16 @@ class HostBuffer:
 
     @property
     def bytes(self) -> Bytes:
-        """The bytes that programs copy.  Raises as :meth:`write` if the weight is on the SSD and was written unnoticed."""
+        """The bytes that programs copy.  A weight on the SSD whose mapping was written is first moved to private
+        memory; raises as :meth:`write` if that fails."""
         if self.backing.where is Where.FILE_WRITTEN:
             self.make_private()
         return self.bytes_now
 
     @property
     def bytes_now(self) -> Bytes:
-        """The same, unless the weight was written unnoticed.  Pieces of an older version are dropped, unless they are to
-        be kept."""
+        """The bytes that programs copy.  Unlike ``bytes``, this never moves the weight.  Drops outdated pieces, unless
+        ``keeps_pieces`` is set."""
         if (pieces := self.pieces) is not None and pieces.version == self.version:
             return pieces
         if not self.keeps_pieces:
@@ -256,17 +261,17 @@ class HostBuffer:
 
     @property
     def on_device(self) -> torch.Tensor | None:
-        """The current copy of the values on the store's device for programs, or None."""
+        """The copy on the store's device that programs read, or None if there is none with the current values."""
         version, ref = self._resident or (None, None)
         return None if ref is None or version != self.version else ref()
 
     def resident(self, stagings: GpuStagings, arena: object) -> torch.Tensor:
         """Return a copy of the values on the store's device, shared by all programs that use it at the same time.
 
-        ``arena``: the arena of these programs, where no step runs now.  The copy is updated in place if no program of
-        another arena reads it.
+        ``arena``: the arena of these programs; no step may be running in it.  An outdated copy is updated in place if
+        no program of another arena reads it.
         """
-        current, version = self.on_device, self.version  # read before the copy: newer values need another one
+        current, version = self.on_device, self.version  # read before the copy: later values need another one
         stale = None if self._resident is None else self._resident[1]()
         only_here = not self._resident_in - {arena}
         self._resident_in.add(arena)
@@ -301,7 +306,7 @@ class HostBuffer:
             self._store.warn_of_compiler(self.name, backend)
 
     def values(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a view of the host tensor as an ordinary tensor for reading; for a packed weight it is a copy.
+        """Return a view of the host tensor as an ordinary tensor for reading; for a packed weight, return a copy.
 
         Raises ChunkflowError if a copy does not fit in host memory, or if the tensor maps a file that has changed.
         """
@@ -322,7 +327,8 @@ class HostBuffer:
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
         """Return a view of the values for a state_dict.  Writes to it are writes to the weight; see :meth:`settle`.
 
-        If other ranks read the memory, it is a copy.  Raises ChunkflowError if the copy does not fit in host memory.
+        If other ranks read the memory, return a copy instead.  Raises ChunkflowError if the copy does not fit in host
+        memory.
         """
         self.check()
         backing = self.backing
@@ -351,14 +357,14 @@ class HostBuffer:
         self._changed()
 
     def expose(self) -> None:
-        """Record that code of another compiler gets the memory.  From then on, only the version of the weight counts its
-        writes."""
+        """Record that code compiled by another backend uses the memory.  Only the version of the weight counts writes
+        by such code."""
         if not self.exposed:
             self.exposed = True
             self._changed()
 
     def _changed(self) -> None:
-        """Give the weight a new state object; programs compare these to detect changes."""
+        """Give the weight a new state object; programs compare state objects to detect changes."""
         if (token := self.token) is not None:
             token.change()
             if self._store is None:  # checked last, because another thread may remove it from the store
@@ -374,20 +380,20 @@ class HostBuffer:
         self.pieces = pieces
 
     def regain_pieces(self, same: Callable[[HostBuffer, Pieces], bool] | None) -> None:
-        """Use the pieces again if they still have the values of the weight although writes were counted.
+        """Use the pieces again if they have the current values of the weight, although writes were counted.
 
-        The caller makes sure that from now on only the model can write the weight.  ``same``: returns whether pieces have
-        the values of a weight on all ranks; None if there are no other ranks.
+        The caller makes sure that from now on only the model can write the weight.  ``same``: a function that returns
+        whether the pieces of all ranks have the values of the weight; None if there are no other ranks.
         """
         self.keeps_pieces, pieces = False, self.pieces
         if same is not None and pieces is not None and pieces.version != self.version and same(self, pieces):
             self.pieces = replace(pieces, version=self.version)
 
     def settle(self) -> bool:
-        """Count what was written to tensors of a state_dict since the last call as a write to the weight.
+        """Count writes to tensors of a state_dict since the last call as one write to the weight.
 
-        Pieces are kept until :meth:`regain_pieces`, because they may have these values.
-        Returns whether programs may have copied older values.  Raises as :meth:`write`.
+        Pieces are kept until :meth:`regain_pieces`, because the values may turn out to be unchanged.
+        Returns whether programs may have copied outdated values.  Raises as :meth:`write`.
         """
         self.keeps_pieces = True
         changed = self.backing.settle()
@@ -406,12 +412,13 @@ class HostBuffer:
 
     @contextlib.contextmanager
     def write(self, replacing: bool = False) -> Iterator[None]:
-        """A context for a write: pauses the model's programs, waits for the copies that read the weight, and makes it
-        private.
+        """A context for a write: pause the model's programs, wait for the copies that read the weight, and move the
+        weight to private memory.
 
-        A packed weight is packed again afterwards.  If its values do not fit in the packed form, it stays unpacked, and
-        the programs of the model are ended.
-        ``replacing``: whether the weight is given other memory instead; its old memory is then left unchanged.
+        A packed weight is packed again at the end.  If its values no longer fit in the packed form, the weight stays
+        unpacked, and the programs of the model are ended.
+        ``replacing``: whether the weight gets other memory instead of new values; its old memory is then left
+        unchanged.
         Raises ChunkflowError if the bytes do not fit in host memory, or if the checkpoint has changed.
         """
         with self._paused():
@@ -437,8 +444,9 @@ class HostBuffer:
     def pack(self) -> bool:
         """Pack the values and free their memory; views remain valid.  Returns whether the weight is packed now.
 
-        Packing fails if too many values escape, if another tensor or array uses the memory (such as a tensor of a
-        state_dict), or if both forms do not fit in host memory at the same time.  Pauses programs as :meth:`write`.
+        Packing fails if the values do not fit in the packed form, if another tensor or array uses the memory (such as a
+        tensor of a state_dict), or if both forms do not fit in host memory at the same time.  Pauses programs as
+        :meth:`write`.
         """
         if self.form is not Form.COMPRESSIBLE:
             return self.compressed
@@ -446,7 +454,7 @@ class HostBuffer:
             self.sync_copies()
             raw = self.backing
             if self._in_use and self._store is not None:
-                self._store.end_programs()  # they hold references to the memory that they copy
+                self._store.end_programs()  # programs hold references to the memory from which they copy
             able = self.fill is None and not self._in_use and raw.where is Where.OWN
             packed = Packed.of(self.host) if able else None
             if packed is not None:
@@ -461,7 +469,7 @@ class HostBuffer:
         return self.compressed
 
     def unpack(self, leaving: bool = False, lazily: bool = False) -> None:
-        """Unpack the weight for good, at the same address.  Pauses programs as :meth:`write`.
+        """Unpack the weight permanently, at the same address.  Pauses programs as :meth:`write`.
 
         ``leaving``: whether the weight is about to leave the store.  ``lazily``: whether to allocate the memory even if it
         may not fit.
@@ -510,13 +518,14 @@ class HostBuffer:
         return not self.compressed and self._is_whole and core.storage_uses(self.host) > self._uses
 
     def on_storage_replaced(self) -> None:
-        """Warn, if host memory exceeds its bound, that a weight on the SSD is given other memory in host memory."""
+        """Warn that a weight on the SSD is replaced by a tensor in host memory, if the weights then exceed their
+        bound."""
         if self._store is not None and self.backing.file_bytes is not None:
             how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
 
     def make_private(self, lazily: bool = False) -> None:
-        """Move the weight to private memory at the same address.  No copy may read it meanwhile.
+        """Move the weight to private memory at the same address.  No copy may read the weight meanwhile.
 
         ``lazily``: if host memory is short, allocate each page only when it is written.  Raises ChunkflowError as
         :meth:`write`.
@@ -526,7 +535,7 @@ class HostBuffer:
         self.check()
         if before is Where.SHARED:
             self.unpin()  # a device goes on reading the pages that were at this address when they were pinned
-            self.count_write()  # programs then pin it again, even if no memory is left
+            self.count_write()  # programs then pin the weight again, even if the move below fails
         self._set_backing(self.backing.make_private(self.name, lazily))
         if before is not Where.SHARED and self._store is not None:
             self._store.warn_over_bound(self.name, "is written, and goes from the drive into host memory for that")
@@ -545,11 +554,12 @@ class HostBuffer:
 
     @property
     def should_pin(self) -> bool:
-        """Whether the weight has host memory to pin that is not pinned yet."""
+        """Whether the weight has host memory that can be pinned and is not pinned yet."""
         return not self.pinned and self.store.pins and isinstance(self.bytes_now, torch.Tensor)
 
     def pin(self, device: HostReader, fits: bool = True) -> None:
-        """Pin the host memory for copies of the device, once.  If pinning fails, the store warns.
+        """Pin the host memory for copies by ``device``, unless it is pinned already.  If pinning fails, the store
+        warns.
 
         ``fits``: whether the limit for pinned memory allows it; if not, the device copies from pageable memory.
         """
@@ -569,7 +579,7 @@ class HostBuffer:
         self._pins.unpin()
 
     def sync_copies(self) -> None:
-        """Wait for the copies that read the host memory for steps that have already returned."""
+        """Wait for copies from the host memory that were enqueued by steps that have already returned."""
         self._pins.sync_copies()
 
 

@@ -25,8 +25,8 @@ _CAST = 1 << 22
 
 
 def empty_pages(like: torch.Tensor) -> torch.Tensor:
-    """Allocate a host tensor with the shape, strides and dtype of a dense one, in its own pages, which are not yet
-    written."""
+    """Allocate a host tensor on separate, unwritten pages, with the shape, strides and dtype of the dense tensor
+    ``like``."""
     if not like.numel():
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -48,7 +48,7 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
     if not target.numel():
         return
     if target.dtype != values.dtype:
-        # in pieces: casting the whole tensor would make a second copy on the way from a GPU
+        # in pieces, because casting a whole tensor on a GPU would allocate a second copy of it
         target, source = target.as_strided((target.numel(),), (1,)), values.as_strided((values.numel(),), (1,))
         for part, piece in zip(target.split(_CAST), source.split(_CAST), strict=True):
             if piece.device.type == "cpu":
@@ -62,7 +62,8 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
 
 
 def give_free_memory_back() -> None:
-    """Return freed memory from the allocator to the system: after loading it may be half the size of the model."""
+    """Return freed memory from the allocator to the system.  After a model was loaded, this can be half the size of the
+    model."""
     with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -91,7 +92,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 @contextlib.contextmanager
 def running_on(cpus: frozenset[int]) -> Iterator[None]:
-    """Run the calling thread on ``cpus`` only, inside the context, if it may run on any of them."""
+    """Restrict the calling thread to ``cpus`` inside the context, unless the thread may not run on any of them."""
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     if not (cpus & before):
         yield

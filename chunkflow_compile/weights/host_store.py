@@ -46,13 +46,13 @@ class HostStore:
     """The offloaded weights of the model ``root``, whose programs run on ``device``.  The store lives as long as the
     model.
 
-    ``quiet``: a context in which no program of the model runs, for writes.  ``end_programs``: ends the programs; their
-    next calls start them again.  ``pins``: whether to pin host memory; False after pinning has failed once.
-    ``counts``: counters of the model's programs.  ``exported``: tensors of state_dicts, or their storages, that share the
-    memory of weights.
+    ``quiet``: returns a context, for writes, in which no program of the model runs.  ``end_programs``: ends the
+    programs; their next calls start them again.  ``pins``: whether to pin host memory; False after pinning has failed
+    once.  ``counts``: counters of the model's programs.  ``exported``: tensors of state_dicts, or their storages, that
+    share the memory of weights.
     ``bound``: the limit on host memory for the weights, in bytes, or None.
-    ``rank_and_count``: the index of this rank among the ranks that share the weights, and their number, or None.
-    ``agreed_pin_bytes``: the bytes that each of these ranks may pin, or None.
+    ``rank_and_count``: the index of this rank among the ranks that share the weights, and the number of these ranks;
+    None if the weights are not shared.  ``agreed_pin_bytes``: the bytes that each of these ranks may pin, or None.
     ``peers``: the ranks that keep pieces of weights for each other, or None.
     """
 
@@ -69,7 +69,7 @@ class HostStore:
     exported: dict[Export, None] = field(default_factory=dict)
     _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
     _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer | None]] = field(default_factory=list)
-    warned: bool = False  # of reads by eager ops; also set where such reads are intended
+    warned: bool = False  # whether the user was warned about reads by eager ops; also True if they are intended
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
     _meant: int = 0  # bytes of intended reads
@@ -80,7 +80,7 @@ class HostStore:
 
     @property
     def root(self) -> nn.Module | None:
-        """The model; None if a weight has outlived it."""
+        """The model, or None if the model was freed and only weights of it are left."""
         return self._root()
 
     @property
@@ -98,7 +98,7 @@ class HostStore:
         return sum(h.nbytes for h in self.buffers if h.pinned)
 
     def refuse_aliases(self, weights: Iterable[torch.Tensor]) -> None:
-        """Raise ChunkflowError if one of ``weights`` shares memory with another weight of the model that programs read."""
+        """Raise ChunkflowError if one of ``weights`` shares its memory with another offloaded weight of the model."""
         added = {id(w.buffer): w for w in weights if isinstance(w, HostWeight) and w.buffer.is_alive_in(self)}
         held = [*named_leaves(self.root)] if added and self.root is not None else []
         for name, leaf in held:
@@ -113,12 +113,13 @@ class HostStore:
     def add(self, names: tuple[str, ...], tensor: torch.Tensor, loader: WeightLoader) -> None:
         """Move the bytes of a parameter or buffer into the store and turn it into a :class:`HostWeight`.
 
-        One weight at a time exists twice.  A weight that is still in its checkpoint stays there, without memory, until
-        :meth:`finish_move`.  A weight that already has host memory keeps it, unless it is one of the loader's.
+        Only one weight at a time exists twice.  A weight that is still in its checkpoint stays there, without host
+        memory, until :meth:`finish_move`.  A weight that is already offloaded keeps its host memory, unless it is one
+        of the loader's weights.
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight) and names[0] not in loader:
-                buffer = tensor.buffer  # already in the store if another view of it has replaced the weight
+                buffer = tensor.buffer  # already in the store if a view has replaced the weight in the model
                 if buffer.compressed and not same_place(tensor.host, buffer.host):
                     buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
@@ -130,7 +131,8 @@ class HostStore:
                 self._become(names, tensor, placed)
 
     def finish_move(self, loader: WeightLoader, node: Node | None) -> None:
-        """Finish the move after all weights have been added on this rank.  ``node``: the ranks that share them, or None.
+        """Finish the move after all weights have been added on this rank.  ``node``: the ranks that share the weights,
+        or None.
 
         Raises ChunkflowError if another rank has ended or failed, or if weights that differ between ranks do not fit in
         host memory.
@@ -168,13 +170,13 @@ class HostStore:
         self._buffers[buffer] = None
 
     def release(self, device: torch.device | None = None, error: BaseException | None = None) -> None:
-        """Restore every parameter, on the device that it came from or on ``device``.  Parameters that the model no longer
-        has stay in host memory.
+        """Restore every parameter on ``device``, or by default on the device that the parameter came from.  Parameters
+        that are no longer part of the model stay in host memory.
 
-        ``error``: the reason if the move has failed.  Then shared memory that cannot be made private stays shared until
-        it is written.
-        Raises ChunkflowError if a parameter does not fit; it and the parameters that are not yet restored stay in the
-        store.
+        ``error``: the reason why the move to host memory has failed, or None.  After a failure, shared memory that
+        cannot be made private stays shared until it is written.
+        Raises ChunkflowError if a parameter does not fit; that parameter and all others that are not yet restored stay
+        in the store.
         """
         self._pending.clear()
         if self.peers is not None and error is not None:
@@ -212,13 +214,14 @@ class HostStore:
     def sync_external_writes(self) -> None:
         """Count weights as written if a tensor of a state_dict shares their memory, or has shared it since the last call.
 
-        A pointer, a NumPy array or a collective may have written them, and no version counter records that.  Weights
-        whose pages were not written, according to the kernel, are not counted; see :meth:`HostBuffer.settle`.  Warns once
-        about tensors that are still in use.  Once none is in use any more, for example after a model was saved, the
-        weight uses its pieces again if they have its values.
+        Such a weight may have been written through a pointer, a NumPy array or a collective, which no version counter
+        records.  A weight is not counted if the kernel reports that its pages were not written; see
+        :meth:`HostBuffer.settle`.  Warns once if such tensors are still in use.  When no tensor shares the memory of a
+        weight any more, for example after a model was saved, the weight uses its pieces again if they have its values.
         Raises ChunkflowError if there is not enough memory for the written values.
         """
-        # They stay in the list until their buffer is settled: other threads that call the model settle them as well.
+        # Exports stay in the list until their buffer is settled, so that other threads that call the model settle them
+        # as well.
         exports: dict[HostBuffer, list[Export]] = {}
         for export in [*self.exported]:
             if (buffer := export.buffer()) is None:
@@ -227,7 +230,8 @@ class HostStore:
                 exports.setdefault(buffer, []).append(export)
         slow = False
         for buffer, lent in exports.items():
-            # checked first: if there is no user now, nobody writes the memory afterwards
+            # users are looked up before the buffer is settled: if there are none now, nobody writes the memory
+            # afterwards
             users = {id(user): export for export in lent if (user := export.user()) is not None}
             kept = {*users.values()} or {*lent[: buffer.is_lent]}
             changed = buffer.settle()
@@ -248,13 +252,13 @@ class HostStore:
             )
 
     def expect_eager_reads(self) -> None:
-        """Do not warn about ops that fetch weights: parts of the model are meant to run eagerly."""
+        """Disable the warning about ops that fetch weights, because parts of the model are meant to run eagerly."""
         self.warned = True
 
     @contextlib.contextmanager
     def reads_meant(self) -> Iterator[None]:
-        """A context in which ops outside programs read weights because the user converts them, so that no warning is
-        needed."""
+        """A context in which ops outside programs read weights without a warning, because the user is converting the
+        weights."""
         warned, fetched, self.warned = self.warned, self.counts.fetched_bytes, True
         try:
             yield
@@ -263,8 +267,8 @@ class HostStore:
             self._meant += self.counts.fetched_bytes - fetched
 
     def first_call(self) -> AbstractContextManager[None]:
-        """A context for a call of the whole or a part of the model.  While weights are still to be sharded, the other
-        ranks wait for this call, and raise its error if it fails."""
+        """A context for a call of the model, or of a submodule.  If some weights are not sharded yet, the other ranks
+        wait for this call, and raise its error if it fails."""
         return contextlib.nullcontext() if self.peers is None else self.peers.first_call()
 
     def count(self, name: str, nbytes: int) -> None:
@@ -317,10 +321,10 @@ class HostStore:
         return sum(h.nbytes for h in self.buffers if not h.source.file)
 
     def warn_over_bound(self, name: str, how: str, more: int = 0) -> None:
-        """Warn once if the weights now take more host memory than the bound, ``more`` bytes that are about to be added
-        included.
+        """Warn once if the weights take more host memory than the bound.
 
-        ``name``, ``how``: the weight that has moved into host memory, and the cause.
+        ``name``: the weight that is moved into host memory.  ``how``: the cause, as a predicate for ``name``.
+        ``more``: bytes that are about to be added to the weights in host memory.
         """
         held = self.held_bytes + more
         if self.bound is not None and held > self.bound and not self._warned_of_bound:
@@ -363,7 +367,8 @@ class HostStore:
     def _pinnable(self, memory: HostMemory) -> int:
         """Return how many bytes of the weights this rank may pin.
 
-        Weights in host memory do not count as free memory, but pinning them takes no additional memory.
+        The bytes of the weights are no longer free, but pinning them takes no additional memory, so they are added to
+        the share of the free memory.
         """
         ranks = max(local_ranks(), self.rank_and_count[1] if self.rank_and_count else 1)
         return max(0, self.held_bytes + (memory.free - memory.reserve) // ranks)
@@ -381,12 +386,12 @@ class HostStore:
 
 
 def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | None) -> bool:
-    """Pin the host memory of weights, see :meth:`HostBuffer.pin`.  Returns whether a device can read all of them
+    """Pin the host memory of weights, see :meth:`HostBuffer.pin`.  Returns whether ``device`` can read all weights
     directly.
 
     ``budget``: the limit on pinned bytes per store; None for as much as the machine allows.
-    Ranks that share memory pin the same weights, the first ones that the limit allows, but each rank starts at a
-    different one: if two ranks pin the same pages at the same time, the call of one may fail in the kernel.
+    Ranks that share memory pin the same weights: the first ones, up to the limit.  Each rank starts with a different
+    weight, because pinning may fail in the kernel if two ranks pin the same pages at the same time.
     """
     shared = [buffer.store.rank_and_count for buffer in buffers if buffer.store.rank_and_count is not None]
     place, ranks = min(shared) if shared else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
@@ -421,8 +426,8 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
 def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -> None:
     """Turn a weight into an ordinary tensor on ``device``.
 
-    Raises ChunkflowError if it does not fit, or if it is in a checkpoint that has changed; the weight is then left
-    unchanged.
+    Raises ChunkflowError if the weight does not fit, or if it is in a checkpoint that has changed; the weight is then
+    left unchanged.
     """
     buffer = weight.buffer
     with torch.inference_mode(False), torch.no_grad():

@@ -34,7 +34,7 @@ _LIBRARY.impl("fetch", lambda host, device: host.to(device, copy=True), "Composi
 torch.library.register_fake(
     "chunkflow::fetch", lambda host, device: torch.empty_like(host, device=device), lib=_LIBRARY
 )
-# In the graphs of other backends: copies the host memory to the device.
+# The op that copies host memory to the device in the graphs of other backends.
 FETCH = torch.ops.chunkflow.fetch.default
 
 _aten = torch.ops.aten
@@ -62,8 +62,8 @@ class CompiledViewError(ChunkflowError, ShortenTraceback):
 class HostWeight(torch.Tensor):
     """A weight on ``device`` whose values are in ``host``, a plain tensor on the CPU.
 
-    ``host``: for a packed weight it is only the address range of the values.  ``buffer``: the memory, shared by all views
-    of the weight.  ``kind``: the class of the tensor that the HostWeight replaces.
+    ``host``: the values; for a packed weight, only their address range.  ``buffer``: the memory, shared by all views of
+    the weight.  ``kind``: the class of the tensor that the HostWeight replaces.
     """
 
     host: torch.Tensor
@@ -81,7 +81,7 @@ class HostWeight(torch.Tensor):
         name: str = "a weight",
         **parameter: Any,
     ) -> Any:
-        if device is None:  # type(weight)(values, requires_grad=...), as accelerate makes a parameter
+        if device is None:  # accelerate creates parameters by type(weight)(values, requires_grad=...)
             return nn.Parameter(host, **parameter)
         weight: HostWeight = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -119,7 +119,7 @@ class HostWeight(torch.Tensor):
             offset = host.storage_offset()  # a DTensor around it has the same offset
             with host.fake_mode, core.view_tracking(False):
                 room = torch.empty(offset + host.numel(), dtype=host.dtype, device=device)
-                return room.as_strided(size, stride, offset)  # not a view, because the weight is none
+                return room.as_strided(size, stride, offset)  # not a view, because the weight is not a view
         return HostWeight(host, device)
 
     @classmethod
@@ -172,7 +172,8 @@ class HostWeight(torch.Tensor):
 
     @property
     def is_only_user(self) -> bool:
-        """Whether no view and no other weight shares the memory.  The memory is then unpacked and fills its storage."""
+        """Whether no view and no other weight shares the memory.  False if the weight is packed, or is only a part of
+        its storage."""
         return not self.buffer.compressed and self.buffer.is_only_used_by(self.host)
 
     @property
@@ -182,15 +183,16 @@ class HostWeight(torch.Tensor):
 
     @property
     def raw_host(self) -> torch.Tensor:
-        """The host memory, for the code of other compilers, which may write it without any op: a packed weight is
-        unpacked for good.  Tracing does not unpack it."""
+        """The host memory, for code compiled by other backends.  Such code may write the memory without any op, so a
+        packed weight is first unpacked permanently, except during tracing."""
         self.buffer.expose()
         if self.buffer.compressed and detect_fake_mode() is None:
             self.buffer.unpack()
         return self.host
 
     def _alias(self, host: torch.Tensor) -> Any:
-        """Return a weight around a view of the same memory, or around the new memory that some ops return instead."""
+        """Wrap ``host`` as a weight.  It is a view of the same memory, or new memory, which some view ops return
+        instead."""
         same = in_one_memory(host, self.host)
         return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
@@ -230,7 +232,7 @@ class HostWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the weight as an ordinary tensor on the CPU."""
-        # an exported view may be on the SSD
+        # for a packed weight, an exported view takes no host memory if it is on the SSD
         read = self.buffer.export_view if self.buffer.compressed else self.buffer.values
         return self.plain(read(self.host)).__reduce_ex__(protocol)
 
@@ -250,8 +252,8 @@ class HostWeight(torch.Tensor):
         self.buffer = HostBuffer(self.host, name=self.buffer.name)
 
     def _state(self) -> dict[str, Any]:
-        """Return the attributes that belong to the replaced class.  They are empty for an ordinary parameter: its copies
-        have none."""
+        """Return the attributes that belong to the replaced class.  An ordinary parameter has none, because its copies
+        do not keep attributes."""
         if self.kind in (torch.Tensor, nn.Parameter, nn.Buffer):
             return {}
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
@@ -289,7 +291,7 @@ class HostWeight(torch.Tensor):
             return  # p.data += x has written the memory already
         if buffer is None and same_place(host, self.host) and self.buffer.backs(self):
             return  # a tensor of the weight's own state_dict
-        part = buffer is self.buffer  # another view of the same memory, which is only a part of the backing
+        part = buffer is self.buffer  # another view of the same memory, which may be only a part of the backing
         if part:
             self.buffer.unpack()
         with self.buffer.write(replacing=not part), torch.inference_mode(False), torch.no_grad():
@@ -301,13 +303,13 @@ class HostWeight(torch.Tensor):
             weight = HostWeight(host, self.device, buffer, self.buffer.name)
             torch.Tensor.data.__set__(self, weight)  # type: ignore[attr-defined]
             if weight.buffer is not self.buffer:
-                self.__dict__.pop("token", None)  # it belongs to the weight with the old buffer
+                self.__dict__.pop("token", None)  # the token belongs to the old buffer
             self.host, self.buffer = weight.host, weight.buffer
             if part and self.buffer.backs(self):
                 self.buffer.host = self.host
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a read-only view of the values, because a write through it would go unnoticed."""
+        """Return a view of the values.  It is read-only, because a write through it would go unnoticed."""
         if self.device.type != "cpu" and not force:
             raise TypeError(f"can't convert {self.device} device type tensor to numpy: call .cpu() first.")
         if self.requires_grad and not force:
@@ -317,11 +319,11 @@ class HostWeight(torch.Tensor):
         return values
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        """Return an ordinary tensor on the CPU.  For a weight on the CPU it shares the memory of the weight, like the
-        tensors of a state_dict.
+        """Return an ordinary tensor on the CPU.  If the device of the weight is the CPU, the tensor shares the memory
+        of the weight, like the tensors of a state_dict.
 
-        Returns the weight itself if an ordinary tensor would break a later step: a gradient, a conversion of the model,
-        or a trace.
+        A weight on the CPU is returned unchanged where an ordinary tensor would break autograd, a conversion of the
+        model, or a trace.
         """
         ordinary = self.device.type == "cpu" and memory_format == torch.preserve_format
         if (
@@ -361,8 +363,8 @@ class HostWeight(torch.Tensor):
 
 
 def _traced_by() -> str | None:
-    """Return the backend for which Dynamo traces a call in this thread, or None.  For torch.export it is None, because
-    nothing is executed."""
+    """Return the backend for which Dynamo traces a call in this thread, or None.  Also return None for torch.export,
+    because it executes nothing."""
     try:
         output = InstructionTranslator.current_tx().output
     except AttributeError:  # Dynamo does not trace in this thread
@@ -381,11 +383,11 @@ def _is_for_us() -> bool:
 
 
 # These getters are for code that compares many weights in every call.  Both raise AttributeError for a tensor that is in
-# no store.  ``mark_of`` returns an object that is replaced after each change of a weight that the version of its host
-# tensor does not record.  For a buffer that is ``exposed``, the version of the weight must be compared as well; for all
-# others, ``written`` counts the same writes.
+# no store.  ``mark_of`` returns an object that is replaced after each change of a weight, unless the version of its
+# host tensor records the change.  If the buffer is ``exposed``, the version of the weight must be compared as well;
+# otherwise ``written`` counts the same writes.
 mark_of = attrgetter("token.state")
-# Everything that may change: the buffer, its form, and the counters that ``writes`` adds up.
+# ``state_of`` returns everything that may change: the buffer, its form, and the counters that ``writes`` adds up.
 state_of = attrgetter("buffer", "buffer.form", "buffer.written", "host._version", "_version")
 
 
@@ -396,7 +398,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def like(tensor: torch.Tensor, weight: HostWeight) -> Any:
-    """Wrap ``weight`` to match ``tensor``: a parameter or not, and the class that it replaces."""
+    """Return ``weight``, as a parameter if ``tensor`` is one, with the class of ``tensor`` recorded in ``kind``."""
     replacement: Any = weight
     if isinstance(tensor, nn.Parameter):
         replacement = nn.Parameter(weight, tensor.requires_grad)
@@ -405,7 +407,7 @@ def like(tensor: torch.Tensor, weight: HostWeight) -> Any:
 
 
 def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[HostWeight]) -> Any:
-    """Run an op on fetched values, and write back those that it changed."""
+    """Run an op on fetched values, and write the values of the ``written`` weights back to host memory."""
     values: dict[int, torch.Tensor] = {}
 
     outs = {id(x) for name, value in kwargs.items() if name.startswith("out") for x in pytree.tree_leaves(value)}
@@ -464,6 +466,7 @@ def _refuse(weight: HostWeight, what: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _tracked() -> Iterator[None]:
-    """A context in which views share the version counter of their base; views created inside a dispatch otherwise do not."""
+    """A context in which views share the version counter of their base, which views created inside a dispatch normally
+    do not."""
     with torch.inference_mode(False), core.view_tracking(True):
         yield

@@ -19,20 +19,21 @@ from .host_weight import HostWeight
 def stream_inside() -> bool:
     """Whether the inner tensors of a tensor subclass can be offloaded.
 
-    Before 2.13, AOTAutograd unwraps the subclasses that it finds in a call, not those that it found while tracing.
+    Before torch 2.13, AOTAutograd unwraps the subclasses that it finds among the inputs of a call, not the subclasses
+    that it found while tracing.
     """
     return TorchVersion(torch.__version__) >= "2.13"
 
 
 def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each tensor that holds bytes, with its name: the name of the weight and the attributes on the path,
-    ``weight.qdata``."""
+    """Yield each tensor that holds bytes, with its name: the name of the weight, followed by the attributes on the
+    path, as in ``weight.qdata``."""
     return (part for part in parts(tensor, name) if isinstance(part[1], torch.Tensor))
 
 
 def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the inner objects of a tensor subclass, at any depth, or the tensor itself.  The DeviceMesh of a DTensor is
-    one of them."""
+    """Yield the inner objects of a tensor subclass, at any depth, or the tensor itself.  The inner objects include the
+    DeviceMesh of a DTensor."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
         return
@@ -54,8 +55,8 @@ def align(root: nn.Module) -> None:
     """Give the tensor subclasses of a model the device and the storage offset that they would have if they were created
     anew.
 
-    A DTensor has the storage offset of its shard.  If the shard moves and the DTensor keeps its offset, torch cannot
-    trace it.
+    A DTensor has the storage offset of its shard.  If the shard moves and the DTensor keeps its old offset, torch
+    cannot trace the DTensor.
     """
     for _, tensor in tensors_of(root):
         inside = [leaf for _, leaf in leaves(tensor)]
@@ -76,7 +77,7 @@ def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers of a model with their names, and the quantization state of its parameters.  A tied
     tensor is yielded once per name.
 
-    Skips the modules that a module lists in ``chunkflow_aside``, which no program reads.
+    Skips the modules that a module lists in ``chunkflow_aside``, because no program reads them.
     """
     aside: list[nn.Module] = [
         part for m in root.modules() if hasattr(type(m), "chunkflow_aside") for part in cast("Any", m).chunkflow_aside
@@ -97,12 +98,15 @@ def leaves_of(root: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def named_leaves(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the same as ``leaves_of``, with names."""
+    """Yield (name, tensor) for each tensor that :func:`leaves_of` yields."""
     return (leaf for name, tensor in tensors_of(root) for leaf in leaves(tensor, name))
 
 
 def quant_state_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that bitsandbytes keeps in an attribute of a parameter, such as ``weight.quant_state.absmax``."""
+    """Yield (name, tensor) for the quantization state that bitsandbytes attaches to a parameter.
+
+    An example of a name is ``weight.quant_state.absmax``.
+    """
     state = tensor.__dict__.get("quant_state")
     if state is not None:
         yield from _held_by(state, f"{name}.quant_state")

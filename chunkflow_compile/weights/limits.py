@@ -1,7 +1,7 @@
-"""The host memory that this process may still take, limited by the machine and by the control groups that contain it.
+"""The host memory that this process may still take, limited by the machine and by the control groups of the process.
 
-Both hierarchies of Linux are read, cgroup v1 and v2, including all ancestors: in a container the figure of the machine
-itself is meaningless.
+Both hierarchies of control groups, cgroup v1 and v2, are read with all ancestors, because in a container the free
+memory of the machine is meaningless.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import parse_bytes, size
 
-# States the memory of the machine if /proc/meminfo shows less: a virtual machine may receive its memory only as it is
-# used.
+# The environment variable that states the memory of the machine.  It is for virtual machines that receive memory only
+# as it is used, so that /proc/meminfo shows less than they can have.
 VARIABLE = "CHUNKFLOW_HOST_MEMORY"
 
 # Memory left for the kernel's watermarks, the page cache, and the rest of the pipeline.
@@ -27,10 +27,11 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class HostMemory:
-    """``total``: bytes of the machine, or the limit of the control group that leaves the least.
+    """``total``: the memory of the machine, or the limit of the control group that leaves the least free memory, in
+    bytes.
     ``free``: bytes that this process may still take, including page cache that can be dropped.
-    ``limit``: the file with the limit of that group, or the environment variable that states the total; None if the
-    machine itself leaves the least."""
+    ``limit``: the file that contains the limit of that group, or the environment variable that states ``total``; None
+    if ``total`` is the memory that the machine reports."""
 
     total: int
     free: int
@@ -38,7 +39,7 @@ class HostMemory:
 
     @property
     def by(self) -> str:
-        """The source of the limit, in words that follow "free"."""
+        """The source of the limit, in words to append to "are free"."""
         if self.limit is None:
             return ""
         return f" by {VARIABLE}" if self.limit == VARIABLE else f" below {self.limit}"
@@ -51,21 +52,23 @@ class HostMemory:
 
 @dataclass
 class PinAllowance:
-    """Bytes that may still be pinned, and what limits them."""
+    """The bytes that may still be pinned (``left``), and an explanation of the limit (``why``)."""
 
     left: int
     why: str
 
     def take(self, nbytes: int) -> bool:
-        """Reserve ``nbytes`` if they fit, and return whether they did.  Once a request did not fit, all later ones fail
-        as well."""
+        """Reserve ``nbytes`` if they fit, and return whether they did.  After one request did not fit, all later
+        requests fail as well."""
         self.left = self.left - nbytes if nbytes <= self.left else -1
         return self.left >= 0
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the minimum over the machine and all of its control groups.  ``root``: the folder with the file systems, for
-    tests.
+    """Return the limit that leaves the least free memory: the limit of the machine, or of a control group of this
+    process.
+
+    ``root``: the folder that contains ``proc`` and ``sys``; only tests set it.
 
     Raises ChunkflowError if the environment variable is set to something that is not a size.
     """
@@ -90,10 +93,10 @@ def local_ranks(otherwise: int = 1) -> int:
 
 
 def no_room(nbytes: int) -> str | None:
-    """Return why ``nbytes`` do not fit in host memory now, or None if they do.  Beyond a limit the kernel would kill the
-    process.
+    """Return why ``nbytes`` do not fit in host memory now, or None if they do.  The kernel would kill a process that
+    exceeds a limit.
 
-    For few bytes a small reserve is sufficient.
+    In addition, the reserve must stay free, or only ``nbytes`` if that is less.
     """
     memory = host_memory()
     reserve = min(memory.reserve, nbytes)
@@ -113,7 +116,7 @@ def check_room(nbytes: int) -> None:
 
 
 def meminfo(root: Path = Path("/")) -> dict[str, int]:
-    """Parse /proc/meminfo: bytes by name, empty if there is no such file."""
+    """Return the fields of /proc/meminfo as name -> bytes; empty if there is no such file."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
@@ -122,7 +125,7 @@ def meminfo(root: Path = Path("/")) -> dict[str, int]:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of the memory control groups of this process, each with its ancestors."""
+    """Yield the folders of the memory control groups of this process and of all their ancestors."""
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
         mine = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
@@ -144,7 +147,8 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _below(path: str, mounted: str) -> PurePosixPath:
-    """Return the path of a group relative to the mounted group; a container may see only its own group."""
+    """Return the path of a group relative to the mounted group; empty in a container, which may see only its own
+    group."""
     try:
         return PurePosixPath(path).relative_to(mounted)
     except ValueError:
@@ -152,7 +156,7 @@ def _below(path: str, mounted: str) -> PurePosixPath:
 
 
 def _limit(group: Path) -> tuple[Path, int] | None:
-    """Return the file and the bytes of the lowest limit of a group, or None if it has none."""
+    """Return the lowest limit of a group as (file, bytes), or None if the group has no limit."""
     names = ("memory.max", "memory.high") if (group / "memory.current").exists() else ("memory.limit_in_bytes",)
     texts = [(group / name, (group / name).read_text().strip()) for name in names if (group / name).exists()]
     limits = [(path, int(text)) for path, text in texts if text != "max" and int(text) < _NO_LIMIT]
@@ -160,8 +164,8 @@ def _limit(group: Path) -> tuple[Path, int] | None:
 
 
 def _used(group: Path) -> int:
-    """Return the bytes that a group uses without its page cache, which the kernel can drop.  Pages that are read twice
-    become active, so both lists count as cache."""
+    """Return the bytes that a group uses, without its page cache, which the kernel can drop.  Both the inactive and the
+    active list count as cache, because a page that is read twice becomes active."""
     name, total = ("memory.current", "")
     if not (group / name).exists():
         name, total = "memory.usage_in_bytes", "total_"

@@ -27,14 +27,15 @@ from .staging import GpuStagings
 
 # Bytes to fill between two checks of the free memory; a check takes half a millisecond.
 _CHECKED = 256 << 20
-# Returns the dtype that a weight is loaded with.
+# A function that takes the name and the tensor of a weight, and returns the dtype with which to load the weight.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 
 
 class WeightLoader:
-    """Creates the host tensors for the weights of one move, in their order.
+    """Creates the host tensors for the weights of one move to host memory, in the order of the weights.
 
-    Each weight gets its own pages, which can be pinned for a GPU and shared.  On the CPU it may keep its memory instead.
+    Each weight gets its own pages, which can be pinned for a GPU and shared.  On the CPU, a weight may keep its present
+    memory instead.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class WeightLoader:
     ) -> None:
         """``device``: the device on which programs run.  ``weights``: all weights of the move, with their names.
         ``dtype_of``: returns the dtype to load a weight with.  ``pages``: whether every weight gets its own pages.
-        ``node``: the ranks with which to share the weights, or None; they move the weights of the same model.
-        ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the weights to pack now.
-        ``packable``: the names of the weights that may be packed later.
+        ``node``: the ranks with which to share the weights, or None; these ranks all move the weights of the same
+        model.  ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the weights to pack
+        now.  ``packable``: the names of the weights that may be packed later.
         ``shards``: name -> the part of the weight that this rank has; ranks share equal parts only.
 
         Raises ChunkflowError if the weights do not fit in host memory.
@@ -133,12 +134,13 @@ class WeightLoader:
         return None if self.in_file(name) else self._in_shared_memory(self._shared, weight, values)
 
     def in_file(self, name: str) -> bool:
-        """Whether a weight is in its checkpoint, so that it can stay there, without memory, until all weights are placed."""
+        """Whether a weight is still in a file.  Such a weight can stay there, without host memory, until all weights
+        are placed."""
         return self._weights[name].part is not None
 
     def placed(self, name: str, tensor: torch.Tensor) -> HostBuffer:
-        """Return the memory of a weight after all ranks have written their weights; private memory if its values differ
-        on this rank.
+        """Return the host memory of a shared weight after all ranks have written their weights.  If the values differ
+        on this rank, the memory is private.
 
         Raises ChunkflowError if private memory does not fit.
         """
@@ -154,10 +156,11 @@ class WeightLoader:
             self._shared.report()
 
     def _in_shared_memory(self, shared: SharedPages, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
-        """Return the memory of a shared weight that has been written; private memory if it could not be packed."""
+        """Return the memory of a shared weight that has been written, or private memory if the weight could not be
+        packed."""
         backing = shared.backing(weight.name)
         if weight.source.compressed and not fits(backing.host):
-            # unpacked on all ranks
+            # no rank could use the packed form, so the weight stays unpacked on all ranks
             return self._unplanned(replace(weight, source=replace(weight.source, values=0)), values)
         self._kept.add(weight.name)
         if weight.source.compressed:
@@ -172,7 +175,7 @@ class WeightLoader:
         return self._private(weight, values)
 
     def _private(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
-        """Return private memory with the values of a weight, or a part of this rank's own scratch file."""
+        """Store the values of a weight in private memory or in this rank's scratch file, and return the new buffer."""
         filled = self._filled(weight, values)
         packed = empty_pages(weight.stored) if weight.source.compressed else None
         if packed is None or not pack_into(packed, filled, self._cpus):
@@ -212,7 +215,8 @@ class WeightLoader:
         return not weight.source.file and self._writes(weight)
 
     def _take(self, weight: LoadRequest) -> None:
-        """Check from time to time whether the remaining weights still fit, because other processes take memory meanwhile."""
+        """Check from time to time whether the remaining weights still fit, because other processes may take memory
+        meanwhile."""
         if self._takes_memory(weight):
             self._unchecked += weight.nbytes
             if self._unchecked >= _CHECKED:
@@ -221,7 +225,7 @@ class WeightLoader:
             self._todo -= weight.takes
 
     def _stored(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        """Return pages with the stored form of a weight."""
+        """Return pages with the values of a weight in the form in which they are stored, raw or packed."""
         if not weight.source.compressed:
             return self._filled(weight, values)
         packed = empty_pages(weight.stored)
@@ -234,8 +238,8 @@ class WeightLoader:
             do_not_fit(packed)
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        """Return pages with the values of a weight.  Also starts to read the next weight that is packed, while this one
-        is processed."""
+        """Return pages with the values of a weight.  Also start to read the next weight to be packed, while this one is
+        processed."""
         if self._ahead is not None and self._ahead[0] == weight.name:
             host = self._ahead[1].result()
             self._ahead = None
@@ -246,7 +250,7 @@ class WeightLoader:
         return host
 
     def _pages_with(self, weight: LoadRequest, values: torch.Tensor | None = None) -> torch.Tensor:
-        """Return new pages with the values of a weight.  ``values``: its values, for a weight that is not part of a file."""
+        """Return new pages with the values of a weight.  ``values``: the values, if the weight is not in a file."""
         with torch.inference_mode(False), torch.no_grad():  # because a thread does not inherit these modes
             host = empty_pages(weight.like)
             self._fill(host, weight, values)

@@ -15,7 +15,8 @@ class ProcessLock:
     """A reentrant lock, used as ``with lock():``.  A forked child gets a new lock, because the thread that holds the old
     one may not exist there.
 
-    The call returns a plain RLock.  With a Python ``__enter__`` instead, Ctrl-C between two lines could leave it locked.
+    The call returns a plain RLock.  With a Python ``__enter__`` instead, Ctrl-C between two lines could leave the lock
+    held.
     """
 
     def __init__(self) -> None:
@@ -38,8 +39,8 @@ def when_collected(owner: object, work: Callable[..., object], *args: Any) -> we
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def aside(work: Callable[[], None]) -> None:
-    """Run the work of a finalizer on its own thread: it waits for locks and streams, and the collector may run in any
-    thread.
+    """Run the work of a finalizer on a separate thread, because the work waits for locks and streams, and the garbage
+    collector may call a finalizer in any thread.
 
     Does nothing while the process exits, because that frees everything.
     """

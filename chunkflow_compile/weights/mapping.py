@@ -21,8 +21,8 @@ _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
 _FAILED = 2**64 - 1
 _DONTFORK, _HUGE = 10, 14  # arguments of madvise
-# Since this Linux version, a fork copies pages that a device reads for the child.  Before it, the parent's next write to
-# such a page moved the parent to a copy, while the device went on reading the old page.
+# Since this Linux version, a fork gives the child copies of the pages that are pinned for a device.  In older versions,
+# the parent's next write to such a page moved the parent to a copy, while the device went on reading the old page.
 _FORKS_COPY_PINNED = [5, 12]
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
@@ -45,8 +45,8 @@ def memory_file(name: str, nbytes: int) -> Descriptor:
 
 
 def reopened(path: str, identity: tuple[int, int]) -> Descriptor:
-    """Open the file at a path for reading and writing.  Raises OSError if it cannot be opened or has another
-    ``identity``."""
+    """Open the file at a path for reading and writing.  Raises OSError if the file cannot be opened, or if its
+    ``identity`` (device and inode number) differs."""
     if identity_of(os.stat(path)) != identity:  # opening an unknown pipe or terminal may have side effects
         raise OSError(errno.ESTALE, "another file")
     opened = Descriptor(os.open(path, os.O_RDWR))
@@ -60,7 +60,8 @@ def identity_of(status: os.stat_result) -> tuple[int, int]:
 
 
 def prefer_huge_pages(pages: torch.Tensor) -> None:
-    """Ask for huge pages in a mapping: there are fewer pages to create, to pin, and to list in a read from the SSD."""
+    """Ask the kernel for huge pages in a mapping.  Then fewer pages have to be created, pinned, and listed in a read
+    from the SSD."""
     _libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)  # the result does not matter: the kernel may not support it
 
 
@@ -85,10 +86,11 @@ def _libc() -> Any:
 
 
 def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) -> torch.Tensor | None:
-    """Map bytes of a file as a uint8 tensor, unmapped with the last tensor that uses it; returns None if mmap fails.
+    """Map bytes of a file, and return them as a uint8 tensor, or None if mmap fails.
 
-    ``kind``: the flags of mmap.  Python's mmap would keep the file open, and so its memory allocated, after all weights
-    in it are gone.
+    The bytes are unmapped when the last tensor that uses them is freed.  ``kind``: the flags of mmap.
+    Python's mmap is not used, because it would keep the file open, and its memory allocated, after all weights in it
+    are freed.
     """
     system, size = _libc(), whole_pages(nbytes)
     address = system.mmap(None, size, _ACCESS, kind, descriptor.number, offset)
@@ -100,10 +102,10 @@ def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) ->
 
 
 def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0, access: int = _ACCESS) -> bool:
-    """Map a file privately at the address of ``host``, in whole pages, so that views of it remain valid.  None: anonymous
-    memory.
+    """Map a file privately over the pages of ``host``, at the same address, so that views of ``host`` remain valid.
 
-    ``access``: the protection of the mapping, as for mmap.  Returns False if mmap fails; nothing has changed then.
+    ``descriptor``: the file, or None for anonymous memory.  ``access``: the protection of the mapping, as for mmap.
+    Returns False if mmap fails; nothing has changed then.
     """
     kind = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)
     number = -1 if descriptor is None else descriptor.number
@@ -111,10 +113,11 @@ def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0,
 
 
 def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the parts of a private mapping of a file that are on pages which this process has written, by any means.
+    """Return the parts of a private file mapping that are on pages written by this process, no matter how they were
+    written.
 
-    ``host``: a flat tensor (uint8) in the mapping.  Returns the begin and end of each part in the tensor, in bytes.  If
-    the kernel does not report written pages, the whole tensor is one part.
+    ``host``: a flat tensor (uint8) in the mapping.  Each part is returned as (begin, end), byte offsets in the tensor.
+    If the kernel does not report written pages, the whole tensor is one part.
     """
     begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
     first, last = begin // PAGE, -(-end // PAGE)
@@ -126,7 +129,7 @@ def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
     if len(entries) < 8 * (last - first):
         return [(0, host.nbytes)]
     pages = torch.frombuffer(entries, dtype=torch.int64)
-    # a written page is present or swapped (bits 63 and 62), and no longer one of the file (bit 61)
+    # a written page is present or swapped (bits 63 and 62), and no longer a page of the file (bit 61)
     written = ((pages >> 62 & 3) != 0) & ((pages >> 61 & 1) == 0)
     if not written.any():
         return []
@@ -142,7 +145,8 @@ def close_pages(host: torch.Tensor) -> None:
 
 
 def open_pages(host: torch.Tensor) -> None:
-    """Make the closed pages of a tensor accessible again; they are zero.  Raises OSError if the kernel reports an error."""
+    """Make the closed pages of a tensor accessible again; they then contain zeros.  Raises OSError if the kernel
+    reports an error."""
     if _libc().mprotect(host.data_ptr(), whole_pages(host.nbytes), _ACCESS):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     for_copies(host)
@@ -152,9 +156,9 @@ def own_memory(host: torch.Tensor, owned: set[int]) -> None:
     """Move a tensor in a mapping to private memory, with the same bytes at the same address, so that views remain valid.
 
     Private mappings of a file need this as well, because the kernel drops their written pages when the file is truncated.
-    ``owned``: page addresses that are private already; the tensor's pages at its two ends, which it may share with other
-    tensors, are added.  An end page that is already in the set is left in place, because a device may be reading it.
-    Raises OSError if the kernel reports an error; nothing has changed then.
+    ``owned``: addresses of pages that are already private.  The tensor's first and last page, which it may share with
+    other tensors, are added to the set.  A first or last page that is already in the set is left in place, because a
+    device may be reading it.  Raises OSError if the kernel reports an error; nothing has changed then.
     """
     first, last = (address - address % PAGE for address in (host.data_ptr(), host.data_ptr() + host.nbytes - 1))
     begin, end = first + PAGE * (first in owned), last + PAGE * (last not in owned)

@@ -1,7 +1,7 @@
 """The node: the ranks of a process group that run on this machine and share its memory.
 
-They find each other through the store of the process group, and then exchange values in rounds (``rounds.py``).  A file
-is passed as ``/proc/PID/fd/N`` of the rank that has it open, so that it needs no name.
+They find each other through the store of the process group, and then exchange values in rounds (``rounds.py``).  A rank
+passes an open file to the others as the path ``/proc/PID/fd/N``, so the file needs no name.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class Node(Rounds):
     """The ranks of a machine that share memory, in rank order.  They can pass each other open files."""
 
     def share(self, file: Descriptor | None) -> Descriptor:
-        """Open a file of the leading rank on every rank.  The leader passes the file, the others None."""
+        """Open a file of the leading rank on every rank.  The leader passes the file; the other ranks pass None."""
         (shared,) = self.exchange(file).values()
         return shared
 
     def exchange(self, file: Descriptor | None) -> dict[int, Descriptor]:
-        """Return rank -> the file that it passes, opened on every rank, for the ranks that pass one.
+        """Open the files of all ranks on every rank, and return them as rank -> file.  A rank without a file passes
+        None, and is left out.
 
-        Raises ChunkflowError on all ranks if one of them cannot open a file of another.
+        Raises ChunkflowError on all ranks if one of them cannot open the file of another.
         """
         place = None if file is None else [os.getpid(), file.number, *identity_of(os.fstat(file.number))]
         opened, cause = {} if file is None else {self.rank: file}, ""
@@ -60,9 +61,11 @@ class Node(Rounds):
 def node_of(
     share: Any, device: torch.device, asks: Mapping[str, Any] | None = None, model: str | None = None
 ) -> Node | None:
-    """Return the ranks of this machine to share weights with, or None; see :func:`group_to_share_in`.
+    """Return the ranks of this machine that share weights, or None if this rank shares with no other; see
+    :func:`group_to_share_in`.
 
-    ``asks``, ``model``: as in :func:`rendezvous`.  Raises ChunkflowError also if a rank of the group is absent.
+    ``asks``, ``model``: as in :func:`rendezvous`.  Raises ChunkflowError as :func:`group_to_share_in` and
+    :func:`rendezvous`.
     """
     if (group := group_to_share_in(share, device)) is None:
         return None
@@ -79,12 +82,12 @@ def report_absence(group: Group, error: BaseException) -> None:
 def rendezvous(
     group: Group, near: str = "", asks: Mapping[str, Any] | None = None, model: str | None = None
 ) -> Node | None:
-    """Return the node of this rank, or None if it shares with no other rank.  All ranks of the group must call it.
+    """Return the node of this rank, or None if no other rank can share with it.  All ranks of the group must call this.
 
-    ``near``: the NUMA node on which to share; only ranks with the same value share with each other.  ``asks``: arguments
-    of ``offload``, by name, that must be equal on all ranks.  ``model``: the class of the model that is placed.
-    Raises ChunkflowError, with the numbers of the ranks, if some of them do not call it before the timeout, pass other
-    arguments, or place such a model without this rank.
+    ``near``: a text that identifies the NUMA node; only ranks that pass the same text share with each other.  ``asks``:
+    arguments of ``offload``, by name, that must be equal on all ranks.  ``model``: the class of the model that is
+    placed.  Raises ChunkflowError, which names the ranks, if some ranks do not call this before the timeout, pass
+    different ``asks``, or place a model of this class on their own.
     """
     place = {"machine": _machine(), "namespace": _pid_namespace(), "near": near}
     key = group.post(_PLACING, {**place, "process": process_of(os.getpid()), "asks": asks or {}})
@@ -130,7 +133,7 @@ def rendezvous(
 
 
 def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
-    """Return the ranks that share with this one.  Logs why other ranks of this machine do not."""
+    """Return the ranks that share with this one.  Log why other ranks of this machine do not share with it."""
     places = {rank: [record[of] for of in ("machine", "namespace", "near")] for rank, record in records.items()}
     mine = places[group.rank]
     here = [rank for rank in group.ranks if places[rank][0] == mine[0]]
@@ -149,9 +152,9 @@ def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
 
 
 def check_alike(ranks: Sequence[int], said: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ChunkflowError, the same on all ranks, if the arguments of one of ``ranks`` differ from the first rank's.
+    """Raise the same ChunkflowError on every rank if any rank in ``ranks`` has different arguments from the first.
 
-    ``said``: the arguments of each rank, by name.
+    ``said``: for each rank, a mapping of argument names to values.
     """
     for rank, others in zip(ranks, said, strict=True):
         for name, value in others.items():
@@ -171,7 +174,8 @@ def _machine() -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the user and the PID namespace.  A process can open a file of another one if both are equal."""
+    """Return the user and the PID namespace.  A process can open the files of another process if both values are
+    equal."""
     try:
         return f"{os.getuid()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

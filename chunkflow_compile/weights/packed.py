@@ -1,8 +1,8 @@
 """Weights whose bytes are packed without loss, in about twelve bits per value; see ``passes/packing.py``.
 
 The host tensor of such a weight is *address space without pages*.  It has the shape, the strides, the storage and the
-version of the values, so that a view of it is a view of the weight, but dereferencing it is a segmentation fault.  A
-reader gets the values in a temporary.  A writer opens the pages, and closes them afterwards.
+version of the values, so that a view of it is a view of the weight, but accessing its memory is a segmentation fault.
+A reader gets the values in a temporary tensor.  A writer opens the pages, and closes them afterwards.
 
 ``state_dict()`` opens the pages, too: its tensors share the memory of the weight, as they do for any module.  The pages
 are then a private mapping of a scratch file, so that the values take no memory until somebody writes them.  The kernel
@@ -39,9 +39,9 @@ from .mapping import close_pages, map_over, memory_file, open_pages, own_memory,
 
 # Maximum number of threads that pack a weight: a few saturate the memory bandwidth.
 _THREADS = 16
-# Stored instead of the base, which is never negative.
+# Replaces the base, which is never negative, if the values do not fit in the packed form.
 _DO_NOT_FIT = -1
-# Up to this many values, one thread packs them faster than more threads could be started.
+# Up to this many values are packed by one thread, because starting more threads would take longer.
 _SERIAL = 1 << 20
 
 
@@ -60,15 +60,15 @@ class Packed(Backing):
         self.bytes = inner.bytes
         self._inner = inner
         self._writer: tuple[int, int] | None = None  # the process and the thread that have opened it
-        self._lock = ProcessLock()  # excludes readers of bytes being packed or of pages being closed
+        self._lock = ProcessLock()  # keeps readers out while bytes are packed or pages are closed
         self._whole = True  # whether the packed bytes encode one consistent state of the values
-        # the storage of the tensors of state_dicts that use the open pages, and of arrays that share their memory
+        # the storage of the state_dict tensors on the open pages, and of arrays that are made from these tensors
         self._exported: weakref.ref[torch.UntypedStorage] | None = None
 
     @staticmethod
     def of(host: torch.Tensor) -> Packed | None:
-        """Pack the values of a host tensor into new memory.  Returns None if too many values escape, or if the packed
-        values do not fit."""
+        """Pack the values of a host tensor into new memory.  Returns None if the values do not fit in the packed form,
+        or if the packed form does not fit in host memory."""
         like = packed_like(host)
         if no_room(like.nbytes) is not None:
             return None
@@ -82,7 +82,7 @@ class Packed(Backing):
 
     @property
     def is_open(self) -> bool:
-        return self._writer is not None and self._writer[0] == os.getpid()  # after a fork the writer no longer exists
+        return self._writer is not None and self._writer[0] == os.getpid()  # a forked child does not have the writer
 
     @property
     def is_open_here(self) -> bool:
@@ -104,7 +104,7 @@ class Packed(Backing):
             return self._copied(name) if in_pages else unpacked(name, self.stored, self.host)
 
     def _copied(self, name: str) -> torch.Tensor:
-        """Return a copy of the open pages.  Raises ChunkflowError if it does not fit in host memory."""
+        """Return a copy of the open pages.  Raises ChunkflowError if the copy does not fit in host memory."""
         if (cause := no_room(self.host.nbytes)) is not None:
             raise ChunkflowError(_no_memory(name, self.host, cause))
         with _plainly():
@@ -131,7 +131,7 @@ class Packed(Backing):
             return torch.empty(0, dtype=self.host.dtype).set_(memory, 0, self.host.shape, self.host.stride())
 
     def _map(self, name: str) -> None:
-        """Map a new scratch file with the values privately over the closed pages.
+        """Write the values to a new scratch file, and map the file privately over the closed pages.
 
         The file has no name, and its descriptor is closed at once, so it lasts as long as the mapping.
         """
@@ -148,13 +148,13 @@ class Packed(Backing):
     def settle(self) -> bool:
         """Close the pages if no tensor of a state_dict uses them any more.
 
-        Returns whether such a tensor was written since the values were last packed.  Then the caller has to pack them
-        again, by a write (:meth:`opened`) that changes nothing.
+        Returns whether such a tensor was written since the values were last packed.  If it was, the caller has to pack
+        the values again, by an :meth:`opened` context that changes nothing.
         """
         with self._lock():
             if self._exported is None or self.is_open:
                 return False
-            # checked first: if there is no user now, nobody can write them afterwards
+            # checked before the values are compared: if there is no user now, nobody can write the pages afterwards
             unused = self._exported() is None
             if self._differs():
                 return True
@@ -167,7 +167,7 @@ class Packed(Backing):
         with _plainly():
             if not written_pages(flat_bytes(self.host)):
                 return False
-            if no_room(self.host.nbytes) is not None:  # packing them again takes no memory
+            if no_room(self.host.nbytes) is not None:  # they cannot be compared; packing them takes no memory
                 return True
             return not same_bits(unpacked("a weight", self.stored, self.host), self.host)
 
@@ -190,7 +190,7 @@ class Packed(Backing):
                 self._whole = False
                 self._whole = pack_into(self.stored, self.host)
                 if self._whole:
-                    self._writer = None  # first: after a Ctrl-C between the two, the packed values are right
+                    self._writer = None  # set before the pages are closed: a Ctrl-C in between does no harm
                     if self._exported is None or self._exported() is None:
                         self._close()
 
@@ -199,7 +199,8 @@ class Packed(Backing):
 
         Raises ChunkflowError if they do not fit in host memory; with ``lazily``, only if the kernel reports an error.
         """
-        # the values have memory already; if not whole, a fork interrupted the packing
+        # the pages already contain the values: for a state_dict, or because a fork interrupted the packing (not
+        # ``_whole``)
         if self._exported is not None or not self._whole:
             self._writer = _this_thread()
             return
@@ -228,23 +229,25 @@ class Packed(Backing):
 
 
 def _at(host: torch.Tensor) -> torch.Tensor:
-    """Return a tensor at the address of another one; its new storage shows when nobody uses it any more."""
+    """Return a tensor at the address of ``host`` with a new storage.  The storage is freed when nobody uses the tensor
+    any more."""
     return as_weight(torch.frombuffer(place_of(host), dtype=torch.uint8), host)
 
 
 def _this_thread() -> tuple[int, int]:
-    """Return the process and the thread: after a fork, a new thread may have the number of one that is gone."""
+    """Return the ids of the process and the thread.  The thread id alone is ambiguous after a fork: a new thread may
+    have the id of a thread of the parent."""
     return os.getpid(), threading.get_ident()
 
 
 def packed_like(weight: torch.Tensor) -> torch.Tensor:
-    """Return the packed form of a weight as a tensor without memory."""
+    """Return a meta tensor with the shape and dtype of a weight's packed form."""
     return torch.empty(Layout.of(weight.numel()).words, dtype=torch.int32, device="meta")
 
 
 def unpacked(name: str, packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the values of a weight in new host memory.  ``name``: the weight's name, for errors.  ``like``: a tensor
-    with its shape and dtype.
+    with the shape and dtype of the weight.
 
     Raises ChunkflowError if the values do not fit in host memory.
     """
@@ -257,27 +260,28 @@ def unpacked(name: str, packed: torch.Tensor, like: torch.Tensor) -> torch.Tenso
 
 
 def do_not_fit(packed: torch.Tensor) -> None:
-    """Mark the memory for packed values: the values did not fit in it."""
+    """Mark memory for packed values as unusable, because the values did not fit in it."""
     packed[-1] = _DO_NOT_FIT
 
 
 def fits(packed: torch.Tensor) -> bool:
-    """Whether the memory for packed values contains them, see :func:`do_not_fit`."""
+    """Whether memory for packed values contains the values, see :func:`do_not_fit`."""
     return int(packed[-1]) != _DO_NOT_FIT
 
 
 def address_space(like: torch.Tensor) -> torch.Tensor:
-    """Return a host tensor with the shape and dtype of a dense one, in closed pages."""
+    """Return a host tensor on closed pages, with the shape, strides and dtype of the dense tensor ``like``."""
     host = empty_pages(like)
     close_pages(host)
     return host
 
 
 def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] = frozenset()) -> bool:
-    """Pack values, contiguous in host memory, with several threads.  Returns False if too many values escape.
+    """Pack ``values``, which are contiguous in host memory, into ``packed`` with several threads.  Returns False if
+    they do not fit.
 
-    ``cpus``: the CPUs for the threads, which determine the NUMA node of the pages that they write first; empty for any
-    CPUs.
+    ``cpus``: the CPUs on which the threads run; empty for any CPUs.  They determine the NUMA node of pages that were
+    not written before.
     """
     with _threads(values.numel(), cpus) as run:
         return pack(values, packed, run)
@@ -285,8 +289,8 @@ def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] =
 
 @contextlib.contextmanager
 def _threads(numel: int, cpus: frozenset[int] = frozenset()) -> Iterator[Run]:
-    """A context with a function that runs the parts of packing or unpacking ``numel`` values: with several threads, or on
-    the calling thread if there are few values."""
+    """A context that yields a function like ``map``, which runs the parts of packing or unpacking ``numel`` values: on
+    several threads, or on the calling thread if there are few values."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), -(-numel // _SERIAL))
     with _plainly():
         if threads < 2:

@@ -1,9 +1,10 @@
-"""Peers: the ranks of a node that each keep a piece of every shared weight on their device, from which the others pull.
+"""Peers: the ranks of a node that each keep a piece of every sharded weight on their device, from which the others
+pull.
 
-The ranks shard the weights of a program together, when its first call starts on each of them.  Each rank reports which
-weights its plan shards, or why it cannot continue, and all shard the same ones.  After that, no rank waits for another
-because of a weight.  Pieces on host devices are shared memory.  For GPUs, torch exports the memory to other processes,
-and frees it only after all of them have dropped it.
+The ranks shard the weights of a program together, when the first call of the program starts on each rank.  Each rank
+reports which weights its plan shards, or why it cannot continue, and all ranks shard the same weights.  After that, no
+rank waits for another because of a weight.  Pieces on host devices are shared memory.  For GPUs, torch exports the
+memory to other processes, and frees it only after all of these processes have dropped it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from .rounds import Left
 _log = logging.getLogger(__name__)
 
 # The ranks call a model for the first time at about the same time, because loading and encoding take equally long on
-# each.  A rank that is later than this many seconds, and is not known to compile, may have another request or none; the
-# others then continue without pieces.
+# each.  A rank that is more than this many seconds late, and is not known to compile, may have another request or none;
+# the other ranks then continue without pieces.
 _PATIENCE_S = 60.0
 # Maximum bytes of a field that describes GPU memory: a CUDA handle has 64, or more for memory in expandable segments.
 _HANDLE = 4096
@@ -51,13 +52,13 @@ _COUNTER = re.compile(rb"/torch_\d+_\d+_\d+")
 class Peers:
     """The ranks that keep pieces of weights for each other.
 
-    ``place``: the index of this rank among them.  ``ranks``: their number.  ``pending``: the names of the weights that
-    all ranks have placed, and that are not sharded yet because no program has used them.
+    ``place``: the index of this rank among the ranks.  ``ranks``: the number of ranks.  ``pending``: the names of the
+    weights that all ranks have placed but not sharded yet, because no program has used them.
     """
 
     def __init__(self, node: Node, device: torch.device, names: Iterable[str] = ()) -> None:
-        """``names``: the weights that all ranks place.  Raises ChunkflowError if a GPU cannot read the memory of another
-        one."""
+        """``names``: the names of the weights that all ranks place.  Raises ChunkflowError if a GPU cannot read the
+        memory of another one."""
         self._node = node
         self._device = device
         self.place = node.ranks.index(node.rank)
@@ -82,8 +83,8 @@ class Peers:
         ``weights``: name -> dtype and shape of the weights that this rank places.  ``asks``, ``model``: as in
         :func:`rendezvous`.
 
-        Raises ChunkflowError if a rank does not call it, if ranks name different weights, or if they are not all on this
-        machine.
+        Raises ChunkflowError if a rank does not call this, if ranks name different weights, or if some rank is on
+        another machine.
         """
         node = rendezvous(group, asks=asks, model=model)
         if node is None or len(node.ranks) < len(group.ranks):
@@ -106,8 +107,8 @@ class Peers:
     def close(self, error: BaseException | None = None) -> None:
         """Stop sharding weights.
 
-        The memory of the pieces is freed once no rank uses them; on a GPU, the next time that torch checks.
-        ``error``: the reason why the model could not be placed, which the other ranks raise, or None.
+        The memory of the pieces is freed when no rank uses them any more; on a GPU, at the next check by torch after
+        that.  ``error``: the reason why the model could not be placed, which the other ranks raise, or None.
         """
         with contextlib.suppress(ChunkflowError):  # a rank that has ended needs no message
             if error is None and self.pending:
@@ -118,7 +119,8 @@ class Peers:
             torch.cuda.ipc_collect()
 
     def first_call(self) -> contextlib.AbstractContextManager[None]:
-        """A context for a call that may shard weights: the other ranks wait for it, and raise its error if it fails."""
+        """A context for a call that may shard weights: the other ranks wait for the call, and raise its error if it
+        fails."""
         return self._node.busy() if self.pending else contextlib.nullcontext()
 
     def shard(self, buffers: Sequence[HostBuffer], wanted: Collection[HostBuffer]) -> None:
@@ -172,7 +174,7 @@ class Peers:
         """Return the weights to shard, and the names of the weights that all ranks want but do not store in the same
         form.
 
-        ``found``: for each rank, name -> bytes of the weight, and whether the rank wants it.
+        ``found``: for each rank, name -> (bytes of the weight, whether the rank wants to shard it).
         Raises Left, on all ranks, if they run programs that have no weight in common.
         """
         ranks = self._node.ranks
@@ -216,7 +218,8 @@ class Peers:
         return everywhere
 
     def _memories(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return the memory of the pieces of each rank, uint8, as mapped on this rank, filled with the values."""
+        """Allocate and fill the pieces of this rank.  Return, for each rank, the memory of its pieces (uint8) as mapped
+        on this rank."""
         error, file, memory = None, None, torch.empty(0)
         try:
             file, memory = self._allocated(sum(sizes))
@@ -239,7 +242,8 @@ class Peers:
         return opened
 
     def _allocated(self, nbytes: int) -> tuple[Descriptor | None, torch.Tensor]:
-        """Allocate memory that other ranks can open, uint8; also returns its file if it is shared memory of the host."""
+        """Allocate memory (uint8) that other ranks can open.  Return (file, memory); the file is None if the memory is
+        on a GPU."""
         if self._device.type == "cuda":
             return None, torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         file = memory_file("chunkflow-pieces", max(1, nbytes))
@@ -293,8 +297,8 @@ class Peers:
             yield part, values.narrow(0, part.begin, part.nbytes)
 
     def _check_access(self) -> None:
-        """Raise ChunkflowError, on all ranks, if a GPU cannot read the memory of another one, or if a rank does not see
-        it."""
+        """Raise ChunkflowError, on all ranks, if the GPU of a rank cannot read the memory of another rank's GPU, or if
+        that GPU is not visible to the rank."""
         here = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
         own, error = self._device.index, None
         for rank, (uuid, index) in zip(self._node.ranks, self._node.gather([here[own], own]), strict=True):
@@ -311,7 +315,7 @@ class Peers:
 
 
 def _mapped(file: Descriptor, nbytes: int) -> torch.Tensor:
-    """Map shared memory as uint8.  Raises OSError if it cannot be mapped."""
+    """Map shared memory as uint8.  Raises OSError if mmap fails."""
     pages = map_file(file, max(1, nbytes), mmap.MAP_SHARED)
     if pages is None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -335,8 +339,8 @@ _NUMBERS = "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset"
 
 
 def _handle(memory: torch.Tensor) -> dict[str, Any]:
-    """Return a description, as JSON, with which other processes can open GPU memory.  ``memory``: uint8 [n], a whole
-    storage."""
+    """Return a JSON-serialisable description with which other processes can open GPU memory.  ``memory``: a whole
+    storage (uint8, [n])."""
     rebuild, given = reduce_tensor(memory)
     fields = inspect.signature(rebuild).bind(*given).arguments
     return {
@@ -346,7 +350,8 @@ def _handle(memory: torch.Tensor) -> dict[str, Any]:
 
 
 def _checked_handle(handle: Any, nbytes: int) -> dict[str, Any]:
-    """Return the description as arguments for torch.  Raises ValueError unless each field has a valid type and length."""
+    """Convert the description to arguments for rebuild_cuda_tensor.  Raises ValueError unless each field has a valid
+    type and length."""
     if not isinstance(handle, dict) or {*handle} != {*_BYTES, *_NUMBERS}:
         raise ValueError("it has other fields than a handle")
     checked = dict[str, Any]()
@@ -369,7 +374,7 @@ def _checked_handle(handle: Any, nbytes: int) -> dict[str, Any]:
 
 
 def _check_weights(ranks: Sequence[int], found: Sequence[Mapping[str, str]]) -> None:
-    """Raise ChunkflowError, the same on all ranks, if a rank places other weights than the first one.
+    """Raise the same ChunkflowError on every rank if any rank places different weights from the first.
 
     ``found``: for each rank, name -> dtype and shape.
     """

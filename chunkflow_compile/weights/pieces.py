@@ -18,10 +18,10 @@ from chunkflow_compile.passes.pieces import PiecePart, parts
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The bytes ``[begin, end)`` of a weight of ``nbytes`` that is stored in pieces.
+    """The byte range ``[begin, end)`` of a weight that has ``nbytes`` bytes and is stored in pieces.
 
     ``held``: the piece of each rank of the node in rank order, uint8, as mapped on this rank.  ``place``: the index of
-    this rank among them.  ``version``: the version of the weight's values when they were sharded.
+    this rank among the ranks.  ``version``: the version of the weight's values when they were sharded.
     """
 
     held: Sequence[torch.Tensor]
@@ -51,12 +51,12 @@ class Pieces:
 
     @property
     def from_others(self) -> int:
-        """How many of the bytes are in pieces of other ranks."""
+        """The number of bytes of the range that are in pieces of other ranks."""
         return sum(part.nbytes for part in self.parts if part.owner != self.place)
 
     @cached_property
     def _sources(self) -> tuple[tuple[int, slice, torch.Tensor], ...]:
-        """For each part its owner, the target range and the source bytes; computed once, because every step copies them."""
+        """For each part, (owner, target range, source bytes).  Computed once, because every step copies all parts."""
         return tuple(
             (owner, slice(begin - self.begin, begin - self.begin + nbytes), self.held[owner].narrow(0, offset, nbytes))
             for owner, begin, offset, nbytes in self.parts
@@ -68,7 +68,7 @@ class Pieces:
             yield target[where], source
 
     def own(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the copies of :meth:`copies` from this rank's own piece."""
+        """Yield the (target, source) pairs of :meth:`copies` whose source is in this rank's own piece."""
         for owner, where, source in self._sources:
             if owner == self.place:
                 yield target[where], source

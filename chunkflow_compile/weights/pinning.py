@@ -15,7 +15,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .locks import when_collected
 
-# Seconds until a second try to pin pages that another rank may be pinning now: as long as pinning a large weight takes.
+# Seconds to wait before a second try to pin pages that another rank may be pinning now.  Pinning a large weight takes
+# about as long.
 _RETRY_S = 0.2
 
 
@@ -31,12 +32,12 @@ class HostReader(Protocol):
         failure."""
 
     def sync_copies(self) -> None:
-        """Wait for the copies that read host memory for steps that have returned; after that the host may write their
-        source."""
+        """Wait for copies from host memory that were enqueued by steps that have already returned.  After that, the
+        host may write the memory."""
 
 
 class Pins:
-    """The devices that copy from the host memory of a weight, and whether it is pinned."""
+    """The devices that copy from the host memory of a weight, and whether the memory is pinned."""
 
     def __init__(self) -> None:
         self._unpin: weakref.finalize[..., Any] | None = None
@@ -65,7 +66,7 @@ class Pins:
             self._unpin = None
 
     def sync_copies(self) -> None:
-        """Wait for the copies that read the host memory for steps that have returned."""
+        """Wait for copies from the host memory that were enqueued by steps that have already returned."""
         for device in self._copied_by:
             device.sync_copies()
 
@@ -82,8 +83,8 @@ def _pinned(host: torch.Tensor, device: HostReader, again: bool) -> Callable[[],
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it in any thread
 def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
-    """Unpin after the copies that read the memory.  Errors of a failed device are ignored, so that the model can be
-    restored."""
+    """Unpin the memory after all copies from it have finished.  Errors of a failed device are ignored, so that the
+    model can be restored."""
     try:
         for device in devices:
             with contextlib.suppress(ChunkflowError):

@@ -8,7 +8,7 @@ rank that can decide the round writes the decision, once, with an atomic operati
 * A rank left, or is late: all ranks stop taking part in rounds, see :meth:`Rounds.agree`.
 
 A rank that fails or leaves does not wait for the others, which find its record when they reach the round.  Records are
-JSON.  The rounds own no thread and no connection, so a forked child may drop them; it cannot take part.
+JSON.  The rounds own no thread and no connection, so a forked child may drop them; it cannot take part in rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 # Seconds between two checks that the processes of missing ranks still run.
 _LIVENESS_S = 0.2
-# Types of records of a rank in a round, and of decisions on it.
+# The types of a rank's record in a round, and of the decision of a round.
 _NOTHING, _VALUE, _FAILED, _ENDED, _LEFT, _LATE = "", "value", "failed", "ended", "left", "late"
 # The key of the decision.
 _DECISION = "decision"
@@ -45,22 +45,23 @@ _Rounds = TypeVar("_Rounds", bound="Rounds")
 
 
 class RankFailed(ChunkflowError):
-    """Raised on the ranks that wait for a rank that failed or has ended; all ranks know about it then."""
+    """Raised on the ranks that wait for a rank that failed or has ended.  All ranks then know about this failure."""
 
 
 class Left(ChunkflowError):
-    """Raised on the ranks that wait for a rank that has left the rounds or is late; no rank waits any more."""
+    """Raised on the ranks that wait for a rank that has left the rounds or is late.  After that, no rank waits for
+    another."""
 
 
 class Rounds:
     """The rounds of the ranks of a machine, in rank order; the first one leads.
 
-    All of them call the methods in the same order.  The methods raise RankFailed when another rank has ended or failed.
-    ``task``: the task that failed in this case, for errors.
+    All ranks call the methods in the same order.  The methods raise RankFailed when another rank has ended or failed.
+    ``task``: the end of the phrase "The weights are not ..." in error messages.
     """
 
     def __init__(self, group: Group, ranks: tuple[int, ...], key: str, processes: Mapping[int, Sequence[int]]) -> None:
-        """``ranks``: the ranks of the group that take part.  ``key``: a prefix in the store for this occasion.
+        """``ranks``: the ranks of the group that take part.  ``key``: a store prefix that is unique to these rounds.
         ``processes``: rank -> the result of :func:`process_of` on that rank."""
         self.rank = group.rank
         self.ranks = ranks
@@ -98,8 +99,8 @@ class Rounds:
     def gather(self, value: Any, error: Exception | None = None) -> list[Any]:
         """All-gather: return the values of all ranks on every rank.  The values must be serialisable as JSON.
 
-        ``error``: the reason why this rank cannot continue, or None.  All ranks raise RankFailed if one has an error;
-        they can begin another round.
+        ``error``: the reason why this rank cannot continue, or None.  If one rank has an error, all ranks raise
+        RankFailed, and can begin another round afterwards.
         """
         if error is not None:
             self.fail(error)
@@ -107,8 +108,9 @@ class Rounds:
         return self._meet(value, self._timeout_s, _ENDED)
 
     def agree(self, value: Any, patience_s: float) -> list[Any]:
-        """Do the same for ranks that arrive at different times: a missing rank is late after ``patience_s``, unless it is
-        busy, see :meth:`busy`.  Raises Left, on all ranks, if one is late or has left."""
+        """All-gather as :meth:`gather`, for ranks that arrive at different times.  A missing rank is late after
+        ``patience_s`` seconds, unless it is in a :meth:`busy` context.  Raises Left, on all ranks, if one is late or
+        has left."""
         return self._meet(value, min(patience_s, self._timeout_s), _LATE)
 
     def fail(self, error: BaseException) -> None:
@@ -138,9 +140,10 @@ class Rounds:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """A context for work that precedes a round: the other ranks wait however long it takes.
+        """A context for work that precedes a round: the other ranks wait for this rank, however long the work takes.
 
-        If it raises, they raise the same error at that round, unless this rank has come to it by then in another call.
+        If the work raises an error, the other ranks raise the same error in that round, unless this rank has by then
+        reached the round in another call.
         """
         if not self.meets or self._busy:
             yield
@@ -150,7 +153,7 @@ class Rounds:
             with self._reached():
                 self._store.set(f"busy/{self.rank}", "1")
             yield
-            if self._said == _FAILED and self.meets:  # it failed before, and then succeeded without a round
+            if self._said == _FAILED and self.meets:  # an earlier call failed, and this one needed no round
                 self._say(_NOTHING, "")
         except BaseException as error:
             if self.meets and not self._knows(error):
@@ -209,7 +212,8 @@ class Rounds:
     def _decided(
         self, mine: Mapping[str, Any], patience_s: float, late: str
     ) -> tuple[dict[int, Any], str, dict[int, str]]:
-        """Return the records of the round and its decision, after adding this rank's own record."""
+        """Add this rank's record to the round, wait for the decision, and return the records, the type of the decision,
+        and rank -> cause for the ranks that caused it."""
         records, waiting, pause = dict[int, Any](), self._waiting(patience_s, late), _PAUSE_S
         self._said = _VALUE
         self._set(str(self.rank), mine)
@@ -228,8 +232,8 @@ class Rounds:
         return records, how, {int(rank): why for rank, why in of.items()}
 
     def _waiting(self, patience_s: float, late: str) -> Callable[[Sequence[int]], Any]:
-        """Return a function that takes the ranks without a record, and returns a decision without them, or None to keep
-        waiting."""
+        """Return a function that takes the ranks without a record, and returns a decision if it is time to stop waiting
+        for them, or else None."""
         began = looked = busy = time.monotonic()
         logged = False
 
@@ -257,7 +261,7 @@ class Rounds:
         return next((rank for rank, process in known.items() if process_of(process[0]) != process), None)
 
     def _say(self, how: str, why: str) -> None:
-        """Set this rank's record in the current round, until it adds another one."""
+        """Set this rank's record in the current round; a later record of the rank replaces it."""
         with self._reached():
             self._pass_known_failure()
             self._set(str(self.rank), {how: why} if how != _NOTHING else {})
@@ -289,7 +293,7 @@ class Rounds:
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
-        """A context for uses of the store, which ends with the rank that serves it."""
+        """A context for uses of the store, which cannot be reached after the rank that serves it has ended."""
         try:
             with reached():
                 yield
@@ -301,7 +305,7 @@ class Rounds:
 
 
 def _of_records(records: Mapping[int, Any], absent: Sequence[int]) -> Any:
-    """Return the decision that the records of a round permit, or None if there is none yet."""
+    """Return the decision that the records of a round permit, or None if the round cannot be decided yet."""
     for how in _FAILED, _LEFT:
         if of := {rank: record[how] for rank, record in records.items() if how in record}:
             return how, of
@@ -309,7 +313,8 @@ def _of_records(records: Mapping[int, Any], absent: Sequence[int]) -> Any:
 
 
 def process_of(number: int) -> list[int]:
-    """Identify a process such that no later process with the same PID is mistaken for it; empty if it has ended."""
+    """Return the PID and the start time of a process, which identify it even if its PID is reused; empty if it has
+    ended."""
     with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
         if state not in "ZX":

@@ -1,9 +1,9 @@
 """Sharing: one copy of the weights per machine, in memory that its ranks map together, or in one file on the SSD.
 
 The memory is a sealed memfd: a file without a name, which disappears when the last process that maps it has ended, for
-whatever reason.  The same is true of the file on the SSD.  It is verified, not assumed, that a weight is the same on all
-ranks: either it is the same part of the same file everywhere, or each rank compares all bytes of its weight with the
-bytes that the first rank has written, once all are written.
+whatever reason.  The file on the SSD has no name either, and disappears in the same way.  The values of a weight are
+known to be equal on all ranks if all ranks would read them from the same range of the same file.  Otherwise each rank
+compares all bytes of its weight with the bytes that the first rank has written, after all weights are written.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ _NAMED = 5
 
 @dataclass(frozen=True, eq=False)
 class LoadRequest:
-    """A weight to place: its name, and ``part``, the range of a file that contains it, or None.
+    """A weight to place.
 
-    ``like``: its new shape, strides and dtype, as a tensor without memory.  ``read_as``: its present dtype.
-    ``source``: where its bytes are to be stored, and in which form.  ``stays``: whether it keeps its memory, or its place
-    in a file on the SSD.
-    ``frees``: bytes of its present memory that are freed.  ``shard``: the part of a weight that it is, or None for a
-    whole weight.
+    ``like``: a meta tensor with the new shape, strides and dtype.  ``read_as``: the present dtype.  ``part``: the file
+    range that contains the weight now, or None.
+    ``source``: the place where the bytes are to be stored, and their form.  ``stays``: whether the weight keeps its
+    present memory or file range.
+    ``frees``: the bytes of present memory that are freed after the move.  ``shard``: identifies the part that this rank
+    has of a weight; None for a whole weight.
     """
 
     name: str
@@ -62,18 +63,18 @@ class LoadRequest:
 
     @property
     def stored(self) -> torch.Tensor:
-        """The tensor that is stored for it, without memory."""
+        """A meta tensor with the shape and dtype in which the weight is stored."""
         return packed_like(self.like) if self.source.compressed else self.like
 
     @property
     def takes(self) -> int:
-        """Bytes of host memory that a copy of it takes in the end."""
+        """Bytes of host memory that the weight takes after the move, in addition to its present memory."""
         return max(0, self.nbytes - self.frees)
 
     @property
     def for_a_moment(self) -> int:
-        """Additional bytes that it takes while it is placed: for a packed weight, its values and the values of the next
-        one."""
+        """Further bytes that the weight takes only while it is placed.  For a packed weight they include its unpacked
+        values and the unpacked values of the next weight."""
         return min(self.nbytes, self.frees) + 2 * self.source.values
 
     @property
@@ -88,8 +89,8 @@ class LoadRequest:
 
     @property
     def origin(self) -> list[Any] | None:
-        """The file range and dtype from which the weight is read, as JSON, or None.  Equal on two ranks if the values are
-        equal."""
+        """The file range and dtype from which the weight is read, as JSON, or None.  If it is equal on two ranks, the
+        values of the weight are equal, too."""
         if (part := self.part) is None:
             return None
         return [part.file.name, part.file.stamp, part.offset, part.nbytes, str(self.read_as)]
@@ -98,13 +99,13 @@ class LoadRequest:
 class SharedPages:
     """The weights of one move that ranks share, in memory or in a scratch file.
 
-    ``writes``: the names of the weights that this rank writes.  For the others, it compares its own values with the
-    written ones, unless both come from the same part of the same file.
+    ``writes``: the names of the weights that this rank writes.  For the other weights, this rank compares its own
+    values with the written values, unless both come from the same range of the same file.
     """
 
     def __init__(self, node: Node, wanted: Sequence[LoadRequest]) -> None:
-        """All ranks create it, each with its own weights.  Raises ChunkflowError if the weights do not fit, or if a rank
-        has ended."""
+        """Every rank creates this object, with its own weights.  Raises ChunkflowError if the weights do not fit, or if
+        a rank has ended."""
         self._node = node
         self._pages: dict[str, SharedMemory] = {}
         self._on_drive: dict[str, tuple[int, LoadRequest]] = {}  # with the offset in the scratch file
@@ -165,14 +166,14 @@ class SharedPages:
 
     @staticmethod
     def _places(weights: Sequence[LoadRequest]) -> list[int]:
-        """Return the offset of each weight, each on its own pages, followed by the total size."""
+        """Return the byte offset of each weight, a page boundary, followed by the total size in bytes."""
         return [*accumulate((whole_pages(weight.nbytes) for weight in weights), initial=0)]
 
     def _assigned(self, weights: Sequence[LoadRequest]) -> frozenset[str]:
         """Return the names of the weights that this rank writes.
 
-        Parts of one file are divided among the ranks in shares of equal bytes, each read by one rank.  The leader writes
-        all others, and also reads the weights that go to the SSD.
+        Weights that all ranks would read from the same file range are divided among the ranks, so that each rank reads
+        about the same number of bytes.  The leader writes all other weights, including all weights that go to the SSD.
         """
         ranks, done = self._node.ranks, 0
         split = {w.name for w in weights if w.name in self._in_one_file and not w.source.file}
@@ -197,7 +198,7 @@ class SharedPages:
         self._scratch.write(self._on_drive[name][0], values)
 
     def same(self, name: str, values: torch.Tensor) -> bool:
-        """Whether ``values`` are those that were written for a weight."""
+        """Whether ``values`` are equal to the values that were written for a weight."""
         written, weight = self.backing(name).host, self._wanted[name]
         equal = name in self.writes or name in self._in_one_file
         if not equal and weight.source.compressed and fits(written):

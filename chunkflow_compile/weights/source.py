@@ -24,16 +24,16 @@ _COMPARED = 1 << 22
 
 
 class WeightFile:
-    """An open file with weights, from which all of them are read.
+    """A file with weights, which is opened once for all of them.
 
-    ``name``: for errors.  ``stamp``: the device and inode numbers and the modification time in ns of a checkpoint, which
-    must not change; None for a scratch file.  ``read_bytes``: bytes read so far.
-    ``left``: addresses of the end pages of weights that were moved from their mappings of the file to private memory; two
+    ``name``: the name of the file in error messages.  ``stamp``: the device and inode numbers and the modification time
+    in ns of a checkpoint, which must not change; None for a scratch file.  ``read_bytes``: bytes read so far.
+    ``left``: addresses of the first and last pages of weights that were moved from file mappings to private memory; two
     weights may share such a page.
     """
 
     def __init__(self, opened: Descriptor | Path, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
-        """``opened``: the open file, or its path; then it is opened at its first use."""
+        """``opened``: the open file, or a path that is opened at its first use."""
         self.name = name
         self.stamp = stamp
         self.read_bytes = 0
@@ -82,14 +82,14 @@ class WeightFile:
     def _direct(self) -> Descriptor | None:
         """The file opened for direct reads, or None if the file system does not support them."""
         try:
-            # a file without a name can be reopened there, too
+            # in /proc, even a file without a name can be reopened
             return Descriptor(os.open(f"/proc/self/fd/{self.descriptor.number}", os.O_RDONLY | os.O_DIRECT))
         except (OSError, AttributeError):
             return None
 
     def _fill(self, number: int, target: memoryview, begin: int, offset: int, nbytes: int) -> None:
-        """Fill ``target`` with the file's bytes from ``begin`` on, at least up to the end of the ``nbytes`` that start at
-        ``offset``."""
+        """Read the file from byte ``begin`` on into ``target``, at least until the ``nbytes`` bytes from ``offset`` on
+        are read."""
         at, end = begin, offset + nbytes
         try:
             while at < end and (count := os.preadv(number, [target[at - begin :]], at)):
@@ -111,7 +111,7 @@ class WeightFile:
             return
         try:
             status = os.fstat(self.descriptor.number)
-        except OSError as error:  # such as a network file system
+        except OSError as error:  # for example on a network file system
             raise ChunkflowError(
                 f"{self._title} cannot be looked at: {error.strerror or error}. Check the drive, and load the model again."
             ) from error
@@ -174,7 +174,7 @@ class DriveBytes:
         return values
 
 
-# A source of the bytes of a copy to the device.
+# The types of sources for copies to the device.
 Bytes = torch.Tensor | DriveBytes | Pieces
 
 

@@ -12,8 +12,8 @@ import torch
 from .bytes import copy_host_bytes, flat_bytes
 from .source import Bytes, take
 
-# Large enough that the copy of one buffer hides the launch of the next, and small enough to be pinned when nothing else
-# can be.
+# Bytes per buffer: large enough that the copy of one buffer hides the launch of the next copy, and small enough to be
+# pinned even if no other memory can be pinned.
 PIECE = 16 << 20
 PIECES = 2
 
@@ -32,7 +32,8 @@ class Staging:
     ) -> None:
         """``allocate``: returns pinned memory of the given size, uint8; raises RuntimeError if it cannot be pinned.
 
-        ``copy``, ``record``: enqueue a copy, and an event after it, on the stream to use.  ``event``: creates an event.
+        ``event``: creates an event.  ``copy``: enqueues a copy on the stream to use.  ``record``: records an event on
+        that stream.
         """
         self._copy = copy
         self._record = record
@@ -80,7 +81,7 @@ class Staging:
 class GpuStagings:
     """Copies tensors between pageable host memory and GPUs, on the caller's current streams.
 
-    One object serves one operation, such as restoring a model; its pinned memory is freed with it.
+    One object serves one operation, such as restoring a model; its pinned memory is freed together with the object.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class GpuStagings:
         return value
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes of a device to a host tensor (uint8, equal sizes)."""
+        """Copy bytes from a device tensor to a host tensor (uint8, equal sizes)."""
         if source.device.type != "cuda" or not (staging := self._of(source.device)).pinned:
             target.copy_(source)
             return

@@ -1,4 +1,4 @@
-"""The protocol by which weights know the placed model that they belong to; ``host_store.py`` implements it."""
+"""The protocol through which weights access the placed model that they belong to; ``host_store.py`` implements it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Export:
 class Store(Protocol):
     """A placed model from the viewpoint of its weights.
 
-    ``buffer`` is a HostBuffer, and ``peers`` are Peers; their modules import this one, hence the type Any.
+    ``buffer`` is a HostBuffer, and ``peers`` are Peers.  Their types here are Any, because their modules import this
+    one.
     """
 
     device: torch.device

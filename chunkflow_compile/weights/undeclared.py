@@ -1,8 +1,8 @@
-"""Detection of writes that the schema of an op does not declare, by their effect.
+"""Detection, by their effect, of writes that the schema of an op does not declare.
 
-Ops in torch's own namespaces declare what they write.  Collectives (``c10d``) and ops of extensions may not, so they get
-copies of the weights and are waited for.  If a copy then differs from its weight, the op has written it, and its values
-are copied to the host memory.
+Ops in torch's own namespaces declare what they write.  Collectives (``c10d``) and ops of extensions may not, so they
+run on copies of the weights, and the caller waits until they finish.  If a copy then differs from its weight, the op
+has written it, and its values are copied to the host memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _DECLARED = frozenset(
 _STATISTICS = frozenset(
     (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
 )
-# Ops that pass the memory of a tensor to other ranks, or write it when another rank sends.  Waiting for that could take
-# forever.
+# Ops that pass the memory of a tensor to other ranks, or write it when another rank sends.  A wait for the other rank
+# might never end.
 _UNSEEN = frozenset(
     (
         "c10d::recv_",
@@ -60,10 +60,10 @@ def wait_for_collective(func: Any, values: Sequence[torch.Tensor]) -> None:
 
 
 def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on copies of its weight arguments, and write what it changed back to the weights.
+    """Run an op on copies of its weight arguments, and write values that the op has changed back to the weights.
 
-    ``kind``: the class of the weights.  Raises ChunkflowError if the op returns other memory of a copy, because a write
-    to that would go unnoticed, or if the op is part of a batch and finishes only with it.
+    ``kind``: the class of the weights.  Raises ChunkflowError if the op returns a view of a copy, because a later write
+    to the view would go unnoticed, or if the op is part of a batch of collectives and finishes only with the batch.
     """
     weights: dict[int, Any] = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
     sends = func.name().partition(".")[0] in _SENDS

@@ -1,20 +1,21 @@
-"""Choice: decides which weights are packed, and which are sharded over the devices of the ranks, by the predicted step.
+"""Choice: decides, by the predicted step time, which weights are packed and which are sharded over the devices of the
+ranks.
 
 Contract
-    On entry: the finest Cut, and a function that plans its problems, within a budget or for a step time.
-    On exit: all weights that can be packed or sharded, or a share of them, or none.  Weights are selected only if this
-    reduces the predicted step (or, when planning for a step time, the bytes on the device) below 1 / ``AS_GOOD`` of the
-    value without it.
+    On entry: the finest Cut, and a function that plans problems of this cut, within a budget or for a step time.
+    On exit: all weights that can be packed or sharded, or a share of them, or none.  Weights are selected only if the
+    predicted step time falls below 1 / ``AS_GOOD`` of its value without the selection.  If plans are made for a step
+    time, the bytes on the device are compared instead.
 
-Packing helps if copies are the bottleneck: only three quarters of the bytes are copied, and more weights fit on the device.
-If copies are hidden anyway, unpacking only costs time.  In between, it is best to pack a share of the weights.  They are
-selected by position in the block, so that equal blocks stay equal.
+Packing helps if copies are the bottleneck: only three quarters of the bytes are copied, and more weights fit on the
+device.  If copies are hidden anyway, unpacking only costs time.  In between, it is best to pack a share of the weights.
+These weights are selected by their position in the block, so that equal blocks stay equal.
 
 Shards occupy device memory under every plan, so a weight that stays on the device as a whole should not be sharded.
 Therefore all weights are sharded first, and then the weights that the plan keeps on the device lose their shards, which
-frees memory for more weights to stay.  If copies from host memory do not share an interconnect with pulls, further weights
-lose their shards, as many as can be copied from the host per step, spread evenly over the step.  These occupy no memory and
-do not use the peers' interconnect.
+frees memory for more weights to stay.  If copies from host memory do not share an interconnect with pulls, further
+weights lose their shards, as many as can be copied from the host per step.  They are spread evenly over the step.
+These weights need no memory for shards and do not use the peers' interconnect.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from .coarsest import AS_GOOD
 # The shares of the weights for which packing is tried.  If copies are nearly hidden, packing a half or a quarter gains up
 # to 5 % of a step.
 _SHARES = (1.0, 0.5, 0.25)
-# In each round, the bytes of the dropped shards are available for further weights to stay.  After this number of rounds,
-# less than 1 % of the weights can be gained.
+# The maximum number of rounds.  In each round, the memory of the dropped shards allows more weights to stay on the
+# device.  More rounds would gain less than 1 % of the weights.
 _ROUNDS = 4
 # The share of the weights by which the number of sharded weights is reduced in each try.
 _SHARE_STEP = 1 / 32
@@ -54,7 +55,8 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 def to_pack(cut: Cut, plan: Callable[[Problem], Plan]) -> frozenset[str]:
-    """The names of the weights to pack.  Raises ChunkflowError if no choice of weights fits in the budget of ``plan``."""
+    """Return the names of the weights to pack.  Raises ChunkflowError if no choice of weights fits in the budget of
+    ``plan``."""
     tries = _Tries(cut, plan, packed)
     if not tries.hidden:
         for names in _positioned(cut):
@@ -65,11 +67,11 @@ def to_pack(cut: Cut, plan: Callable[[Problem], Plan]) -> frozenset[str]:
 def to_peers(
     cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool = True, host_rate: float = 0.0
 ) -> frozenset[str]:
-    """The names of the weights to shard over the devices of ``ranks`` ranks.
+    """Return the names of the weights to shard over the devices of ``ranks`` ranks.
 
-    ``budget``: whether plans are made for a budget.  Otherwise a plan is the smallest one for a step time, and the bytes on
-    the device are compared.  ``host_rate``: bytes/s of copies from host memory during pulls, or 0 if both share an
-    interconnect.  Raises like :func:`to_pack`.
+    ``budget``: whether plans are made for a budget.  Otherwise a plan is the smallest one for a step time, and the
+    bytes on the device are compared.  ``host_rate``: bytes/s of copies from host memory during pulls, or 0 if copies
+    and pulls share an interconnect.  Raises like :func:`to_pack`.
     """
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget)
     if tries.hidden:
@@ -86,10 +88,11 @@ def to_peers(
 
 
 def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool = True) -> frozenset[str]:
-    """The names of the weights to keep sharded in a coarser cut.  They were chosen for a finer cut.
+    """Return the names of the weights to keep sharded in a coarser cut.  They were chosen for a finer cut.
 
-    In a coarser cut, more bytes have to be pulled in each gap, and may no longer fit in it.  A weight without shards uses
-    no time of the peers' interconnect; it stays on the device as long as there is memory.  Arguments as in to_peers.
+    In a coarser cut, more bytes must be pulled in each gap between collectives, and these bytes may no longer fit in
+    the gap.  A weight without shards uses no time of the peers' interconnect; it stays on the device as long as there
+    is memory.  The arguments are the same as for to_peers.
     """
     names = frozenset(w.name for w in cut.problem.weights if w.source.sharded)
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget, names)
@@ -103,7 +106,8 @@ def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget
 
 
 def _without_kept(names: frozenset[str], tried: Plan | None, tries: _Tries) -> tuple[frozenset[str], Plan | None]:
-    """The weights to shard without the ones that their plan keeps on the device, and the plan for this choice."""
+    """Remove the weights that the plan keeps on the device from the weights to shard.  Return the remaining weights and
+    the plan for them."""
     for _ in range(_ROUNDS):
         kept = _kept(tried, names) if tried is not None else frozenset[str]()
         if not kept:
@@ -114,8 +118,8 @@ def _without_kept(names: frozenset[str], tried: Plan | None, tries: _Tries) -> t
 
 
 def _from_host(cut: Cut, names: frozenset[str], plan: Plan, rate: float) -> frozenset[str]:
-    """The weights that are copied from the host instead, while the others are pulled, spread over the order in which they
-    are read.
+    """Choose the weights to copy from host memory while the others are pulled.  These weights are spread over the order
+    in which weights are read.
 
     For a block that is planned with several repetitions, the share is computed over all repetitions.
     """
@@ -126,13 +130,14 @@ def _from_host(cut: Cut, names: frozenset[str], plan: Plan, rate: float) -> froz
 
 
 def _by_use(cut: Cut, names: frozenset[str]) -> tuple[list[str], dict[str, int]]:
-    """The weights in the order in which they are read, and their bytes."""
+    """Return the weights in the order in which they are read, and their bytes."""
     weights = sorted((w for w in cut.problem.weights if w.name in names), key=lambda w: (w.uses[0], w.name))
     return [w.name for w in weights], {w.name: w.nbytes for w in weights}
 
 
 def _kept(plan: Plan, names: frozenset[str]) -> frozenset[str]:
-    """The weights that stay on the device as a whole.  For repeated blocks, this must hold in most of the repetitions."""
+    """Return the weights that stay on the device as a whole.  For repeated blocks, a weight must stay in most of the
+    repetitions."""
     turns, kept = Counter[str](), Counter[str]()
     for weight in plan.weights:
         name = weight.name if weight.name in names else before_repeating(weight.name)
@@ -142,7 +147,8 @@ def _kept(plan: Plan, names: frozenset[str]) -> frozenset[str]:
 
 
 def _largest_share(cut: Cut, able: frozenset[str], tries: _Tries) -> frozenset[str]:
-    """The largest share of the weights whose shards fit in the budget, spread over the order in which they are read."""
+    """Return the largest share of the weights whose shards fit in the budget, spread over the order in which they are
+    read."""
     order, nbytes = _by_use(cut, able)
     fits, low, high = frozenset[str](), 0.0, 1.0
     for _ in range(_HALVINGS):
@@ -171,7 +177,7 @@ class _Tries:
         already packed or sharded in the cut."""
         self.best, self.hidden, self._least = names, False, math.inf
         self._cut, self._plan, self._form, self._budget = cut, plan, form, budget
-        with contextlib.suppress(ChunkflowError):  # it may fit when it is packed
+        with contextlib.suppress(ChunkflowError):  # the cut may fit in the budget once it is packed
             given = plan(cut.problem)
             assert given.predicted is not None
             self.hidden = budget and given.predicted.step_s <= AS_GOOD * given.predicted.resident_step_s
@@ -192,18 +198,19 @@ class _Tries:
 
 
 def peers_of(cut: Cut, plan: Plan) -> frozenset[str]:
-    """The weights that are sharded in a plan for this cut."""
+    """Return the weights that are sharded in a plan for this cut."""
     return streamable(cut) & {w.name for w in plan.weights if w.source.sharded}
 
 
 def planned_for(cut: Cut, plan: Plan) -> frozenset[str]:
-    """The weights that are packed in a plan for this cut."""
+    """Return the weights that are packed in a plan for this cut."""
     nbytes = {w.name: w.nbytes for w in cut.problem.weights}
     return frozenset(w.name for w in plan.weights if w.name in packable(cut) and w.nbytes != nbytes[w.name])
 
 
 def _positioned(cut: Cut) -> Iterator[frozenset[str]]:
-    """Sets of weights: all of them, and shares that are spread over each block."""
+    """Yield sets of weights to pack: all weights that can be packed, then shares of them that are spread over each
+    block."""
     able = packable(cut)
     positions = _positions(cut.problem)
     order = list(dict.fromkeys(positions[w.name] for w in cut.problem.weights if w.name in able))
@@ -214,7 +221,8 @@ def _positioned(cut: Cut) -> Iterator[frozenset[str]]:
 
 
 def _positions(problem: Problem) -> dict[str, tuple[str, str]]:
-    """For each weight name, the list that contains its block, and its name inside the block."""
+    """Map the name of each weight to a pair: the name of the module list that contains its block, and its name inside
+    the block."""
     positions = dict[str, tuple[str, str]]()
     for region in problem.regions:
         for name in region.weights:
@@ -225,7 +233,7 @@ def _positions(problem: Problem) -> dict[str, tuple[str, str]]:
 
 
 def _spread(order: Sequence[_Item], nbytes: Mapping[_Item, int], share: float) -> Iterator[_Item]:
-    """Items with about this share of all bytes, spread over their order."""
+    """Yield items that have about this share of all bytes and are spread evenly over ``order``."""
     due = 0.0
     for item in order:
         due += share * nbytes[item]

@@ -1,12 +1,13 @@
-"""Coarsest: finds the coarsest cut whose plan is not worse.
+"""Coarsest: finds the coarsest cut whose plan is not worse than the plan of the finest cut.
 
 Contract
     On entry: the finest Cut, and a function that plans its problems.
     On exit: the groups of regions (coarsen.py) of the coarsest cut whose predicted step is at most ``AS_GOOD`` times as
-    long as with the finest cut.  If the finest cut does not fit, the coarsest cut that fits because it has fewer
-    activations.  Without a budget, a plan is the smallest one for a step time; then the cut may also need more memory on
-    the device than the finest one, but only by the same share of the weights.  A block of a model is judged by planning
-    several of its repetitions, with at most ``MOST_REGIONS`` regions.
+    long as with the finest cut.  If the finest cut does not fit in the budget, the result is the coarsest cut that fits
+    because it has smaller activations.  Without a budget, plans are the smallest plans for a step time.  Then the plan
+    of the cut may need more memory on the device than the plan of the finest cut, by at most ``AS_GOOD - 1`` times the
+    weight bytes.  A block of a model is judged by planning several of its repetitions, with at most ``MOST_REGIONS``
+    regions.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from chunkflow_compile.passes.graph.traced import Repeats
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
-# The margin, 0.5 %, is a tenth of the error of predictions.
+# The margin of 0.5 % is a tenth of the typical prediction error.
 AS_GOOD = 1.005
-# The maximum bytes of streamed weights per region, coarse first: whole blocks, then halves and quarters of large ones.
+# The maximum bytes of streamed weights per region, coarse first: whole blocks, then halves and quarters of large
+# blocks.
 _MOST = (None, 256 << 20, 128 << 20)
 # Planning this number of regions takes a third of a second on a slow core.
 MOST_REGIONS = 72
 
 
 class MakePlan(Protocol):
-    """Plans a problem for a goal.  Raises ChunkflowError if there is no plan.  ``ends``: see Plan.check_problem."""
+    """Plans a problem for a goal.  Raises ChunkflowError if there is no plan.  ``ends``: as in Plan.check_problem."""
 
     def __call__(self, problem: Problem, *, goal: Goal, ends: Sequence[int] | None = None) -> Plan: ...
 
 
 def judged(finest: Problem, repeats: Repeats | None, goal: Goal, plan: MakePlan) -> Callable[[Problem], Plan]:
-    """A function that plans a problem in the way in which the graph will run: by itself, or repeatedly with other blocks of
-    its type.
+    """Return a function that plans a problem in the way in which the graph will run: by itself, or repeatedly with
+    other blocks of its type.
 
     ``finest``: problem of the finest cut.  ``repeats``: blocks of the same type, if the graph is one of them; then plans
     are made for their common goal.  Otherwise plans are made for ``goal``.
@@ -52,7 +54,7 @@ def judged(finest: Problem, repeats: Repeats | None, goal: Goal, plan: MakePlan)
 
 
 def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> Groups:
-    """The groups of the coarsest cut that is about as good as the finest one.
+    """Return the groups of the coarsest cut that is about as good as the finest cut.
 
     ``planned``: see :func:`judged`.  ``budget``: whether plans are made for a budget.
     """
@@ -74,7 +76,7 @@ def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> G
 
 
 def candidates(finest: Cut) -> Iterator[Groups]:
-    """The groupings to try, coarsest first."""
+    """Yield the groupings to try, coarsest first."""
     yield from dict.fromkeys(grouped(finest, most) for most in _MOST)
 
 
@@ -86,7 +88,7 @@ def _as_good(plan: Plan, best: Plan, budget: bool) -> bool:
 
 
 def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Problem) -> Plan:
-    """The plan for several programs of this problem, one after the other."""
+    """Return the plan for several programs of this problem that run one after the other."""
     count, goal = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.goal
     if goal.memory is not None:
         # activations and the memory for streamed weights do not grow with the number of repetitions

@@ -1,9 +1,10 @@
 """Curve: predicted step time against memory, one point per chunk of memory.
 
-Candidates are built for every number of resident chunks without a limit on the memory for the others, and for no resident
-chunks under lower and lower limits.  Each is simulated and its slots are assigned.  A plan that fits in a budget fits in
-every larger one, so each point of the curve is the best step of all plans that fit, and the curve never rises.  It ends
-with all weights resident.
+There are two series of candidates.  In the first series, the number of resident chunks varies, and there is no limit on
+the memory for the other chunks.  In the second series, no chunks are resident, and the limit becomes smaller and
+smaller.  Each candidate is simulated, and its slots are assigned.  A plan that fits in a budget also fits in every
+larger budget.  So each point of the curve is the shortest step time of all plans that fit, and the curve never rises.
+At the end of the curve, all weights are resident.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int, arena: i
 
 
 def on_grid(plans: Iterable[Point], chunk_bytes: int) -> list[Point]:
-    """The curve: points one chunk apart, from the minimum memory on, each with the best step.  At the last point, all
-    weights are resident."""
-    ordered = sorted(plans, key=lambda p: (p.memory, -p.step_s))  # the last is all resident
+    """Return the curve as points one chunk of memory apart, beginning with the minimum memory.  Each point has the
+    shortest step time for its memory.  At the last point, all weights are resident."""
+    ordered = sorted(plans, key=lambda p: (p.memory, -p.step_s))  # in the last plan, all weights are resident
     points, best, i = [], ordered[0].step_s, 0
     memory, end = ordered[0].memory, ordered[-1]
     while memory < end.memory:

@@ -1,11 +1,13 @@
-"""Exchanging: into how many groups of heads the exchanges around attention are divided, by the predicted step.
+"""Exchanging: chooses, by the predicted step time, the number of groups of heads into which the exchanges around
+attention are divided.
 
 Contract
-    On entry: a Traced, and how it is cut and planned.
-    On exit: the number of groups, the same for all blocks, and why it is that one in a sentence.  More groups than one are
-    chosen only if they make the predicted step shorter by :data:`LEAST_GAIN`.
+    On entry: a Traced, and functions that cut and plan it.
+    On exit: the number of groups, which is the same for all blocks, and the reason as a clause.  Several groups are
+    chosen only if they shorten the predicted step by at least the share :data:`LEAST_GAIN`.
 
-Which numbers are worth a plan is found with all weights resident, where a step takes a moment to predict.
+First, the best number of groups is found with all weights resident, because this prediction is fast.  Then only two
+plans are compared: with this number of groups, and with whole exchanges.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ from chunkflow_compile.passes.graph.head_groups import in_head_groups, possible_
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.plan import Plan
 
-# Share of the step that groups must be predicted to save.  Predictions are off by as much.
+# The minimum share of the step time that groups must be predicted to save.  Predictions have errors of this size.
 LEAST_GAIN = 0.03
-# More groups than these hide at most a sixteenth more of the exchanges, and their attention is in kernels of few heads.
+# The maximum number of groups.  More groups would hide at most another sixteenth of the exchanges, and each attention
+# kernel would compute only a few heads.
 MOST_GROUPS = 8
 
 
 @dataclass(frozen=True)
 class GroupChoice:
-    """``groups``: the number, 1 if exchanges stay whole.  ``why``: a clause."""
+    """A number of groups with its reason.  ``groups``: number of groups; 1 if exchanges stay whole.  ``why``: reason,
+    as a clause."""
 
     groups: int
     why: str
@@ -37,10 +41,10 @@ class GroupChoice:
 def choose_groups(
     traced: Traced, resident_s: Callable[[Traced], float], planned: Callable[[Traced], Plan]
 ) -> GroupChoice:
-    """The number of groups for a graph.
+    """Choose the number of groups for a graph.
 
-    ``resident_s``: predicts the step of a graph with all weights resident.  ``planned``: cuts and plans a graph; raises
-    ChunkflowError if no plan meets the goal.
+    ``resident_s``: function that predicts the step time of a graph, in seconds, with all weights resident.
+    ``planned``: function that cuts and plans a graph; it raises ChunkflowError if no plan meets the goal.
     """
     try:
         possible = possible_groups(traced)
@@ -61,9 +65,11 @@ def choose_groups(
 def _best(
     traced: Traced, divided: Iterable[tuple[int, Traced]], resident_s: Callable[[Traced], float]
 ) -> tuple[int, Traced, float, float]:
-    """The number of groups with the shortest step, its graph and step, and the step with whole exchanges.
+    """Find the number of groups with the shortest step.  Return this number, its graph, its step time in seconds, and
+    the step time in seconds with whole exchanges.
 
-    A number with a longer step than whole exchanges ends the search: with more groups, kernels are smaller still.
+    The search ends at the first number whose step is longer than with whole exchanges, because more groups would make
+    kernels even smaller.
     """
     whole_s, found = resident_s(traced), list[tuple[float, int, Traced]]()
     for count, graph in divided:
@@ -75,12 +81,12 @@ def _best(
 
 
 def _compared(traced: Traced, divided: Traced, groups: int, planned: Callable[[Traced], Plan]) -> GroupChoice:
-    """The choice between whole exchanges and groups, under the goal."""
+    """Choose between whole exchanges and ``groups`` groups by their plans for the goal."""
     found = dict[int, float]()
     for count, graph in ((1, traced), (groups, divided)):
         try:
             plan = planned(graph)
-        except ChunkflowError:  # the other may fit
+        except ChunkflowError:  # the other graph may fit in the budget
             continue
         assert plan.predicted is not None
         found[count] = plan.predicted.step_s
@@ -97,9 +103,10 @@ def _relative(step_s: float, whole_s: float) -> str:
 
 
 def groups_of_problem(traced: Traced, problem: str, digest: Callable[[Traced], str]) -> GroupChoice:
-    """The number of groups with which a graph is the problem with the digest ``problem``; 1 if there is none.
+    """Find the number of groups for which the problem of a graph has the digest ``problem``.  If there is no such
+    number, return the choice of whole exchanges.
 
-    ``digest``: returns the digest of the problem of a graph.
+    ``digest``: function that returns the digest of a graph's problem.
     """
     with contextlib.suppress(NoGroups):
         for count in possible_groups(traced):

@@ -2,9 +2,10 @@
 
 Contract
     On entry: a Problem and a Hardware.  The result depends on nothing else: no tensors, clocks or devices.
-    On exit: every weight has a home and a reason.  A streamed weight has a slot and a window for each streamed chunk.
-    Chunks that are live in the same window never share bytes.  The same arguments give the same Plan, byte for byte.
-    ``memory`` is a hard limit: if no plan fits, place raises ChunkflowError with the minimum memory.
+    On exit: every weight has a home and a reason.  A streamed weight has a slot, and each of its streamed chunks has a
+    window.  Chunks that are live in the same window never share bytes.  The same arguments give the same Plan, byte for
+    byte.  The budget (``goal.memory``) is a hard limit: if no plan fits, place raises ChunkflowError with the minimum
+    memory.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from .windows import as_windows
 
 # The policies whose plans depend on the budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
-# The numbers of regions by which copies may be ahead of compute, in the order in which they are tried, for a call in which
-# every weight is streamed and memory is limited.
+# For a call in which every weight is streamed and memory is limited: the numbers of regions by which copies may be
+# ahead of compute, in the order in which they are tried.
 _WINDOWS_AHEAD = (8, 4, 2, 1)
 
 
@@ -52,14 +53,14 @@ def place(
     """Decide the home, slot and windows of every weight.
 
     ``part``: whether the program is a part of a model, so that other parts run in the same arena before it runs again.
-    Then every weight is streamed, and no copy is for the next call.  ``like``: a plan for the same goal and a problem of
-    the same structure (with other sizes).  Its placement is reused if it meets the goal, so that the two programs can
-    alternate without a cold start.  ``inside``: whether resident weights are placed in the arena, too.  Other programs also
-    use the arena, so the total of all weights never exceeds the largest plan.  ``outside``: bytes of weights on the device
-    that the program does not read.  They count against the budget, as do the largest weight that a region unpacks, this
-    rank's shards, and activations if the budget covers them.  ``arena``: size in bytes that the arena has in any case,
-    because another program of the model runs in it.  ``timings``: measurements of the problem, used instead of the rates in
-    the profile.  ``joins``: joins of the plan.
+    Then every weight is streamed, and no copy is for the next call.  ``like``: a plan for the same goal and a problem
+    of the same structure (with other sizes).  Its placement is reused if it meets the goal, so that the two programs
+    can alternate without a cold start.  ``inside``: whether resident weights are placed in the arena, too.  Other
+    programs also use the arena, so the total of all weights never exceeds the largest plan.  ``outside``: bytes of
+    weights on the device that the program does not read.  They count against the budget, as do the largest weight that
+    a region unpacks, this rank's shards, and activations if the budget covers them.  ``arena``: minimum size of the
+    arena in bytes, because another program of the model runs in it.  ``timings``: measurements of the problem, used
+    instead of the rates in the profile.  ``joins``: as in :class:`Plan`.
 
     Raises ChunkflowError if the budget is below the minimum that the program needs, or if the timings belong to another
     problem.
@@ -93,7 +94,8 @@ def place(
 def least_memory(
     problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0, arena: int = 0, part: bool = False
 ) -> int:
-    """The minimum weight bytes on the device for which there is a plan.  ``outside``, ``arena``, ``part``: see place."""
+    """Return the minimum weight bytes on the device for which there is a plan.  ``outside``, ``arena``, ``part``: see
+    place."""
     outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
     return PlanBuilder(planner, arena=arena).minimal(part)[1]
@@ -111,7 +113,7 @@ def _policy_windows(planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier
 
 
 def _prefix(planner: Planner, builder: PlanBuilder) -> Plan:
-    """The layerwise plan with as many of the first blocks resident as fit in the budget."""
+    """Return the layerwise plan with as many of the first blocks resident as fit in the budget."""
     if planner.goal.memory is None:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give weight_memory=BYTES.")
     placed = layerwise(planner.problem, planner.chunks)
@@ -133,7 +135,7 @@ def _smallest(planner: Planner, builder: PlanBuilder) -> Plan:
 
 
 def _taken_over(planner: Planner, builder: PlanBuilder, like: Plan) -> Plan | None:
-    """The placement of ``like`` for this problem, or None if it does not meet the goal."""
+    """Return the plan for this problem with the placement of ``like``, or None if this plan does not meet the goal."""
     kept = as_windows(planner.chunks, [None] * len(planner.chunks), planner.count)
     slots = {w.name: w.offset for w in like.streamed if w.offset is not None}
     plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers, slots)
@@ -145,14 +147,14 @@ def _taken_over(planner: Planner, builder: PlanBuilder, like: Plan) -> Plan | No
 
 
 def _within_call(planner: Planner, builder: PlanBuilder) -> Plan:
-    """A plan in which every weight is streamed, and arrives in time where that is possible without copies in the previous
-    call."""
+    """Return a plan in which every weight is streamed and no copy is issued in the previous call.  Weights arrive in
+    time wherever this is possible."""
     memory = planner.goal.memory
     wanted = planner.latest(planner.chunks)
     early = planner.play([max(0, window) for window in wanted])
     if memory is None or builder.slots(early) <= memory:
         return builder.candidate(early)
-    # as early as memory allows: while a region computes, the weights of the following ones are copied
+    # copy as early as memory allows: while a region computes, the weights of the following regions are copied
     for ahead in _WINDOWS_AHEAD:
         later = [max(0, c.first - ahead, w) for c, w in zip(planner.chunks, wanted, strict=True)]
         if builder.slots(candidate := planner.play(later)) <= memory:
@@ -161,7 +163,7 @@ def _within_call(planner: Planner, builder: PlanBuilder) -> Plan:
 
 
 def _minimal(planner: Planner, builder: PlanBuilder, memory: int, part: bool = False) -> Candidate:
-    """The smallest placement.  Raises BudgetError if it exceeds ``memory``.  ``part``: see place."""
+    """Return the smallest placement.  Raises BudgetError if it exceeds ``memory``.  ``part``: see place."""
     smallest, floor = builder.minimal(part)
     if memory < floor:
         finer = "cut finer regions with a smaller group_bytes"
@@ -217,23 +219,24 @@ class PlanBuilder:
         return self.plan(windows, hard, candidate.slots)
 
     def slots(self, candidate: Candidate, quick: bool = False) -> int:
-        """Weight bytes on the device for a candidate, including gaps between slots.  ``quick``: whether to assign slots
-        with fewer tries."""
+        """Return the weight bytes on the device for a candidate, including gaps between slots.  ``quick``: whether to
+        assign slots with fewer tries."""
         windows = as_windows(self.planner.chunks, candidate.placed, self.planner.count)
         streamed = self._streamed(windows)
         return self._arena(windows, streamed, candidate.slots, quick)[1] + self._outside(streamed)
 
     def minimal(self, part: bool = False) -> tuple[Candidate, int]:
-        """The placement in which each copy starts in the window of its first reader, and the minimum bytes of any plan.  For
-        a ``part`` (see place), only plans in which every weight is streamed are considered."""
+        """Return the placement in which each copy starts in the window of the weight's first reader, and the minimum
+        weight bytes on the device of any plan.  For a ``part`` (see place), only plans in which every weight is
+        streamed are considered."""
         smallest = self.planner.play([c.first for c in self.planner.chunks])
         return smallest, min(map(self.slots, (smallest,) if part else (smallest, self.planner.all_resident)))
 
     def plan(
         self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], slots: Mapping[str, int] | None = None
     ) -> Plan:
-        """Build a plan.  ``hard``: barriers.  ``slots``: slots of a candidate or a plan with the same windows, or None to
-        assign them."""
+        """Build a plan.  ``hard``: barriers.  ``slots``: slots from a candidate or a plan with the same windows, or
+        None to assign new slots."""
         streamed = self._streamed(windows)
         at, arena = self._arena(windows, streamed, slots)
         held = {w: b.collective for b in reversed(hard) for w in b.weights}
@@ -276,7 +279,8 @@ class PlanBuilder:
         return [w for w, chunks in placed if chunks and (self.inside or any(k is not None for k in chunks))]
 
     def _outside(self, streamed: list[Weight]) -> int:
-        """Bytes of weights without a slot, of weights that the program does not read, and of this rank's shards."""
+        """Return the bytes on the device outside the arena: weights without a slot, weights that the program does not
+        read, and this rank's shards."""
         problem = self.problem
         return self.planner.outside + problem.piece_bytes + problem.total_bytes - sum(w.nbytes for w in streamed)
 
@@ -287,7 +291,8 @@ class PlanBuilder:
         slots: Mapping[str, int] | None,
         quick: bool = False,
     ) -> tuple[dict[str, int], int]:
-        """The offset of each weight in the arena, and the size of the arena.  Weights without a slot are above the others."""
+        """Return the offset of each weight in the arena, and the size of the arena.  Weights that have no slot in
+        ``slots`` are placed above the others."""
         if slots is None:
             lifetimes = [self._lifetime(w, windows[w.name]) for w in streamed]
             offsets, arena = assign_slots(lifetimes, self.planner.count, quick)
@@ -300,7 +305,8 @@ class PlanBuilder:
         return at, max(arena, self.least_arena)
 
     def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
-        """The lifetime of a weight: each chunk is live from the opening of its window to the end of its last reader."""
+        """Return the lifetime of a weight: each chunk is live from the opening of its window to the end of its last
+        reader."""
         count, chunk_bytes = self.planner.count, self.planner.simulator.chunk_bytes
         first, last = weight.uses[0], weight.uses[-1]
         pieces = []

@@ -1,10 +1,10 @@
 """Policies: the placements of other systems, expressed as windows, for comparison.
 
-``layerwise``: while a block computes, the whole next block is prefetched (SGLang; diffusers' group offload copies more in
-each call, see simulate/group_offload.py).  ``layerwise-barrier``: in addition, compute waits for the next block before the
-first collective of the current one, so that no copy overlaps with this and later collectives (the baseline in the paper's
-reference code).  ``layerwise-prefix``: layerwise, with as many of the first blocks resident as fit in the budget.  Weights
-outside blocks are resident.
+``layerwise``: while a block computes, the whole next block is prefetched (SGLang; diffusers' group offload copies more
+in each call, see simulate/group_offload.py).  ``layerwise-barrier``: in addition, compute waits for the copies of the
+next block before the first collective of the current block, so that no copy overlaps with this collective or with later
+collectives (the baseline in the paper's reference code).  ``layerwise-prefix``: layerwise, with as many of the first
+blocks resident as fit in the budget.  Weights outside blocks are resident.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .windows import Chunk
 
 
 def block_regions(problem: Problem) -> list[tuple[int, int]]:
-    """The first and the last region of each block, in order."""
+    """Return the first and the last region of each block, in order."""
     bounds = []
     for name, group in groupby(problem.regions, key=lambda r: r.block):
         members = [r.index for r in group]
@@ -29,8 +29,8 @@ def block_regions(problem: Problem) -> list[tuple[int, int]]:
 
 
 def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
-    """A window for each chunk: the first window of the previous block.  For the first block, it is the first window of the
-    last block.
+    """Return a window for each chunk: the first window of the block before the chunk's block.  For chunks of the first
+    block, it is the first window of the last block, in the previous step.
 
     The window is None for a chunk whose readers are not all in one block.
     """

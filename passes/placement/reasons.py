@@ -9,7 +9,7 @@ from .search import Planner
 
 
 def reason(planner: Planner, weight: Weight, windows: Windows, slack: float | None, barrier: str | None = None) -> str:
-    """The reason for the placement of ``weight``.
+    """Return the reason for the placement of ``weight``.
 
     ``slack``: predicted seconds from its arrival to its first reader; negative if the reader waits.  ``barrier``:
     collective that is delayed until the weight has arrived.

@@ -1,9 +1,10 @@
 """Residency: the order in which chunks should become resident, by the stall time that each saves.
 
-A resident weight shortens the stall of its region by the copy time of the weight.  If the stall is longer than all copies
-of the region's own weights, the rest is charged to the previous regions, whose copies delay the queue.  Weights that save
-the same are ordered by a golden-ratio sequence over the step, so that every prefix of the order is spread evenly over the
-blocks.  Weights in host memory come before weights on the devices of the ranks, because they save more copy time per byte.
+A resident weight shortens the stall of its region by the copy time of the weight.  If the stall is longer than all
+copies of the region's own weights, the rest is charged to the previous regions, whose copies delay the queue.  Weights
+that save the same stall time are ordered by a golden-ratio sequence over the step, so that every prefix of the order is
+spread evenly over the blocks.  Weights in host memory come before weights on the devices of the ranks, because they
+save more copy time per byte.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _GOLDEN = 0.6180339887498949
 
 
 def rank(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> list[int]:
-    """The indices of ``chunks`` in the order in which they should become resident.  The chunks of a weight are adjacent.
+    """Return the indices of ``chunks`` in the order in which they should become resident.  The chunks of a weight are
+    adjacent.
 
     ``chunks``: chunks in order of use.  ``stalls``: for each region, the seconds that it waits for its weights if little is
     prefetched.
@@ -34,7 +36,8 @@ def rank(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> list[int]:
 
 
 def _useful_share(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> dict[int, float]:
-    """For each region, the share of its weights' copy time that would reduce stalls if the weights were resident."""
+    """Map each region to a share of its weights' copy time: the share by which stalls would become shorter if these
+    weights were resident."""
     copy: dict[int, float] = {}
     for chunk in chunks:
         copy[chunk.first] = copy.get(chunk.first, 0.0) + chunk.seconds

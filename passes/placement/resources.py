@@ -19,8 +19,9 @@
     SSD           reads                                run one at a time, in the order of their copies
     ring          a read, until its copy has ended     a read waits for the copies out of its slot, a copy for its read
 
-A user's own copies to the device queue with ours (docs/benchmarks/h200.md).  It is not known when they occur, so the
-timeline does not simulate them.  A copy is from host memory, a pull from the devices of the other ranks.
+If user code copies to the device, its copies share the queue with ChunkFlow's copies (docs/benchmarks/h200.md).  It is
+not known when such copies occur, so the timeline does not simulate them.  A copy is from host memory, a pull from the
+devices of the other ranks.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ Op = TypeVar("Op")
 
 
 def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
-    """For pairs of uses that slow each other down, the factor by which the first takes longer while the second is in
-    flight.
+    """Return, for pairs of uses that slow each other down, the factor by which the first use takes longer while the
+    second use is in flight.
 
-    A region and a collective are such a pair only if the region is attention and kernels move the bytes of the collective.
+    The factors between a region and a collective apply only if the region is attention and kernels move the bytes of
+    the collective.
     """
     beside, together = 2.0 if hardware.shared_link else 1.0, hardware.attention_slowdown
     return {
@@ -90,8 +92,8 @@ class ReadUse:
 class Queue(Generic[Op]):
     """Ops that occupy a resource one at a time, in the order of issue.
 
-    ``left``: remaining seconds of the first op with nothing else in flight; IDLE if there is none, or if it waits for
-    another resource.  ``newest``: number of the newest op by weight or collective.
+    ``left``: remaining seconds of the first op if nothing else is in flight; IDLE if there is no op, or if the first op
+    waits for another resource.  ``newest``: for each weight or collective, the number of its newest op.
     """
 
     def __init__(self) -> None:
@@ -130,7 +132,8 @@ class Drive:
         self.ops.append((read, after))
 
     def begin(self, now: float, copied: int) -> None:
-        """Begin the next read, if no read is running and it need not wait.  ``copied``: number of copies that have ended."""
+        """Begin the next read, if no read is running and the copies that the next read waits for have ended.
+        ``copied``: number of copies that have ended."""
         if self.left == IDLE and self.ops and self.ops[0][1] <= copied:
             self.start, self.left = now, self.ops[0][0].read_s
 

@@ -1,8 +1,9 @@
-"""Search: finds the number of resident chunks, and the memory for streaming the others, for a goal.
+"""Search: finds, for a goal, the number of resident chunks and the memory for streaming the other chunks.
 
-A candidate is defined by (residents, limit, hard): the first ``residents`` chunks of the ranking are resident.  The others
-get windows such that at most ``limit`` bytes are live at the same time.  ``hard`` adds a barrier before each collective, so
-that no copy overlaps with it.  Candidates are compared only by simulating them on the timeline.
+A candidate is defined by (residents, limit, hard): the first ``residents`` chunks of the ranking are resident.  The
+other chunks get windows such that at most ``limit`` bytes are live at the same time.  ``hard`` adds a barrier before
+each collective, so that no copy overlaps with the collective.  Candidates are compared only by simulating them on the
+timeline.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from .residency import rank
 from .timeline import Simulator, Timeline
 from .windows import Chunk, Link, as_windows, chunks_of, fit, fit_slots, latest, link_of, live_bytes
 
-# Steps that differ by less than this share of the resident step count as equal.  Then strain decides, then memory.
+# Steps that differ by less than this share of the resident step count as equal.  Of equal steps, the step time under
+# strain decides, then the memory.
 SAME_STEP = 1e-3
-# Predictions have an error of some percent.  Of equal steps, the one that is shortest if copies take STRAIN times as long
-# is chosen.  For this comparison, times that differ by less than SAME_STRAIN of the resident step count as equal.
+# Predictions have an error of some percent.  Among candidates with equal steps, the one whose step is shortest if
+# copies take STRAIN times as long is chosen.  For this comparison, times that differ by less than SAME_STRAIN of the
+# resident step count as equal.
 STRAIN = 1.2
 SAME_STRAIN = 5e-3
 # The relative floating-point error of sums of a thousand spans.
 ROUNDING = 1e-9
 _SAMPLES = 8
 _HALVINGS = 6
-# Candidates with slots are searched within 1/32 of the chunks around the number of residents of the fastest candidate
-# without slots.
+# Candidates with slots are searched near the fastest candidate without slots: their numbers of resident chunks differ
+# from its number by at most about 1/32 of all chunks.
 _NEAR = 32
 
 
@@ -93,7 +96,7 @@ class Planner:
         self.resident = simulator.play(self.scheduler.step({}))
         self.links: dict[Lane, Link] = {use: link_of(self.resident, simulator, joins, use) for use in LANES}
         longest = max((c.seconds for c in self.chunks), default=0.0)
-        self.margin = longest  # one chunk: an unforeseen neighbouring copy may cause this delay
+        self.margin = longest  # copy time of one chunk: an unexpected copy directly before may cause this delay
         self.ranking = self._rank()
         self._resident_sums = [0, *accumulate(self.chunks[i].nbytes for i in self.ranking)]
         self._whole_sums = self._sums_of_whole_weights()
@@ -103,15 +106,16 @@ class Planner:
         self._slower = simulator.with_slower_copies(STRAIN)
 
     def floor(self, residents: int = 0) -> int:
-        """The minimum weight bytes on the device with which the program can run, before slots are assigned."""
+        """Return the minimum weight bytes on the device with which the program can run, before slots are assigned."""
         streaming = self._resident_sums[residents] + self._least(residents)
         return self.kept_bytes + max(streaming, self._whole_sums[residents] + self.arena)
 
     def candidate(
         self, residents: int, limit: int | None, hard: bool = False, slotted: bool = False
     ) -> Candidate | None:
-        """The candidate, or None if a single region reads more than ``limit``.  ``slotted``: whether to choose windows by
-        slots; then the result is None if the slots need more than ``limit``."""
+        """Return the candidate, or None if a single region reads more than ``limit`` bytes.  ``slotted``: whether to
+        assign slots first and to derive the windows from them; then the result is also None if the slots need more than
+        ``limit`` bytes."""
         key = (residents, limit, hard, slotted)
         if key not in self._known:
             wanted = self._latest(residents)
@@ -123,7 +127,7 @@ class Planner:
         return self._known[key]
 
     def within(self, memory: int, residents: int, hard: bool = False, slotted: bool = False) -> Candidate | None:
-        """The candidate with ``residents`` resident chunks, whose other chunks are streamed through the rest of
+        """Return the candidate with ``residents`` resident chunks, whose other chunks are streamed through the rest of
         ``memory``."""
         room = memory - self.kept_bytes
         if room < self._whole_sums[residents] + self.arena:
@@ -170,8 +174,8 @@ class Planner:
         return self.kept_bytes + max(kept + live, resident + self.arena)
 
     def fastest(self, memory: int) -> Candidate:
-        """The fastest candidate within ``memory`` bytes.  Of equally fast ones, the shortest under strain, then the
-        smallest."""
+        """Return the fastest candidate within ``memory`` bytes.  Among equally fast candidates, the one with the
+        shortest step under strain is chosen, then the smallest one."""
         natural = self.candidate(0, None)
         if natural is not None and natural.nbytes <= memory and self._hides_all(natural):
             return natural
@@ -182,7 +186,8 @@ class Planner:
         return min([ordered[0], *hard, *self._baselines(memory)], key=self.rank_key)
 
     def slotted(self, candidate: Candidate, memory: int) -> Candidate | None:
-        """The fastest candidate with slots within ``memory`` and with about as many residents as ``candidate``, or None."""
+        """Return the fastest candidate with slots within ``memory`` and with about as many residents as ``candidate``,
+        or None."""
         residents, near = candidate.residents or 0, max(len(self.chunks) // _NEAR, _SAMPLES)
         low, high = max(0, residents - near), min(len(self.chunks), residents + near)
         samples = [_SAMPLES // 2] * _HALVINGS
@@ -192,7 +197,8 @@ class Planner:
     def _search(
         self, candidate: Callable[[int], Candidate | None], low: int, high: int, samples: Sequence[int]
     ) -> list[Candidate]:
-        """Candidates with ``low`` to ``high`` residents: first evenly spread, then around the fastest so far."""
+        """Try candidates with ``low`` to ``high`` residents: first with evenly spread numbers, then with numbers around
+        the fastest candidate so far.  Return all of them."""
         candidates: list[Candidate] = []
         for number in samples:
             grid = _spread(low, high, number)
@@ -208,7 +214,7 @@ class Planner:
         return candidates
 
     def smaller(self, candidate: Candidate, memory: int) -> Candidate | None:
-        """The fastest candidate within ``memory`` among variants of ``candidate``, or None.
+        """Return the fastest candidate within ``memory`` among variants of ``candidate``, or None.
 
         The variants have less memory for prefetching, or fewer residents.
         """
@@ -221,8 +227,8 @@ class Planner:
         return min((c for c in tried if c is not None), key=self.rank_key, default=None)
 
     def smallest(self, step_s: float) -> Candidate:
-        """The smallest candidate whose step takes at most ``step_s``, or the candidate with all weights resident if there
-        is none."""
+        """Return the smallest candidate whose step takes at most ``step_s``, or the candidate with all weights resident
+        if there is none."""
         total = len(self.chunks)
         step_s *= 1 + ROUNDING
         enough = _bisect(0, total, lambda m: self._meets(self.candidate(m, None), step_s))
@@ -237,8 +243,8 @@ class Planner:
         return min(candidates, key=lambda c: (c.nbytes, c.step_s)) if candidates else self.all_resident
 
     def _shrink(self, residents: int, step_s: float) -> list[Candidate]:
-        """Candidates with ``residents`` resident chunks that meet the step time, under lower and lower limits, soft and
-        hard."""
+        """Return candidates with ``residents`` resident chunks whose step takes at most ``step_s``.  The search lowers
+        the limit on the memory for the other chunks, without and with barriers."""
         natural = self.candidate(residents, None)
         if natural is None or natural.step_s > step_s:
             return []
@@ -261,12 +267,13 @@ class Planner:
         return candidates
 
     def _baselines(self, memory: int | None) -> list[Candidate]:
-        """The layerwise placement of other systems, as a candidate, so that no plan is slower than theirs."""
+        """Return the layerwise placement of other systems, as a candidate, so that no plan is slower than the plans of
+        these systems."""
         candidate = self.play(layerwise(self.problem, self.chunks))
         return [candidate] if memory is None or candidate.nbytes <= memory else []
 
     def _hides_all(self, candidate: Candidate) -> bool:
-        """Whether the step is as short as the resident one, even under strain."""
+        """Return whether the step is as short as the resident step, even under strain."""
         least = self.resident.step_s
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
@@ -278,13 +285,14 @@ class Planner:
         return candidate is not None and candidate.step_s <= step_s
 
     def rank_key(self, candidate: Candidate) -> tuple[int, int, int, float]:
-        """A sort key: fastest first; of steps within SAME_STEP, the shorter under strain, then the smaller."""
+        """Return a sort key.  Faster candidates come first.  Among candidates whose steps differ by less than
+        SAME_STEP, the shorter step under strain comes first, then the smaller candidate."""
         unit = self.resident.step_s or 1.0
         strained = round(self.strained(candidate) / (SAME_STRAIN * unit))
         return round(candidate.step_s / (SAME_STEP * unit)), strained, candidate.nbytes, candidate.step_s
 
     def strained(self, candidate: Candidate) -> float:
-        """The step time in seconds if copies take STRAIN times as long as predicted."""
+        """Return the step time in seconds if copies take STRAIN times as long as predicted."""
         key = candidate.placed, candidate.hard
         if key not in self._strained:
             step = self._step(candidate.placed, candidate.hard, self.joins)
@@ -292,8 +300,8 @@ class Planner:
         return self._strained[key]
 
     def _sums_of_whole_weights(self) -> list[int]:
-        """For each number of residents, the bytes of the weights without streamed chunks.  These weights are not in the
-        arena."""
+        """Return, for each number of residents, the bytes of the weights without streamed chunks.  These weights are
+        not in the arena."""
         sizes, left, sums = Counter[str](), Counter(c.weight for c in self.chunks), [0]
         for chunk in (self.chunks[i] for i in self.ranking):
             sizes[chunk.weight] += chunk.nbytes
@@ -302,14 +310,14 @@ class Planner:
         return sums
 
     def _least(self, residents: int) -> int:
-        """The maximum of the streamed bytes that a single region reads."""
+        """Return the maximum of the streamed bytes that a single region reads."""
         kept = set(self.ranking[:residents])
         streamed = [c for i, c in enumerate(self.chunks) if i not in kept]
         return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0
 
     def _latest(self, residents: int) -> list[int | None]:
-        """For each chunk, the latest window that hides its copy, or None for the first ``residents`` chunks of the
-        ranking."""
+        """Return, for each chunk, the latest window that hides its copy, or None for the first ``residents`` chunks of
+        the ranking."""
         if residents not in self._late:
             kept = set(self.ranking[:residents])
             windows = iter(self.latest([c for i, c in enumerate(self.chunks) if i not in kept]))
@@ -317,7 +325,7 @@ class Planner:
         return self._late[residents]
 
     def latest(self, chunks: Sequence[Chunk]) -> list[int]:
-        """For each chunk, the latest window that hides its copy in the free time of its lane's interconnect."""
+        """Return, for each chunk, the latest window that hides its copy in the free time of its lane's interconnect."""
         answer = [0] * len(chunks)
         for use, link in self.links.items():
             mine = [i for i, chunk in enumerate(chunks) if chunk.use == use]
@@ -326,17 +334,17 @@ class Planner:
         return answer
 
     def barriers(self, step: Step) -> tuple[Barrier, ...]:
-        """The barriers with which no copy of a step runs while a collective uses the same interconnect.  If no collective
-        does, no copy runs during any collective."""
+        """Return barriers that prevent the copies of a step from running while a collective uses the same interconnect.
+        If no collective uses it, the barriers prevent copies during all collectives."""
         uses = [use for use in LANES if self.simulator.taking_the_link(use)] or LANES
         lanes = [[w.name for w in self.weights if self.simulator.use(w.name) == use] for use in uses]
         return barriers(self.problem, step, lanes)
 
     def _rank(self) -> list[int]:
-        """The indices of chunks in the order in which they become resident.
+        """Return the indices of chunks in the order in which they become resident.
 
-        It depends on the stalls of a step with twice the minimum memory, in which little is prefetched, and without joins,
-        because waiting at a join belongs to no region.
+        The order depends on the stalls in a step with twice the minimum memory, in which little is prefetched.  This
+        step has no joins, because the wait at a join belongs to no region.
         """
         if not self.chunks:
             return []
@@ -353,8 +361,8 @@ class Planner:
         return self._drive_first(rank(self.chunks, stalls))
 
     def _drive_first(self, ranking: list[int]) -> list[int]:
-        """The ranking, but first come as many chunks on the SSD as necessary, so that the SSD can read the others within
-        the resident step."""
+        """Move some chunks that are on the SSD to the front of the ranking: as many as must be resident so that the SSD
+        can read the others within the resident step."""
         seconds = {i: self.simulator.read_seconds(c.weight, c.index, c.index + 1) for i, c in enumerate(self.chunks)}
         over, first = sum(seconds.values()) - self.resident.step_s, list[int]()
         for i in ranking:
@@ -366,8 +374,8 @@ class Planner:
 
 
 def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> tuple[Barrier, ...]:
-    """Barriers that wait, before each collective, for the newest copy issued before it in each lane.  Earlier copies finish
-    before that copy.
+    """Return barriers that wait, before each collective, for the newest copy issued before it in each lane.  Earlier
+    copies finish before that copy.
 
     For the first collective of a step, the newest copy may be from the previous step.  ``lanes``: weights of each lane.
     """
@@ -390,14 +398,14 @@ def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> 
 
 
 def _spread(low: int, high: int, samples: int) -> Sequence[int]:
-    """At most ``samples`` + 1 integers, evenly spread from ``low`` to ``high``, including both."""
+    """Return at most ``samples`` + 1 integers, evenly spread from ``low`` to ``high``, including both."""
     steps = min(samples, max(high - low, 0)) or 1
     return sorted({low + (high - low) * i // steps for i in range(steps + 1)})
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The lowest number for which ``holds`` is true, or ``high`` if there is none.  ``holds`` must be true for all numbers
-    above it."""
+    """Return the lowest number for which ``holds`` is true, or ``high`` if there is none.  If ``holds`` is true for a
+    number, it must be true for all larger numbers."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

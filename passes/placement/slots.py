@@ -2,9 +2,9 @@
 
 A step is a circle of windows, because the last windows of a step prefetch the first weights of the next.  A slot is one
 range of bytes, but its chunks arrive in different windows: each run of chunks is an arc on the circle, and arcs that
-overlap must not share bytes.  First fit by offset is tried in a few orders, then a ring buffer, and the smallest arena is
-used.  If there are several, the earliest is used, so the result depends on the input alone.  If the size of the arena is
-given, ArenaSpace assigns slots first, and the windows follow from them.
+overlap must not share bytes.  First fit by offset is tried in a few orders, then a ring buffer, and the smallest arena
+is used.  If several arenas have the same size, the first one that was found is used, so the result depends on the input
+alone.  If the size of the arena is given, ArenaSpace assigns slots first, and the windows follow from them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 # tenths of a second.
 _MOST_WORK = 3_000_000
 _MOST_ROUNDS = 40
-# Ring sizes are tried from the peak of live bytes upward, in steps of 1 %, with _RING_TURNS different first weights each.
+# Ring sizes are tried from the peak of live bytes upward, in steps of 1 %.  For each size, _RING_TURNS different
+# weights are tried as the first weight.
 _RING_SIZES = 100
 _RING_TURNS = 8
 # Pieces are indexed by spans of 16 windows; this is the bit mask of a span.  A piece that is live in many spans is compared
@@ -89,8 +90,8 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
 def _lifted(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int], least: int, rounds: int
 ) -> _Packing:
-    """The best of several rounds of first fit.  Each round first places the weights that were at the top of the arena in
-    the previous round."""
+    """Return the best of several rounds of first fit.  Each round first places the weights that were at the top of the
+    arena in the previous round."""
     best: _Packing | None = None
     for _ in range(rounds):
         offsets, arena = _first_fit(lifetimes, masks, order)
@@ -107,7 +108,8 @@ def _lifted(
 def _ring(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Packing, turns: int
 ) -> _Packing:
-    """The smallest ring buffer that works, or ``best`` if none is smaller.  Partly resident weights are placed below it."""
+    """Return the smallest valid ring buffer, or ``best`` if no ring buffer is smaller.  Partly resident weights are
+    placed below the ring buffer."""
     stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.pieces)]
     offsets, base = [0] * len(lifetimes), 0
     for i in stay:
@@ -130,7 +132,7 @@ def _ring(
 
 
 def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], offsets: Sequence[int]) -> bool:
-    """Whether no two pieces that are live in the same window share bytes, checked by a sweep over the arena."""
+    """Return whether no two pieces that are live in the same window share bytes, checked by a sweep over the arena."""
     pieces = sorted(
         (offset + piece.begin, offset + aligned(piece.end), mask)
         for offset, life, mine in zip(offsets, lifetimes, masks, strict=True)
@@ -146,7 +148,7 @@ def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], off
 
 
 def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
-    """The peak of live bytes over all windows, which is a lower bound for the size of the arena."""
+    """Return the peak of live bytes over all windows, which is a lower bound for the size of the arena."""
     alive = [0] * windows
     for life in lifetimes:
         for piece in life.pieces:
@@ -161,7 +163,7 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
     arena = 0
     for i in order:
         life = lifetimes[i]
-        forbidden = [  # open intervals of offsets at which a piece would overlap with a placed one
+        forbidden = [  # open intervals of offsets at which a piece would overlap with a placed piece
             (begin - aligned(piece.end), end - piece.begin)
             for piece, mask in zip(life.pieces, masks[i], strict=True)
             for windows, begin, end in placed.near(mask)
@@ -191,7 +193,8 @@ class _PlacedPieces:
             self.spans.setdefault(span, []).append(piece)
 
     def near(self, mask: int) -> list[tuple[int, int, int]]:
-        """All pieces that share a window with ``mask``, and perhaps others.  A piece may occur more than once."""
+        """Return all pieces that share a window with ``mask``, and perhaps other pieces.  A piece may occur more than
+        once."""
         spans = self._spans(mask)
         if len(spans) > _MANY_SPANS:
             return self.all
@@ -208,7 +211,7 @@ class _PlacedPieces:
 
 
 def _mask(piece: Piece, windows: int) -> int:
-    """A bit mask of the windows in which the piece is live."""
+    """Return a bit mask of the windows in which the piece is live."""
     arc = (1 << min(piece.length, windows)) - 1
     turned = arc << piece.start
     return (turned | turned >> windows) & ((1 << windows) - 1)
@@ -226,10 +229,11 @@ class ArenaSpace:
         self.stretches = [(0, self.nbytes, -count)]
 
     def offset(self, nbytes: int, first: int, wanted: int) -> int | None:
-        """The offset at which a weight can arrive earliest, but not before window ``wanted``.  None if it cannot arrive
-        anywhere in time for region ``first``.
+        """Return the offset at which a weight of ``nbytes`` bytes can arrive earliest, but not before window
+        ``wanted``.  Return None if the weight cannot arrive in time for region ``first`` at any offset.
 
-        Of several such offsets, the one with the smallest sum of late bytes over all windows, then the lowest.
+        Among several such offsets, the one with the smallest sum of late bytes over all windows is chosen, then the
+        lowest one.
         """
         best: tuple[int, int, int] | None = None
         ends = {at for begin, end, _ in self.stretches for at in (begin, end - nbytes)}
@@ -249,7 +253,7 @@ class ArenaSpace:
         return None if best is None else best[2]
 
     def free(self, begin: int, end: int) -> int:
-        """The first window in which all of the bytes are free."""
+        """Return the first window in which all of the bytes are free."""
         return max(free for _, _, free in self._across(begin, end))
 
     def take(self, at: int, nbytes: int, free: int) -> None:

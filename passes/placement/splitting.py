@@ -1,10 +1,12 @@
-"""Splitting: chooses the number of slices for the tokens of each block type, by the predicted step.
+"""Splitting: chooses, by the predicted step time, the number of slices into which the tokens of each block type are
+split.
 
 Contract
     On entry: a Cut with one region for each run of regions in a block, and a function that plans its problems.
-    On exit: the Cut with some of its blocks split into slices of their tokens.  The number of slices is the minimum with
-    which weights and activations fit in the budget, or larger if this reduces the predicted step below 1 / ``AS_GOOD`` of
-    that, because smaller activations leave more memory for weights.  If none fits, the Cut with the smallest minimum.
+    On exit: the Cut with some of its blocks split into slices of their tokens.  The number of slices is the minimum
+    with which weights and activations fit in the budget.  It is larger if this reduces the predicted step below 1 /
+    ``AS_GOOD`` of the step with the minimum number, because smaller activations leave more memory for weights.  If no
+    number fits, the result is the Cut with the smallest minimum budget.
 
 Block types may have different numbers of slices: a type with smaller activations than others needs fewer slices.
 """
@@ -30,10 +32,12 @@ BlockType = tuple[str, ...]
 
 
 def best_split(cuts: Iterable[Cut], plan: Callable[[Cut], Plan], least: Callable[[Cut], int]) -> Cut:
-    """The cut with the best plan within a budget.  ``cuts``: cuts of a graph, with smaller and smaller activations.
+    """Return the cut with the best plan within a budget.  ``cuts``: cuts of a graph, with smaller and smaller
+    activations.
 
-    ``plan``: raises ChunkflowError if the budget is too small.  If it is too small for all cuts, the cut with the smallest
-    ``least`` is returned, so that the error then states the minimum.
+    ``plan``: function that plans a cut; it raises ChunkflowError if the budget is too small.  ``least``: function that
+    returns the minimum budget of a cut in bytes.  If the budget is too small for all cuts, the cut with the smallest
+    minimum budget is returned, so that the error states this minimum.
     """
     best: Cut | None = None
     least_s, refused = math.inf, list[Cut]()
@@ -52,12 +56,13 @@ def best_split(cuts: Iterable[Cut], plan: Callable[[Cut], Plan], least: Callable
 
 
 def split_into(cut: Cut, repeat: int) -> Cut:
-    """The cut with its blocks in ``repeat`` slices, or in fewer if a block cannot be split into this number."""
+    """Split the blocks of a cut into ``repeat`` slices, or into fewer slices if a block cannot be split into this
+    number."""
     return _split(cut, dict.fromkeys(_types(cut).values(), repeat), _Able(cut))
 
 
 def splits(cut: Cut) -> Iterator[Cut]:
-    """The cuts with more and more slices, each with smaller activations than the previous ones."""
+    """Yield cuts with more and more slices.  Each cut has smaller activations than the previous cuts."""
     able, types, least = _Able(cut), _types(cut), cut.problem.live_bytes
     peaks: dict[BlockType, dict[int, int]] = {kind: {} for kind in types.values()}
     for repeat in REPEATS:
@@ -78,7 +83,8 @@ def splits(cut: Cut) -> Iterator[Cut]:
 
 
 def _types(cut: Cut) -> dict[str, BlockType]:
-    """The type of each block.  If the graph is a block that is compiled separately, its name is empty."""
+    """Return the type of each block.  If the graph is a block that is compiled separately, the name of this block is
+    empty."""
     types: dict[str, BlockType] = {}
     for region in cut.problem.regions:
         if region.block or cut.traced.repeats is not None:
@@ -94,7 +100,7 @@ class _Able:
         self._known: dict[tuple[str, int], bool] = {}
 
     def most(self, key: str, repeat: int) -> int:
-        """The maximum number of slices, at most ``repeat``, into which a region can be split."""
+        """Return the maximum number of slices, at most ``repeat``, into which a region can be split."""
         return next(k for k in reversed(REPEATS) if k <= repeat and (k == 1 or self._can(key, k)))
 
     def _can(self, key: str, repeat: int) -> bool:

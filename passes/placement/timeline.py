@@ -1,8 +1,9 @@
-"""Timeline: a discrete-event simulation of a step on a hardware profile, repeated until the repetitions are equal.
+"""Timeline: a discrete-event simulation of a step on a hardware profile.  The step is repeated until two successive
+repetitions are equal.
 
-Compute runs the ops in order, like a device stream, and issues copies and collectives on its way.  ``resources.py`` defines
-the resources that they occupy, and how they slow each other down.  The timeline does not depend on the policy, only on the
-step.
+Compute runs the ops in order, like a device stream, and issues copies and collectives on its way.  ``resources.py``
+defines the resources that ops occupy, and how ops slow each other down.  The timeline depends only on the step, not on
+the policy.
 
 Opening a window takes no time in this model: compute issues the copies of a window when it opens.
 """
@@ -42,7 +43,8 @@ from chunkflow_compile.passes.step import (
 
 from .resources import IDLE, CopyUse, Drive, Phase, Queue, ReadUse, Use, stretches
 
-# A step becomes stationary in two or three repetitions.  If it still changes after this number, the last one is reported.
+# A step becomes stationary in two or three repetitions.  If the step still changes after this number of repetitions,
+# the last repetition is reported.
 MOST_STEPS = 12
 _SETTLED = 1e-9
 # The name of the span in which compute waits at a join.
@@ -51,8 +53,8 @@ END_OF_CALL = "end of the call"
 
 @dataclass(kw_only=True)
 class Timeline:
-    """The times of one step: running sums during the simulation, then the steady state.  Fields and ``spans`` as in
-    :class:`Prediction`.
+    """The times of one step: running sums during the simulation, then the values of the steady state.  Other fields
+    have the same meaning as in :class:`Prediction`.
 
     ``slack``: for each weight, seconds from its arrival to its first reader; negative if the reader waited.
     ``peak_bytes``: peak of streamed bytes in slots.
@@ -71,8 +73,8 @@ class Timeline:
 
 @dataclass(frozen=True)
 class ComputeWait:
-    """Compute waits, in a span on ``lane``.  ``weights``: weights whose newest copies it waits for, one after the other.
-    ``events``: events that it waits for in a join."""
+    """A wait of compute, which is recorded as a span on ``lane``.  ``weights``: weights for whose newest copies compute
+    waits, one after the other.  ``events``: events for which compute waits in a join."""
 
     lane: Literal["stall", "barrier", "join"]
     weights: tuple[str, ...] = ()
@@ -87,8 +89,8 @@ class Simulator:
     """Simulates steps of one problem on one machine."""
 
     def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
-        """``hardware``: machine as seen by one rank while all ranks copy, see :meth:`Hardware.shared_by`.  ``timings``:
-        measurements that are used instead of the rates in the profile.
+        """``hardware``: hardware profile.  The simulation uses the machine as one rank sees it while all ranks copy,
+        see :meth:`Hardware.shared_by`.  ``timings``: measurements that are used instead of the rates in the profile.
 
         Raises ChunkflowError if the timings belong to another problem, or if weights are sharded over ranks that cannot
         pull from each other on this machine.
@@ -120,27 +122,27 @@ class Simulator:
         self._pulls: dict[tuple[str, int, int], float] = {}
 
     def taking_the_link(self, use: Lane = "copy") -> frozenset[str]:
-        """The collectives that slow down or delay copies (or pulls) in flight: all of them if they use the same
-        interconnect, otherwise only collectives on copy engines."""
+        """Return the names of the collectives that slow down or delay copies in lane ``use``.  These are all
+        collectives if they use the same interconnect as the lane, otherwise only collectives on copy engines."""
         shared = self.hardware.shared_link or use == "pull"
         return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
 
     def use(self, weight: str) -> Lane:
-        """The lane of the copies of a weight."""
+        """Return the lane of the copies of a weight."""
         return self.sources[weight].lane
 
     def with_slower_copies(self, factor: float) -> Simulator:
-        """A copy of this simulator in which copies take ``factor`` times as long."""
+        """Return a copy of this simulator in which copies take ``factor`` times as long."""
         other = copy.copy(self)
         other.strain = factor * self.strain
         return other
 
     def nbytes(self, weight: str, first: int, end: int) -> int:
-        """The size of chunks ``[first, end)`` of a weight in bytes."""
+        """Return the size of chunks ``[first, end)`` of a weight in bytes."""
         return min(end * self.chunk_bytes, self.sizes[weight]) - first * self.chunk_bytes
 
     def copy_seconds(self, weight: str, first: int, end: int) -> float:
-        """Seconds for copying chunks ``[first, end)`` of a weight if nothing else uses the interconnect."""
+        """Return the seconds for copying chunks ``[first, end)`` of a weight if nothing else uses the interconnect."""
         if self.sources[weight].sharded:
             return self.strain * self._pull_seconds(weight, first, end)
         seconds = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
@@ -155,19 +157,20 @@ class Simulator:
         return self._pulls[key]
 
     def read_seconds(self, weight: str, first: int, end: int) -> float:
-        """Seconds for reading chunks ``[first, end)`` of a weight from the SSD; 0 if they are not on the SSD."""
+        """Return the seconds for reading chunks ``[first, end)`` of a weight from the SSD; 0 if they are not on the
+        SSD."""
         return (
             self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if self.sources[weight].reads_file else 0.0
         )
 
     def transfer(self, op: Copy) -> CopyUse:
-        """A copy as a use of resources."""
+        """Return a copy as a use of resources."""
         nbytes = self.nbytes(op.weight, op.first, op.end)
         copy_s = self.copy_seconds(op.weight, op.first, op.end)
         return CopyUse(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, op.stream)
 
     def reading(self, op: Copy | Read) -> ReadUse:
-        """A read, or the read that belongs to a copy, as a use of resources."""
+        """Return a read, or the read that belongs to a copy, as a use of resources."""
         return ReadUse(span_name(op.weight, op.first, op.end), self.read_seconds(op.weight, op.first, op.end))
 
     def play(self, step: Step, spans: bool = True) -> Timeline:
@@ -175,7 +178,8 @@ class Simulator:
         return Playback(self, step, spans).play()
 
     def step_under(self, plan: Plan) -> float:
-        """The time of a step in seconds under a plan for this problem, or for the same problem at other sizes."""
+        """Return the time of a step in seconds under a plan for this problem, or for the same problem at other
+        sizes."""
         windows = {w.name: w.windows for w in plan.streamed}
         return self.play(
             Scheduler(self.problem, self.chunk_bytes).step(windows, plan.barriers, plan.joins), spans=False
@@ -204,7 +208,7 @@ class Playback:
         self.attended_s = 0.0  # seconds by which attention has slowed down the first collective
         self.step = Timeline()
         self.spans: list[Span] = []
-        # Streamed bytes: per weight and step, and the bytes that are in slots now.
+        # ``streamed``: streamed bytes of each weight per step.  ``live``: streamed bytes that are in slots now.
         self.streamed: dict[str, int] = {}
         for transfer in transfers:
             weight = transfer.op.weight
@@ -227,13 +231,13 @@ class Playback:
             self.spans.clear()
             for item in self.items:
                 self._run(item)
-            # A copy that ends together with the step belongs to it, despite rounding errors.
+            # A copy that ends together with the step belongs to the step, despite rounding errors.
             for moves in self.moving:
                 if self.lanes[moves].left <= _SETTLED * self.lanes[moves].ops[0].copy_s:
                     self._end_copy(moves)
             length = self.now - begin
-            # Compare more than the length of the step: if collectives determine it, it is constant while copies are still
-            # catching up.
+            # Compare more than the length of the step: if collectives determine the length, it is constant while copies
+            # are still catching up.
             rest = [queue.left for queue in self.lanes.values()] + [self.drive.left]
             left = [0.0 if seconds == IDLE else seconds for seconds in rest]
             sums = (self.step.exposed_s, self.step.copy_s, self.step.inflation_s)
@@ -252,7 +256,7 @@ class Playback:
         elif isinstance(item, Run):
             self._compute(item.region)
         elif isinstance(item, Evict):
-            self.live -= self.streamed.get(item.weight, 0)  # nothing if all of it is resident
+            self.live -= self.streamed.get(item.weight, 0)  # no bytes if the whole weight is resident
         elif isinstance(item, Start):
             self.collectives.issue(item.collective, item.collective)
             if len(self.collectives.ops) == 1:
@@ -347,7 +351,7 @@ class Playback:
             self.region_end = self.now + left * self._stretched("region")
 
     def _stretched(self, use: Use) -> float:
-        """The factor by which ops in flight slow down a region or a phase of a collective."""
+        """Return the factor by which ops in flight slow down a region or a phase of a collective."""
         factor = 1.0
         for moves in self.moving:
             factor *= self.stretch[use, moves]
@@ -362,7 +366,8 @@ class Playback:
         return self.attending and bool(ops) and not self.simulator.by_engine[ops[0]]
 
     def _slower(self, moves: Lane, collective: object) -> float:
-        """The factor by which other ops in flight slow down a copy.  ``collective``: whether a collective is in flight."""
+        """Return the factor by which other ops in flight slow down a copy.  ``collective``: whether a collective is in
+        flight."""
         factor = self.stretch.get((moves, self.phase), 1.0) if collective else 1.0
         for other in self.moving if len(self.moving) > 1 else ():
             factor *= self.stretch.get((moves, other), 1.0)
@@ -435,8 +440,8 @@ class Playback:
 
 
 def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
-    """The items of a step to simulate.  Consecutive waits are simulated weight by weight, in the order of names, so that a
-    stall is attributed to the same weight whatever the lanes are."""
+    """Yield the items of a step to simulate.  Consecutive waits are simulated weight by weight, in the order of names,
+    so that a stall is attributed to the same weight for every choice of lanes."""
     joins = {op.event for op in step if isinstance(op, Wait) and op.stream == "compute" and not op.weights}
     waits: list[Wait] = []
     for op in step:
@@ -459,7 +464,7 @@ def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
 
 
 def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
-    """The stalls before an op; at a barrier, in the order of the waits."""
+    """Yield the stalls before an op.  At a barrier, the stalls are in the order of the waits."""
     for readable, group in groupby(waits, key=lambda wait: bool(wait.weights)):
         together = list(group)
         weights = chain.from_iterable(wait.weights for wait in together)
@@ -472,6 +477,6 @@ def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
 
 
 def _moves(record: Record) -> Lane:
-    """The lane that a join marks."""
+    """Return the lane that a join marks."""
     assert record.stream == "copy" or record.stream == "pull"
     return record.stream

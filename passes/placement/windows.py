@@ -1,14 +1,15 @@
 """Windows: chooses the window that starts each chunk, so that the chunk arrives in time, is not copied during a collective,
 and is not live for long.
 
-There are two passes over the step, and two variants of the second.  The step is a circle, because its last windows prefetch
-the first weights of the next:
+There are two passes over the step, and two variants of the second pass.  The step is a circle, because its last windows
+prefetch the first weights of the next step:
 
     latest     backward: each chunk as late as possible with its copy still hidden and outside collectives
-    fit        forward: each chunk no earlier than that, and no earlier than the memory limit allows
-    fit_slots  forward, slots first: each chunk no earlier than that, and no earlier than the bytes of its slot are free
+    fit        forward: each chunk no earlier than in latest, and no earlier than the memory limit allows
+    fit_slots  forward, slots first: each chunk no earlier than in latest, and no earlier than the bytes of its slot are free
 
-The memory limit has priority: if there is no memory for a chunk early enough, it starts late, and its reader waits.
+The memory limit has priority: if there is not enough memory for a chunk in time, its copy starts late, and its reader
+waits.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .timeline import Simulator, Timeline
 # with its beginning.
 BACKWARD_LAPS = 4
 FORWARD_LAPS = 3
-# Rounding to whole chunks wastes up to one chunk per gap.  Stretching by 2 % costs a tenth of the loss in the coarsest
-# gaps.
+# Rounding to whole chunks wastes up to one chunk per gap.  Stretching the step by 2 % costs only a tenth of this loss
+# if the gaps are coarse.
 _STRETCH = 1.02
 _STRETCHES = 24
 
@@ -61,7 +62,7 @@ class Link:
 
 
 def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = (), use: Lane = "copy") -> Link:
-    """The free time of a lane's interconnect in the resident step.  ``joins``: as in a Plan.
+    """Return the free time of a lane's interconnect in the resident step.  ``joins``: as in a Plan.
 
     A copy inside a gap ends before the next join and before the end of the step.  The latency of a collective does not
     count as free time, because it is shorter on a rank that reaches the collective late.
@@ -81,7 +82,7 @@ def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = (
 
 
 def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
-    """The chunks of ``weights`` in order of first use."""
+    """Return the chunks of ``weights`` in order of first use."""
     chunks = []
     for weight in sorted(weights, key=lambda w: (w.uses[0], w.name)):
         for i in range(chunk_count(weight.nbytes, simulator.chunk_bytes)):
@@ -92,7 +93,8 @@ def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
 
 
 def stretched(link: Link, factor: float) -> Link:
-    """The free time in a step in which all time between collectives is ``factor`` times as long, as if compute stalled."""
+    """Return the free time in a stretched step: all time between collectives is ``factor`` times as long, as if compute
+    stalled."""
     begins = [a for a, _ in link.gaps]
     before, free = [0.0], 0.0
     for a, b in link.gaps:
@@ -112,7 +114,7 @@ def stretched(link: Link, factor: float) -> Link:
 
 
 def latest(chunks: Sequence[Chunk], link: Link, margin: float) -> list[int]:
-    """For each chunk, the latest window with which its copy is hidden with ``margin`` seconds to spare.
+    """Return, for each chunk, the latest window that hides its copy with ``margin`` seconds to spare.
 
     A negative window belongs to the previous step.  Chunks are copied one at a time, and not during collectives.  If there
     is too little free time, the step is stretched by the smallest sufficient factor.  Then every gap is full, and the
@@ -137,7 +139,7 @@ def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int]
         for i in range(len(chunks) - 1, -1, -1):
             chunk = chunks[i]
             begin = cursor.place(min(begin, link.opens[chunk.first] - margin), chunk.seconds)
-            earliest = chunk.last + 1 - count  # if it were live for longer than a step, it would overlap with itself
+            earliest = chunk.last + 1 - count  # a chunk that is live for longer than a step would overlap with itself
             answer[i] = max(_open_window(link, begin), earliest)
             if answer[i] == earliest and begin < _opening(link, earliest):
                 begin, cramped = _opening(link, earliest), True
@@ -157,7 +159,7 @@ class _Cursor:
         self.longest = max((b - a for a, b in link.gaps), default=0.0)
 
     def place(self, end: float, seconds: float) -> float:
-        """The latest start of ``seconds`` seconds of free time that end by ``end``.
+        """Return the latest start of a copy that takes ``seconds`` seconds of free time and ends by ``end``.
 
         A chunk that is longer than the gap before ``end`` is moved to the latest gap in which it fits.  If there is none,
         it overlaps with collectives.
@@ -174,7 +176,7 @@ class _Cursor:
 
 
 def _open_window(link: Link, time: float) -> int:
-    """The window that is the last to open up to ``time``."""
+    """Return the last window that opens at or before ``time``."""
     lap = int(time // link.length) if link.length else 0
     return lap * len(link.opens) + bisect_right(link.opens, time - lap * link.length + 1e-12) - 1
 
@@ -187,8 +189,8 @@ def _opening(link: Link, window: int) -> float:
 def fit(
     chunks: Sequence[Chunk], wanted: Sequence[int | None], count: int, limit: int | None
 ) -> list[int | None] | None:
-    """Windows no earlier than ``wanted`` with which at most ``limit`` bytes are live at the same time, or None if there are
-    none.
+    """Return windows that are no earlier than ``wanted``, and with which at most ``limit`` bytes are live at the same
+    time.  Return None if there are no such windows.
 
     ``wanted``: window of each chunk, None if it is resident.  Memory is given to chunks in order of use.  A chunk is live
     from its window to its last reader.
@@ -225,8 +227,8 @@ def fit(
 def fit_slots(
     chunks: Sequence[Chunk], wanted: Sequence[int | None], count: int, limit: int
 ) -> tuple[list[int | None], dict[str, int]] | None:
-    """Windows no earlier than ``wanted``, and slots with which streamed chunks take ``limit`` bytes, or None if there are
-    none.
+    """Return windows that are no earlier than ``wanted``, and slots with which the streamed chunks take at most
+    ``limit`` bytes.  Return None if there are no such slots.
 
     ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, None if it is resident.  A slot is the offset
     of a weight with streamed chunks.  Slots are assigned in order of first use, to large weights before small ones, which
@@ -244,7 +246,7 @@ def fit_slots(
         if at is None:
             return None
         slots[weight.weight] = at
-        if len(starts) < len(members):  # a part is resident, and nothing else may use the rest
+        if len(starts) < len(members):  # a part is resident: no other weight may use the rest of the slot
             room.take(at, nbytes, count)
             continue
         for i in members:
@@ -259,8 +261,8 @@ def fit_slots(
 
 
 def _streamed(chunks: Sequence[Chunk], wanted: Sequence[int | None]) -> list[list[int]]:
-    """The chunks of each weight that has streamed chunks, in the order in which slots are assigned: partly resident weights
-    first."""
+    """Return the chunks of each weight that has streamed chunks, in the order in which slots are assigned: partly
+    resident weights first."""
     members: dict[str, list[int]] = {}
     for i, chunk in enumerate(chunks):
         members.setdefault(chunk.weight, []).append(i)
@@ -272,7 +274,8 @@ def _streamed(chunks: Sequence[Chunk], wanted: Sequence[int | None]) -> list[lis
 
 
 def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int) -> dict[str, Windows]:
-    """Windows modulo the step, by weight.  The window of a resident chunk is None.  ``chunks``: all chunks of each weight."""
+    """Return the windows of the chunks of each weight, modulo the step.  The window of a resident chunk is None.
+    ``chunks``: all chunks of each weight."""
     by_weight: dict[str, list[int | None]] = {}
     for chunk, window in zip(chunks, placed, strict=True):
         by_weight.setdefault(chunk.weight, []).append(None if window is None else window % count)
@@ -280,7 +283,7 @@ def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int
 
 
 def live_bytes(chunks: Sequence[Chunk], placed: Sequence[int], count: int) -> int:
-    """The peak of live bytes of streamed chunks, over all windows."""
+    """Return the peak of live bytes of streamed chunks, over all windows."""
     live = [0] * count
     for chunk, window in zip(chunks, placed, strict=True):
         for k in range(window, chunk.last + 1):
