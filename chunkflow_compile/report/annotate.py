@@ -1,4 +1,4 @@
-"""Annotations for the lines of a listing: the time and the copied bytes of each line, on the machine that the plan is for."""
+"""Annotations for the lines of a listing, such as the time and the copied bytes of each line on the plan's machine."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ HEADER = f"{'cost':>12} {'window':>9} {'slot':>13} {'bytes':>11}  slack or work"
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """The annotation at the end of a line; None where a figure does not apply.
+    """The annotation at the end of a line.  A field is None if it does not apply to the line.
 
-    ``cost_s``: seconds of the computation, collective or copy.  ``slot``: offset in the arena.  ``nbytes``: bytes copied,
-    bytes sent, or size of the input.  ``slack_s``: seconds from the arrival of the weight to its first reader; if the value
-    is negative, the word ``late`` is printed before it.  ``said``: text printed instead of the slack.
+    ``cost_s``: the duration of the computation, collective or copy in seconds.  ``window``: the number of the window.
+    ``slot``: the offset in the arena in bytes.  ``nbytes``: the number of bytes that are copied or sent, or the size of the
+    input in bytes.  ``slack_s``: the seconds between the arrival of the weight and its first reader.  ``late``: the word that
+    is printed before a negative slack.  ``said``: the text to print if there is no slack.
     """
 
     cost_s: float | None = None
@@ -51,8 +52,10 @@ class Note:
 
 
 class FlopNotes:
-    """Notes for a graph that is not cut into regions yet: the FLOPs of each op.  ``values``: values of the graph's
-    symbols."""
+    """Makes notes for a graph that is not cut into regions yet.  A note shows the FLOPs of an op.
+
+    ``values``: the values of the symbols in the graph.
+    """
 
     def __init__(self, values: Mapping[str, int]) -> None:
         self.values = values
@@ -66,7 +69,10 @@ class FlopNotes:
 
 
 class Annotator(FlopNotes):
-    """Notes for the lines of one problem: costs on ``hardware`` and, if a ``plan`` is given, slots and slack."""
+    """Makes notes for the lines of one problem.
+
+    A note shows the cost on ``hardware``.  If ``plan`` is given, notes also show slots and slack.
+    """
 
     def __init__(self, problem: Problem, hardware: Hardware, plan: Plan | None, values: Mapping[str, int]) -> None:
         super().__init__(values)
@@ -85,7 +91,7 @@ class Annotator(FlopNotes):
                 self.waits[weight.first_use] = self.waits.get(weight.first_use, 0.0) - weight.slack_s
 
     def note(self, line: Line) -> Note | None:
-        """The note for a line, or None if the line costs nothing."""
+        """Return the note for a line; None if there is nothing to say about the line."""
         if (index := line.region) is not None:
             cost = self.problem.regions[index].cost
             seconds = self._seconds("compute", self.problem.regions[index].name, self.simulator.compute_s[index])
@@ -109,10 +115,11 @@ class Annotator(FlopNotes):
         return super().note(line)
 
     def _seconds(self, lane: SpanLane, name: str, uncontended_s: float) -> float:
-        """The duration of a span as predicted by the plan, which may be for other hardware.  It includes the slowdown that
-        copies and collectives cause each other.
+        """Return the duration of a span that the plan predicts, in seconds.
 
-        ``uncontended_s``: seconds without contention, returned if the plan does not predict this span.
+        The plan may be for other hardware.  The predicted duration includes the slowdown that copies and collectives cause
+        each other.
+        ``uncontended_s``: the duration without contention, in seconds; it is returned if the plan does not predict the span.
         """
         span = self.spans.get((lane, name))
         return uncontended_s if span is None else span.end - span.start
@@ -133,7 +140,10 @@ class Annotator(FlopNotes):
         )
 
     def _wait(self, readable: Sequence[str], barrier: bool) -> Note | None:
-        """The note for a wait: the slot if it waits for a single weight, and the minimum slack of its weights."""
+        """Return the note for a wait.
+
+        It shows the minimum slack of the weights that the wait is for.  If there is only one such weight, it shows its slot.
+        """
         weights = [w for name in readable if (w := self.weights.get(name)) is not None and w.offset is not None]
         if not weights:
             return None
@@ -143,13 +153,13 @@ class Annotator(FlopNotes):
         return Note(slot=slot, slack_s=min((w.slack_s for w in weights if w.slack_s is not None), default=None))
 
     def _slack(self, item: Copy, reader: int) -> float | None:
-        """Seconds from the arrival of a copy until compute reaches its reader, which may be in the next step."""
+        """Return the seconds between the end of a copy and the start of its reader, which may be in the next step."""
         if self.plan is None or self.plan.predicted is None:
             return None
         copy = self.spans.get((item.stream, _copied(item)))
         if copy is None:
             return None
-        # if False, the copy arrives in the same step that reads the weight
+        # if later is False, the copy ends in the same step that reads the weight
         later = item.next_step and item.window is not None and copy.end >= self.starts[item.window]
         return self.starts[reader] - self.waits.get(reader, 0.0) + later * self.plan.predicted.step_s - copy.end
 
@@ -164,7 +174,7 @@ class Annotator(FlopNotes):
 
 
 def _copied(item: Copy) -> str:
-    """The name of a copy in the spans of a plan."""
+    """Return the name that a copy has in the spans of a plan."""
     return span_name(item.weight, item.first, item.end)
 
 

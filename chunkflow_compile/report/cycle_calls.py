@@ -1,4 +1,7 @@
-"""The calls of a cycle: the bytes that each copies for itself and for later calls, and the bytes that a jump to it copies."""
+"""A table of the calls in a cycle.
+
+It shows the bytes that each call copies for itself and for later calls, and the bytes that a jump to the call copies.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ from chunkflow_compile.units import size
 
 @dataclass(frozen=True, kw_only=True)
 class CallFigures:
-    """One call of a cycle.  ``block``: block of its first region.  ``windows``: number of its windows.
+    """The figures of one call in a cycle.
 
-    ``own_bytes``: bytes that it copies for itself.  ``ahead_bytes``: bytes that it prefetches for later calls.
-    ``jump_bytes``: bytes that a jump to it copies first, if the resident chunks are already on the device.
+    ``number``: the position of the call in the cycle.  ``block``: the block that contains the first region of the call.
+    ``windows``: the number of windows in the call.
+    ``own_bytes``: the bytes that the call copies for itself.  ``ahead_bytes``: the bytes that the call prefetches for later
+    calls.  ``jump_bytes``: the bytes that have to be copied before a jump to the call, if the resident chunks are already on
+    the device.
     """
 
     number: int
@@ -30,7 +36,7 @@ class CallFigures:
 
 
 def call_figures(cycle: Cycle) -> Iterator[CallFigures]:
-    """The figures of each call, in order."""
+    """Yield the figures of each call, in the order of the cycle."""
     plan = cycle.plan
     first = {w.name: w.first_use for w in plan.streamed}
     ends = [*cycle.starts[1:], len(plan.regions)]

@@ -1,4 +1,7 @@
-"""Explain: a step in five lines.  With details: predicted and measured times, where compute waited and why, and the limit."""
+"""The report of ``explain`` on a step: five lines and, on request, details.
+
+The details are predicted and measured times, the places where compute waited and why, and the bottleneck.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,20 @@ from .lanes import HELD, Lanes, lanes_of
 from .record import as_json, fine, fitted, is_far, profile_does_not_fit, prose, region_title, seconds, without_profile
 from .summary import NOTABLE, Summary, advice
 
-# The number of stalls and of windows that are listed: more would not be read.
+# The maximum number of stalls that are listed, and the maximum number of windows.
 SHOWN = 5
-# Seconds below which a table shows 0.0 ms.
+# A time below this number of seconds is shown as 0.0 ms.
 _SHORT = 5e-5
-# The maximum width of a region in a table, in characters: enough for a block and two weights.
+# The maximum width of a region's title in a table, in characters.  It is enough for a block and two weights.
 _WIDE = 56
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a step, in seconds unless ``unit`` is "bytes" or "bytes/s"; None if it is unknown."""
+    """One predicted and measured figure of a step.  A value is None if it is unknown.
+
+    ``unit``: "bytes" or "bytes/s"; any other value stands for seconds.
+    """
 
     name: str
     predicted: float | None
@@ -39,7 +45,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """One window and its region.  Times are pairs (predicted, measured), in seconds."""
+    """One window and its region.  Each time is a pair (predicted, measured), in seconds."""
 
     index: int
     block: str
@@ -55,8 +61,10 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class WorstStall:
-    """A stall before a region.  ``weights``: weights that must arrive before the region runs, the last one to arrive
-    first."""
+    """A stall before a region.
+
+    ``weights``: the weights that must arrive before the region runs; the weight that arrives last comes first.
+    """
 
     window: int
     block: str
@@ -69,16 +77,20 @@ class WorstStall:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan and its measurement.  ``str()`` returns the report: five lines, and more with ``details``.
+    """A plan together with a measurement.  ``str()`` returns the report: five lines, and more lines if ``details`` is set.
 
-    ``device_bytes``: bytes of weights on the device under the plan; ``weight_bytes``: bytes of all weights of the plan;
-    ``host_bytes``: bytes of weights in host memory; ``peak_bytes``: peak device memory allocated by the process.  The last
-    two are None if they are unknown.  ``row_bytes``: bytes on the device for the results of hoisted weights.
-    ``moved_bytes``: bytes copied to the device per step.  ``unstreamed``: the reason why no weight is streamed; empty if
-    one is.  ``profiled``: whether the plan is for a profile of the machine that it ran on; if not, the report shows no
-    predictions.  ``calls``, ``jumps``: calls of the cycle and number of jumps, if the plan is for a cycle.  ``part``: name
-    of the program that the plan is for, if the model has several.  ``notes``: notes on the compiled code.  ``first_step``:
-    phases of compilation in this process with their seconds, if known.
+    ``device_bytes``: the size in bytes of the weights that the plan keeps on the device.  ``weight_bytes``: the size in bytes
+    of all weights in the plan.  ``host_bytes``: the size in bytes of the weights in host memory, or None if it is unknown.
+    ``peak_bytes``: the peak device memory that the process has allocated, in bytes, or None if it is unknown.
+    ``row_bytes``: the device memory for the results of hoisted weights, in bytes.  ``moved_bytes``: the number of bytes that
+    are copied to the device per step.
+    ``unstreamed``: the reason why no weight is streamed; empty if at least one weight is streamed.
+    ``profiled``: whether the plan was made for a profile of the machine that it ran on.  Otherwise the report shows no
+    predictions.
+    ``calls``, ``jumps``: the calls of the cycle, and the number of jumps so far, if the plan is for a cycle.
+    ``part``: a text that says which part of the model is explained; empty if the explanation is for the whole model.
+    ``notes``: notes on the compiled code.  ``first_step``: the phases of compilation in this process and their durations in
+    seconds; empty if they are not known.
     """
 
     plan: str
@@ -113,7 +125,7 @@ class Explanation:
 
     @property
     def summary(self) -> Summary:
-        """The five lines."""
+        """The five lines of the report."""
         step, waited_s = self.figures[0], self.waited_s
         measured = f"{seconds(step.measured)} for {step.name}{', its longest part' if self.part else ''}"
         planned = f", {seconds(step.predicted)} planned" if self.profiled else ""
@@ -122,9 +134,9 @@ class Explanation:
             stalls = (
                 f"{seconds(waited_s)}, {100 * waited_s / (step.measured or waited_s):.0f} % of it, waiting for weights"
             )
-        if self.cold > 1:  # the first step always is
+        if self.cold > 1:  # the first step always begins cold
             stalls += f"; {self.cold} calls began cold"
-        on_device = min(self.device_bytes, self.weight_bytes)  # slots are aligned
+        on_device = min(self.device_bytes, self.weight_bytes)  # device_bytes may be larger, because slots are aligned
         rows = f", {size(self.row_bytes)} of results of hoisted weights" if self.row_bytes else ""
         peak = "" if self.peak_bytes is None else f"; {size(self.peak_bytes)} allocated at most so far"
         host = "" if self.host_bytes is None else f"{size(self.host_bytes)} of weights; "
@@ -143,7 +155,11 @@ class Explanation:
         return self.report(self.details)
 
     def report(self, details: bool = False, every_window: bool = False) -> str:
-        """The report as text.  ``every_window``: list all windows, not only the ones furthest from their prediction."""
+        """Return the report as text.
+
+        ``details``: whether to add the details.  ``every_window``: whether to list all windows.  By default, the details list
+        only the windows that differ most from their predictions.
+        """
         return f"{self.summary}\n\n{self._details(every_window)}" if details or every_window else str(self.summary)
 
     def _details(self, every_window: bool) -> str:
@@ -176,10 +192,11 @@ class Explanation:
 def explain_plan(
     plan: Plan, measured: Measured, what: str = "a call of the model", profiled: bool = True
 ) -> Explanation:
-    """Compare a measurement with its plan.  ``what``: the measured thing, as a noun phrase.  ``profiled``: whether the plan
-    is for a profile of the machine that it ran on.
+    """Compare a measurement with its plan.
 
-    Raises ChunkflowError if they do not belong together.
+    ``what``: a noun phrase for the thing that was measured.  ``profiled``: whether the plan was made for a profile of the
+    machine that it ran on.
+    Raises ChunkflowError if the measurement is not a measurement of this plan.
     """
     if measured.plan != plan.digest:
         raise ChunkflowError(
@@ -237,13 +254,15 @@ def explain_plan(
 
 
 def _rest(measured: Measured) -> float:
-    """Seconds of a step that belong to none of the other parts.  At least 0, because the medians of the parts may add up to
-    more than the median step."""
+    """Return the seconds of a step in which it neither computed, nor waited for weights, nor ran a collective.
+
+    The medians of these parts may add up to more than the median step.  In this case the result is 0.
+    """
     return max(0.0, measured.step_s - measured.compute_s - measured.exposed_s - measured.collective_s)
 
 
 def _window_after(starts: Sequence[float], time: float) -> int:
-    """The first window whose region starts at or after ``time``, or the last window if there is none."""
+    """Return the index of the first window whose region starts at or after ``time``, or else of the last window."""
     return min(bisect_left(starts, time), len(starts) - 1)
 
 
@@ -267,7 +286,7 @@ def _compare(plan: Plan, lanes: Lanes, measured: Measured) -> Iterator[Window]:
 
 
 def _worst(plan: Plan, lanes: Lanes, windows: Sequence[Window]) -> Iterator[WorstStall]:
-    """The longest measured stalls, at most ``SHOWN``.  Stalls that a table would show as 0.0 ms are left out."""
+    """Yield the longest measured stalls, at most ``SHOWN``.  Stalls that a table would show as 0.0 ms are left out."""
     arrivals: dict[int, list[tuple[float, str, str]]] = {}
     for weight in plan.streamed:
         slack = weight.slack_s if weight.slack_s is not None else 0.0
@@ -295,7 +314,7 @@ def _worst(plan: Plan, lanes: Lanes, windows: Sequence[Window]) -> Iterator[Wors
 
 
 def _weights_held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
-    """A mapping from windows to the weights that the barriers before their collectives wait for."""
+    """Return, for each window with a barrier before a collective, the weights that the barrier waits for."""
     starts = [b.start for b in lanes.lane("compute")]
     barriers = {b.collective: b.weights for b in plan.barriers}
     held: dict[int, tuple[str, ...]] = {}
@@ -307,7 +326,7 @@ def _weights_held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
 
 
 def _longest_part(measured: Measured) -> str:
-    """A sentence on the longest part of the step and on how well the copies are overlapped."""
+    """Return a sentence on the longest part of the step and on how well copies overlap with compute."""
     parts = {
         "compute": measured.compute_s,
         "the link: compute waits for weights": measured.exposed_s,
@@ -327,8 +346,10 @@ def _longest_part(measured: Measured) -> str:
 
 
 def _worst_prediction(figures: Sequence[Figure], hardware: str) -> str:
-    """A sentence on the figure that differs most from its prediction, and what to do about it.  Empty if the step time is
-    close to its prediction."""
+    """Return a sentence that names the figure with the largest prediction error, and that says what to do.
+
+    It is empty if the step time is close to its prediction.
+    """
     step, *parts = figures[:5]
     if not step.predicted or step.measured is None or not is_far(step.predicted, step.measured):
         return ""
@@ -341,7 +362,7 @@ def _worst_prediction(figures: Sequence[Figure], hardware: str) -> str:
 
 
 def _figure_table(figures: Sequence[Figure], profiled: bool) -> str:
-    """A table of figures.  ``profiled``: whether to show the predictions."""
+    """Return a table of figures.  ``profiled``: whether to show the predictions."""
     rows = []
     for figure in figures:
         predicted, measured = (_figure_text(v, figure.unit) for v in (figure.predicted, figure.measured))
@@ -374,8 +395,11 @@ def _stall_table(stalls: Sequence[WorstStall], profiled: bool) -> str:
 
 
 def _windows(windows: Sequence[Window], every: bool, profiled: bool) -> str:
-    """A table of windows.  ``every``: list all windows; otherwise list the ones that differ most from their predictions or,
-    without a profile, take longest."""
+    """Return a table of windows.
+
+    ``every``: whether to list all windows.  Otherwise the table lists the windows that differ most from their predictions.
+    ``profiled``: whether to show predictions.  Without predictions, the table lists the windows that take longest.
+    """
     title = "windows:"
     if not every and profiled:
         title = "windows that differ most from what was predicted:"

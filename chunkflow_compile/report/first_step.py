@@ -1,13 +1,13 @@
-"""The first step: how long each phase of compilation took in this process.
+"""The first step: the time that each phase of compilation took in this process.
 
-torch times its compilations with ``torch._dynamo.utils.dynamo_timed``; ChunkFlow's passes report to the same timer.
+torch measures its compilations with ``torch._dynamo.utils.dynamo_timed``.  ChunkFlow's passes use the same timer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Each phase and the timer names whose seconds it sums up. Names that begin with "-" are subtracted.
+# For each phase, the timer names whose seconds are added.  If a name begins with "-", its seconds are subtracted.
 _PHASES: Mapping[str, tuple[str, ...]] = {
     "placing weights": ("chunkflow.place",),
     "Dynamo": ("_compile.compile_inner", "-OutputGraph.call_user_compiler"),
@@ -21,7 +21,10 @@ _PHASES: Mapping[str, tuple[str, ...]] = {
 
 
 def first_step_phases(timer: Mapping[str, Sequence[float]]) -> tuple[tuple[str, float], ...]:
-    """The seconds of each phase that has run.  ``timer``: ``torch._dynamo.utils.compilation_time_metrics``."""
+    """Return each phase that has run, with its duration in seconds.
+
+    ``timer``: the value of ``torch._dynamo.utils.compilation_time_metrics``.
+    """
     phases = []
     for phase, names in _PHASES.items():
         seconds = sum(-sum(timer.get(n[1:], ())) if n.startswith("-") else sum(timer.get(n, ())) for n in names)
@@ -31,7 +34,7 @@ def first_step_phases(timer: Mapping[str, Sequence[float]]) -> tuple[tuple[str, 
 
 
 def first_step_line(phases: Sequence[tuple[str, float]]) -> str:
-    """The phases as a sentence, the longest first."""
+    """Return a sentence with the time of each phase.  The longest phase comes first."""
     longest = sorted(phases, key=lambda phase: -phase[1])
     total = sum(seconds for _, seconds in phases)
     said = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in longest)

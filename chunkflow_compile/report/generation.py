@@ -1,4 +1,4 @@
-"""A planned generation as a table, and as a picture of device memory over time."""
+"""Show a planned generation as tables, and as a picture of device memory over time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from .pictures import new_axes, save_figure
 from .record import fitted, prose, seconds, tiling_sentence
 
 _WAY_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
-# Labels for methods whose names are too short to be understood.
+# Labels for methods whose names do not explain themselves.
 _LABELS = {"plain": "torch.compile alone, all on the GPU"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseMemory:
-    """A phase of a generation.  ``weights``, ``activations``: bytes on the device while it runs.  ``host``: bytes of its
-    component's weights in host memory during the generation.  ``loading_s``: seconds of non-overlapped copies before its
-    first call and, if its weights then return to the host, after its last call.  ``seconds``: seconds per call.  ``plan``:
-    plan for its weights, or None if it runs eagerly or under group offload.  ``tileable``: whether ``enable_tiling`` would
-    reduce its memory.  ``notes``: notes on the code that runs."""
+    """A phase of a generation: all calls of one component.
+
+    ``weights``, ``activations``: the bytes of weights and of activations on the device while the phase runs.  ``calls``: the
+    number of calls.  ``seconds``: the duration of one call in seconds.  ``loading_s``: the seconds of non-overlapped copies
+    before the first call.  If the weights return to the host after the last call, ``loading_s`` includes these copies.
+    ``host``: the bytes of the component's weights in host memory during the generation.  ``plan``: the plan for the weights,
+    or None if the phase runs eagerly or with group offload.  ``tileable``: whether ``enable_tiling`` would reduce the memory
+    of the phase.  ``notes``: notes on the code that runs.
+    """
 
     name: str
     weights: int
@@ -43,18 +47,21 @@ class PhaseMemory:
 
     @property
     def figures(self) -> dict[str, object]:
-        """All fields except the plan and the texts."""
+        """All fields except ``plan``, ``tileable`` and ``notes``."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("plan", "tileable", "notes")}
 
 
-# The phases of a generation with one method.
+# The phases of a generation that runs with one method, such as group offload.
 Generation = Sequence[PhaseMemory]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The memory in which a generation must run, in bytes: the user's ``budget`` or, if it is None, the memory of the GPU
-    ``card`` according to its data sheet (``card_bytes``, 0 if unknown)."""
+    """The device memory that a generation may use.
+
+    ``budget``: the budget that the user has set, in bytes; None if there is no budget.  Then the limit is ``card_bytes``.
+    ``card``: the name of the GPU.  ``card_bytes``: the memory of this GPU according to its data sheet; 0 if it is unknown.
+    """
 
     budget: int | None
     card: str
@@ -74,13 +81,16 @@ def _peak(phases: Generation) -> PhaseMemory:
 
 
 def _seconds(phases: Generation) -> tuple[float, float]:
-    """Seconds per forward of the transformer (the slowest one if there are several), and seconds per generation."""
+    """Return the seconds per forward of the transformer, and the seconds per generation.
+
+    If there are several transformers, the first value is for the slowest of them.
+    """
     forward_s = max(p.seconds for p in phases if p.name.startswith("transformer"))
     return forward_s, sum(p.loading_s + p.calls * p.seconds for p in phases)
 
 
 def generation_answer(generations: Mapping[str, Generation], limits: Limits) -> str:
-    """The result in a sentence: for chunkflow, and for all weights on the GPU."""
+    """Return a sentence that compares a generation with chunkflow and a generation with all weights on the GPU."""
     mine, plain = generations["chunkflow"], generations["plain"]
     (forward_s, total_s), (plain_s, plain_total_s) = _seconds(mine), _seconds(plain)
     text = (
@@ -93,8 +103,10 @@ def generation_answer(generations: Mapping[str, Generation], limits: Limits) -> 
 
 
 def generation_tables(generations: Mapping[str, Generation], limits: Limits) -> str:
-    """Two tables: one row per method, and one row per phase with chunkflow.  The text below says which limit "fits" refers
-    to."""
+    """Return two tables.  The first has one row per method, the second has one row per phase with chunkflow.
+
+    The text below the first table says which limit the column "fits" refers to.
+    """
     head = ["", "peak GPU memory", "component at the peak", "host memory", "per forward", "per generation"]
     ways = []
     for way, phases in generations.items():
@@ -121,8 +133,10 @@ def generation_tables(generations: Mapping[str, Generation], limits: Limits) -> 
 def draw_generation(
     generations: Mapping[str, Generation], budget: int, hardware: Hardware, title: str, path: Path
 ) -> None:
-    """Draw bytes on the device over the seconds of one generation: one line per method, the budget, and the memory of the
-    GPU."""
+    """Draw the device memory of each method over the time of one generation.
+
+    Horizontal lines mark the budget and the memory of the GPU.
+    """
     figure, axes = new_axes(8.0, 4.2)
     for (way, phases), colour in zip(generations.items(), _WAY_COLOURS, strict=True):
         at, times, heights = 0.0, list[float](), list[float]()

@@ -1,4 +1,4 @@
-"""Health: findings about a machine that prevent or slow down a run, and how to fix them."""
+"""Health checks: find out what prevents or slows down runs on a machine, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from chunkflow_compile.weights.limits import VARIABLE, HostMemory
 from .record import fitted, prose
 
 Verdict = Literal["ok", "note", "missing"]
-# Less free memory than this is reported: a model that needs streaming is larger.
+# If less memory than this is free, it is reported, because a model that needs streaming is larger.
 _SMALL_HOST = 16 << 30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding about a machine.  ``verdict``: "missing" prevents a run; "note" costs speed or a feature.  ``fix``:
-    instructions, empty if nothing has to be done."""
+    """One finding about a machine.
+
+    ``verdict``: "missing" if the finding prevents a run, "note" if it costs speed or a feature, and "ok" otherwise.
+    ``fix``: instructions for the user, empty if nothing has to be done.
+    """
 
     what: str
     found: str
@@ -33,7 +36,10 @@ class Finding:
 
 
 def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...]:
-    """All findings, in the order in which a run needs them.  ``program``: name of the command-line program."""
+    """Return all findings.  Findings on things that a run needs first come first.
+
+    ``program``: the name of the command-line program.
+    """
     return (
         Finding("python", machine.python),
         _torch(machine.torch),
@@ -52,8 +58,10 @@ def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...
 
 
 def copy_rates(profile: Hardware | None, ranks: int, program: str = "chunkflow") -> Finding:
-    """The copy rate of one rank alone, and of each of ``ranks`` ranks that copy at the same time.  ``profile``: profile of
-    this machine, or None."""
+    """Return a finding on copy rates: the rate of one rank alone, and the rate per rank if ``ranks`` ranks copy at once.
+
+    ``profile``: the profile of this machine, or None.
+    """
     if profile is None:
         return Finding("copies", "at no known rate: no profile is of this machine")
     alone = f"{profile.copy_rate / 1e9:.1f} GB/s alone"
@@ -67,13 +75,15 @@ def copy_rates(profile: Hardware | None, ranks: int, program: str = "chunkflow")
 
 
 def host_memory_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory, copies: int = 1) -> Finding:
-    """Whether the streamed weights of a model, which ``ranks`` ranks of this machine share, fit in host memory.
+    """Return a finding on whether the streamed weights of a model fit in host memory.
 
-    ``read_time``: time to read these weights if they are not in the page cache.  ``copies``: see Machine.host_copies."""
+    ``read_time``: the size of these weights, and the time to read them if they are not in the page cache.  ``ranks``: the
+    number of ranks on this machine that run the model.  ``copies``: see Machine.host_copies.
+    """
     shared = f", {'one copy' if copies == 1 else f'{copies} copies'} for {ranks} ranks" if ranks > 1 else ""
     taken = copies * read_time.nbytes
     needs = f"{size(taken)} of host memory{shared}; {read_time}"
-    reserve = min(taken, memory.reserve)  # the reserve that offload leaves
+    reserve = min(taken, memory.reserve)  # offload leaves this many bytes free
     if (left := memory.free - taken) >= reserve:
         return Finding(model, f"{needs}; {size(left)} left")
     fix = (
@@ -84,27 +94,33 @@ def host_memory_for(model: str, read_time: ReadTime, ranks: int, memory: HostMem
 
 
 def engines(reason: str | None) -> Finding:
-    """Whether regions can be lowered with TensorRT.  ``reason``: why they cannot, or None if they can."""
+    """Return a finding on whether regions can be lowered with TensorRT.
+
+    ``reason``: the reason why this is not possible, or None if it is possible.
+    """
     if reason is None:
         return Finding("lowering='tensorrt'", "usable; experimental, never run")
     return Finding("lowering='tensorrt'", f"not usable: {reason.partition(':')[0]}")
 
 
 def health_table(listed: tuple[Finding, ...]) -> str:
-    """The findings as a table, and the fixes below it."""
+    """Return a table of the findings, with the fixes below the table."""
     table = fitted([(f.what, f.found, f.verdict) for f in listed], ("what", "found", ""))
     fixes = [_fix(f) for f in listed if f.fix]
     return "\n\n".join([table, *fixes]) if fixes else f"{table}\n\nnothing is missing"
 
 
 def _fix(finding: Finding) -> str:
-    """The fix in lines of prose.  A pip command stays on one line, so that it can be copied."""
+    """Return the text of a fix, wrapped into lines.  A pip command stays on one line, so that users can copy it."""
     text, pip, packages = f"{finding.what}: {finding.fix}".partition(": pip ")
     return f"{prose(text)}:\n  pip {packages}" if pip else prose(text)
 
 
 def _noted(what: str, state: str, fix: str) -> Finding:
-    """A finding that does not prevent a run.  ``fix``: instructions, or an empty string for the verdict "ok"."""
+    """Return a finding that does not prevent a run.
+
+    ``fix``: instructions for the user.  If it is empty, the verdict is "ok"; otherwise it is "note".
+    """
     return Finding(what, state, "note" if fix else "ok", fix)
 
 
@@ -178,7 +194,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         yield Finding("pinnable memory", "no limit")
         return
     limit = f"limit {size(machine.pinnable_bytes)}"
-    # The limit applies to mlock, not to cudaHostRegister. A low limit is reported, but pinning still works.
+    # The limit applies to mlock, but not to cudaHostRegister.  So a low limit is reported, although pinning still works.
     fix = "copies from unpinned memory are slow: raise the limit with ulimit -l unlimited" if machine.gpus else ""
     yield _noted("pinnable memory", limit if machine.gpus else f"{limit}, enough without a GPU", fix)
 

@@ -1,7 +1,7 @@
-"""Lanes: the predicted step of a plan as bars, stalls and slots, for pictures and trace viewers.
+"""Lanes: the step that a plan predicts, as bars, stalls and slots for pictures and trace viewers.
 
-Times are seconds from the start of a step in a series of equal steps.  A bar that starts in the previous step has a
-negative start.  A bar that ends in the next step has an end above ``step_s``.
+The step is one of a series of equal steps.  Times are in seconds from the start of the step.  A bar that starts in the
+previous step has a negative ``start``.  A bar that ends in the next step has an ``end`` above ``step_s``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ StepLane = Literal["compute", "collective", "copy", "pull", "read"]
 STEP_LANES: tuple[StepLane, ...] = get_args(StepLane)
 HELD = "held back until the copies have arrived, so that none runs beside it"
 _JOINED = "the call ends when its copies have arrived, so that it can be one CUDA graph"
-# The rounding error of a sum of a thousand spans, in seconds; every real span is longer.
+# A bound on the rounding error in a sum of a thousand spans, in seconds.  Every real span is longer.
 _TOLERANCE_S = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """Work on a lane.  ``name``: as in the program.  ``label``: a short name for people, within ``block``."""
+    """A piece of work on a lane.
+
+    ``name``: the name in the program.  ``label``: a short name for people, which is unique only within ``block``.
+    """
 
     lane: StepLane
     name: str
@@ -40,9 +43,11 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A stall: compute waits for weights.  ``before``: region or collective that cannot start, or the end of the call.
-    ``weights``: weights that it waits for; empty at the end of a call, where it waits for all copies.  ``why``: the reason
-    given by the plan."""
+    """A stall, that is, a time in which compute waits for weights.
+
+    ``before``: the region or collective that cannot start, or the end of the call.  ``weights``: the weights that compute
+    waits for; empty at the end of a call, where compute waits for all copies.  ``why``: the reason that the plan gives.
+    """
 
     before: str
     weights: tuple[str, ...]
@@ -53,7 +58,10 @@ class Stall:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Bytes ``[begin, stop)`` of the arena, which contain a piece of a weight from its copy to its last reader."""
+    """A range of bytes, ``[begin, stop)``, in the arena.  From ``start`` to ``end``, it contains a piece of a weight.
+
+    ``start`` is the start of the copy, and ``end`` is the end of the last reader.
+    """
 
     weight: str
     label: str
@@ -66,8 +74,11 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """One step.  ``blocks``: for each block, the start of its first region and the end of its last one.  ``inflation_s``:
-    seconds by which copies slow down collectives."""
+    """One predicted step.
+
+    ``blocks``: for each block, the start of its first region and the end of its last region.  ``inflation_s``: the seconds
+    that copies add to the time of collectives.
+    """
 
     step_s: float
     inflation_s: float
@@ -82,16 +93,16 @@ class Lanes:
 
     @property
     def shown(self) -> tuple[StepLane, ...]:
-        """The lanes to show: compute, copies, and each other lane that is not empty."""
+        """The lanes to show: compute, copies, and all other lanes that are not empty."""
         return tuple(lane for lane in STEP_LANES if lane in ("compute", "copy") or self.lane(lane))
 
     def occupancy(self) -> list[tuple[float, int]]:
-        """The bytes of the arena in use over one step, as pairs (time, bytes in use from this time on)."""
+        """Return the use of the arena over one step, as pairs (time, number of bytes in use from this time on)."""
         changes: list[tuple[float, int]] = []
         for slot in self.slots:
             for start, end in around(slot.start, slot.end, self.step_s):
-                # Rounded, so that if one slot is freed and another one allocated at the same time, the first is freed
-                # first.
+                # Round the times, so that if one slot is freed and another slot is allocated at the same time, the bytes of
+                # the freed slot are subtracted first.
                 changes += [(round(start, 12), slot.stop - slot.begin), (round(end, 12), slot.begin - slot.stop)]
         points, level = [(0.0, 0)], 0
         for time, change in sorted(changes):
@@ -102,7 +113,7 @@ class Lanes:
 
 
 def lanes_of(plan: Plan) -> Lanes:
-    """The predicted step of a plan.  Raises ChunkflowError if the plan has no prediction."""
+    """Return the step that a plan predicts.  Raises ChunkflowError if the plan has no prediction."""
     predicted = plan.predicted
     if predicted is None:
         raise ChunkflowError("The plan has no prediction. Write one with chunkflow plan --json.")
@@ -124,7 +135,10 @@ def lanes_of(plan: Plan) -> Lanes:
 
 
 def around(start: float, end: float, step: float) -> Iterator[tuple[float, float]]:
-    """The interval [start, end), divided at step boundaries, with each part shifted into the first step."""
+    """Divide the interval [start, end) at the boundaries of the step, and yield each part shifted into the step.
+
+    ``step``: the duration of the step.
+    """
     if end - start >= step:
         yield 0.0, step
         return
@@ -160,7 +174,7 @@ def _bar(span: Span, lane: StepLane, label: str, block: str, detail: str) -> Bar
 
 
 def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
-    """The stalls of a step.  Consecutive waits before the same region or collective count as one stall."""
+    """Yield the stalls of a step.  Consecutive waits before the same region count as one stall."""
     weights = {w.name: w for w in plan.weights}
     compute = [s for s in spans if s.lane == "compute"]
     for first, waits in groupby((s for s in spans if s.lane == "stall"), key=lambda s: weights[s.name].first_use):
@@ -172,7 +186,7 @@ def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
         )
     collectives = sorted((s for s in spans if s.lane == "collective"), key=lambda s: s.start)
     for wait in (s for s in spans if s.lane == "barrier"):
-        # It delays the next collective that has a barrier for this weight.
+        # The barrier delays the next collective that waits for this weight.
         held = {b.collective for b in plan.barriers if wait.name in b.weights}
         before = next(c.name for c in collectives if c.name in held and c.start >= wait.end - _TOLERANCE_S)
         yield Stall(before=before, weights=(wait.name,), start=wait.start, end=wait.end, why=HELD)
@@ -195,6 +209,6 @@ def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:
                 span = copies.get(span_name(weight.name, run.first, run.end))
                 start = span.start if span is not None else compute[run.window].start
                 if weight.wraps(run.window) and start >= compute[run.window].start - _TOLERANCE_S:
-                    start -= step  # copied at the end of the previous step
+                    start -= step  # the copy runs at the end of the previous step
             end = over if run.window is not None else step
             yield Slot(weight=weight.name, label=label, block=block, begin=begin, stop=stop, start=start, end=end)

@@ -1,8 +1,8 @@
-"""Lines: a compilation stage as text.  Each line knows its op, node and weight, so that it can be annotated, folded and
-counted.
+"""Lines: a compilation stage as text.  Each line refers to its op, node and weight, so that lines can be annotated, folded
+and counted.
 
-Every stage is printed with one op per line and parses as Python.  ``traced`` is the ATen graph.  ``regions`` adds the cuts,
-and ``planned`` adds the transfers.  In ``rewritten``, each region is a call.
+Every stage is printed with one op per line, as valid Python.  The stage ``traced`` is the ATen graph.  The stage ``regions``
+adds the cuts, and the stage ``planned`` adds the transfers.  In the stage ``rewritten``, each region is a single call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ PROOF, INPUTS = "proof", "inputs"
 class Line:
     """One line of a listing.
 
-    ``op``: the function that it calls, empty for comments.  ``part``: :data:`INPUTS`, the inputs of a block, or a block;
-    empty outside blocks.  ``like``: the line without names, empty for transfers.  Parts have equal structure if ``like``
-    and the wiring of ``defines`` and ``uses`` are equal.  ``region``: index of the region that runs.  ``collective``: index
-    of the collective that starts.  ``copy``: copy of a prefetch.  ``weight``: weight that is an input here or is evicted.
-    ``readable``: weights that may be read after a wait.  ``barrier``: whether the line is a wait before a collective.
+    ``op``: the name of the function that the line calls; empty for comments.  ``part``: the part of the listing that contains
+    the line, which is a block, the inputs of a block, or :data:`INPUTS`; empty outside blocks.
+    ``like``: the text of the line without names; empty for transfers.  ``defines``: the name that the line assigns.
+    ``uses``: the names of its operands.  Two parts have equal structure if ``like`` is equal in all lines, and if ``defines``
+    and ``uses`` connect the lines in the same way.
+    ``region``: the index of the region that the line runs.  ``collective``: the index of the collective that the line starts.
+    ``copy``: the copy that a prefetch starts.  ``weight``: the name of the weight that is an input or is evicted.
+    ``readable``: the names of the weights that may be read after a wait.  ``barrier``: whether the line is a wait before a
+    collective.
     """
 
     text: str
@@ -52,7 +56,10 @@ class Line:
 
 
 def stage_lines(stage: Stage) -> list[Line]:
-    """The lines of a stage: the program if there is one, otherwise the regions, otherwise the traced graph."""
+    """Return the lines of a stage.
+
+    They show the program.  If there is no program yet, they show the regions, or else the traced graph.
+    """
     if stage.program is not None and stage.cut is not None:
         return [*_proof_lines(stage), *_program_lines(stage)]
     if stage.cut is not None:
@@ -62,7 +69,10 @@ def stage_lines(stage: Stage) -> list[Line]:
 
 
 def _proof_lines(stage: Stage) -> list[Line]:
-    """Comments on what was proved for the program, and on the size of the proof; empty if it is not verified yet."""
+    """Return comments that state the proved properties of the program and the size of the proof.
+
+    The list is empty if the program is not verified yet.
+    """
     if stage.proof is None:
         return []
     proved = "# proved: no weight is read before it has arrived, or overwritten before its last reader"
@@ -70,7 +80,7 @@ def _proof_lines(stage: Stage) -> list[Line]:
 
 
 def op_counts(lines: Sequence[Line]) -> Counter[str]:
-    """The number of lines of each op."""
+    """Return, for each op, the number of lines that call it."""
     return Counter(line.op for line in lines if line.op)
 
 
@@ -131,7 +141,9 @@ def _region(
         like=info.key,
         region=info.index,
     )
-    taken = zip(region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=False)  # then destinations
+    taken = zip(
+        region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=False
+    )  # the rest are destinations
     names = {inside: outside.name for inside, outside in taken}
     for node in region.module.graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -151,7 +163,7 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
     regions, packed = program.problem.regions, {w.name for w in program.problem.weights if w.source.compressed}
     block_of = {r.name: r.block for r in regions}
     blocks = [*block_of.values(), ""]
-    at, computed = 0, False  # the current region; after its evicts, the lines of the next one begin
+    at, computed = 0, False  # index of the current region, and whether it has run; its evicts follow
     for node, item, barrier in _items(program):
         if node.op == "placeholder":
             name, block = names.get(node.name, ""), next((block_of.get(u.name, "") for u in node.users), "")
@@ -171,7 +183,7 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
 
 
 def _items(program: Program) -> Iterator[tuple[Node, TransferOp | Op | None, bool]]:
-    """Every node of a program, its operation, and whether it waits before a collective."""
+    """Yield each node of a program, the operation of the node, and whether the node is a wait before a collective."""
     found = [(node, transfer_of(node) or _placed(ops)) for node, ops in issued(program)]
     barriers, barrier = set[Node](), False
     for node, item in reversed(found):
@@ -181,12 +193,12 @@ def _items(program: Program) -> Iterator[tuple[Node, TransferOp | Op | None, boo
 
 
 def _placed(ops: Step) -> Op | None:
-    """The operation of a node in the plan's order, if it is not a transfer."""
+    """Return the first of ``ops`` that runs a region, or that starts or finishes a collective; None if there is none."""
     return next((op for op in ops if isinstance(op, Run | Start | Finish)), None)
 
 
 def _input(node: Node, weight: str, block: str, note: str) -> Iterator[Line]:
-    """The line of an input that is used.  ``note``: a comment, such as the weight's name where torch's name differs."""
+    """Yield the line for an input, unless the input is unused.  ``note``: a comment to add to the line; may be empty."""
     if node.users:
         line = _node_line(node, f"{INPUTS} of {block}" if block else INPUTS)
         text = f"{line.text}  # {note}" if note else line.text
@@ -199,7 +211,7 @@ def _node_line(node: Node, part: str, start: Op | None = None) -> Line:
         text=node_text(node),
         op=op,
         part=part,
-        like=node_text(node, dict.fromkeys(node.all_input_nodes, "%")).removeprefix(node.name),  # without names
+        like=node_text(node, dict.fromkeys(node.all_input_nodes, "%")).removeprefix(node.name),  # drop the names
         defines=node.name,
         uses=_uses(node),
         collective=start.collective if isinstance(start, Start) else None,
@@ -208,7 +220,7 @@ def _node_line(node: Node, part: str, start: Op | None = None) -> Line:
 
 
 def _uses(node: Node, names: Mapping[Node, str] | None = None) -> tuple[str, ...]:
-    """The operands of a node in order, with repetitions."""
+    """Return the names of a node's operands in order.  An operand that is used twice is listed twice."""
     operands: list[str] = []
     map_arg((node.args, node.kwargs), lambda n: operands.append((names or {}).get(n, n.name)))
     return tuple(operands)

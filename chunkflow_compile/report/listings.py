@@ -1,4 +1,7 @@
-"""Listings: lines as text, with notes at their ends.  A block with the same structure as the one before is folded."""
+"""Listings: lines as text, with a note at the end of each line.
+
+A block is folded if it has the same structure as the previous block.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ from .annotate import HEADER, FlopNotes
 from .lines import INPUTS, PROOF, Line
 from .record import fine
 
-# Columns of program text: enough for the call of a region with its first inputs. A line with notes has 160 columns.
+# The width of the program text in columns, which is enough for the call of a region with its first inputs.  With its note, a
+# line is 160 columns wide.
 COLUMN = 96
 
 
 @dataclass(frozen=True)
 class _ListingPart:
-    """Consecutive lines of one part of a listing.  ``shape``: key that is equal for parts of the same structure and
-    wiring."""
+    """Consecutive lines in one part of a listing.
+
+    ``shape``: a key that is equal for two parts if their lines are equal up to names and are connected in the same way.
+    """
 
     name: str
     lines: tuple[Line, ...]
@@ -27,8 +33,11 @@ class _ListingPart:
 
 
 def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: bool = True) -> str:
-    """The listing as text, beginning with the proof.  Unless ``full``, long lines are cut, and consecutive equal parts are
-    shown once."""
+    """Return the listing as text.  It begins with the lines about the proof.
+
+    ``annotator``: makes the notes; None for a listing without notes.  ``full``: whether to show everything.  Otherwise, long
+    lines are cut off, and consecutive equal parts are shown once.
+    """
     text = [line.text for line in lines if line.part == PROOF]
     lines = lines[len(text) :]
     text += [] if annotator is None else [f"#{' ' * (COLUMN - 1)}# {HEADER}"]
@@ -44,8 +53,11 @@ def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: b
 
 
 def _wired_parts(lines: Sequence[Line]) -> list[_ListingPart]:
-    """The parts and their wiring.  An operand that is defined in the same part, in the previous part or in the inputs of
-    its block is identified by its position there; any other operand by its name."""
+    """Divide lines into parts, and compute the shape of each part.
+
+    In a shape, an operand is identified by its position if it is defined in the same part, in the previous part or in the
+    inputs of its block.  All other operands are identified by their names.
+    """
     parts: list[_ListingPart] = []
     place: dict[str, tuple[str, int]] = {}
     before = ""
@@ -67,8 +79,7 @@ def _wired_parts(lines: Sequence[Line]) -> list[_ListingPart]:
 
 
 def _equal_parts(parts: Iterable[_ListingPart]) -> list[list[_ListingPart]]:
-    """The parts, grouped: consecutive parts of equal structure in one list, and each part outside blocks in a list by
-    itself."""
+    """Group the parts.  Consecutive parts with the same shape form a group; each part outside blocks is a group by itself."""
     groups: list[list[_ListingPart]] = []
     for part in parts:
         before = groups[-1][-1] if groups else part

@@ -1,7 +1,9 @@
-"""Stages for torch's own tools: ``trace_structured`` for tlparse, a ``chunkflow`` artefact for torch's logs.
+"""Pass the compilation stages to torch's own tools: to tlparse with ``trace_structured``, and to torch's logs as the artefact
+``chunkflow``.
 
-torch reads TORCH_LOGS when it is imported, and then only its own artefacts are registered.  The environment variable
-therefore takes the name of this package, ``TORCH_LOGS=chunkflow_compile``; ``set_logs`` takes ``chunkflow``.
+torch reads the environment variable TORCH_LOGS while torch is imported.  At that time, only torch's own artefacts are
+registered.  Therefore this variable takes the name of the package, ``TORCH_LOGS=chunkflow_compile``.  ``set_logs`` takes the
+name of the artefact, ``chunkflow``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ PACKAGE = "chunkflow_compile"
 
 
 def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
-    """Yield the stages.  The listing of each is written to the structured trace and, annotated and folded, to the log."""
+    """Yield the stages, and write a listing of each stage to the structured trace and to the log.
+
+    The listing in the log is annotated and folded, and is written only if the user has requested these logs.
+    """
     log, start = _logger(), time.perf_counter()
     for stage in run:
         seconds = time.perf_counter() - start
@@ -41,8 +46,10 @@ def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
 
 
 def _asked_for(log: logging.Logger) -> bool:
-    """Whether the listings were asked for.  A server that logs everything at INFO, through the root logger, has not asked
-    for them."""
+    """Whether the user has requested listings by setting the level of this package's logger or of the artefact's logger.
+
+    Listings are not requested if only the root logger has the level INFO, as in many servers.
+    """
     return log.isEnabledFor(logging.INFO) and any(logging.getLogger(name).level for name in (PACKAGE, log.name))
 
 
@@ -51,7 +58,7 @@ def _artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": encoding},
         payload_fn=payload,
-        expect_trace_id=False,  # there is no trace id on the command line
+        expect_trace_id=False,  # in runs of the command-line program, there is no trace id
     )
 
 

@@ -1,4 +1,4 @@
-"""A step or a generation as Chrome trace events, which can be opened in Perfetto (ui.perfetto.dev) and chrome://tracing."""
+"""Export a step or a generation as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from chunkflow_compile.units import size
 from .generation import Generation
 from .lanes import Lanes, lanes_of
 
-# Two steps, so that copies that one step starts for the next are shown whole.
+# Show two steps, because the copies that the first step starts for the second step would otherwise be cut off.
 TRACE_STEPS = 2
 _PROCESS = 0
 _THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3, "read": 4, "phase": 5, "pull": 6}
 
 
 def trace_events(lanes: Lanes, title: str) -> str:
-    """A step as JSON in the Trace Event Format: one thread per lane, complete events in microseconds, arena bytes as a
-    counter."""
+    """Return a step as JSON in the Trace Event Format.
+
+    Each lane is a thread.  Times are in microseconds.  A counter shows the bytes of the arena in use.
+    """
     return _trace_json(title, (*lanes.shown, "stall"), _events(lanes, TRACE_STEPS))
 
 
 def generation_events(phases: Generation, title: str) -> str:
-    """A generation in the same format.  One thread shows the phases, with bytes on the device as a counter.  The other
-    threads show the first two calls of each phase that has a plan."""
+    """Return a generation as JSON in the Trace Event Format.
+
+    One thread shows the phases, and a counter shows the bytes on the device.  The other threads show the first two calls of
+    each phase that has a plan.
+    """
     return _trace_json(title, _THREADS, _generation(phases))
 
 
@@ -56,10 +61,10 @@ def _generation(phases: Generation) -> Iterator[dict[str, Any]]:
 
 
 def _events(lanes: Lanes, calls: int, at: float = 0.0) -> Iterator[dict[str, Any]]:
-    """The first ``calls`` calls, from ``at`` seconds on."""
+    """Yield the events of the first ``calls`` calls.  ``at``: the time at which the first call begins, in seconds."""
     call_s = round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds, so that two calls do not overlap
     last = at + calls * call_s
-    for call in range(calls + 1):  # of the call after the last, only the copies that start before it
+    for call in range(calls + 1):  # including the copies that the last call makes for the next call
         offset = at + call * call_s
         for bar in lanes.bars:
             start, end = max(at, bar.start + offset), min(last, bar.end + offset)
@@ -78,7 +83,7 @@ def _counter(name: str, nbytes: int, at: float) -> dict[str, Any]:
 
 
 def _event(lane: str, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-    # The start and the end are rounded, not the duration, so that adjacent events stay adjacent.
+    # Round the start and the end instead of the duration, so that adjacent events stay adjacent.
     begin, stop = _us(start), _us(end)
     return {
         "ph": "X",
@@ -97,5 +102,5 @@ def _metadata_event(kind: str, thread: int, name: str) -> dict[str, Any]:
 
 
 def _us(seconds: float) -> float:
-    """Seconds as microseconds, rounded to the nanosecond and at least 0."""
+    """Convert seconds to microseconds, rounded to whole nanoseconds.  The result is at least 0."""
     return max(0, round(seconds * 1e9)) / 1e3

@@ -1,4 +1,4 @@
-"""The components of a pipeline: device memory and call times of each."""
+"""The report on a compiled pipeline: device memory and call times of each component."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from .summary import Summary, advice
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseFigures:
-    """One component; None where a figure is unknown.
+    """The figures of one component.  A figure is None if it is unknown.
 
-    ``weights``: bytes of its weights.  ``streamed``: bytes of its streamed weights.  ``on_device``: bytes of its weights
-    that are on the device now.  ``activations``: maximum bytes that its calls used in addition to all weights, or None if
-    they are not measured, or not yet.  ``predicted_s``: predicted seconds per call, by its plan for ``hardware``.
-    ``measured_s``: median seconds from the beginning of a call to its return.  ``stalled_s``: seconds per call in which
-    compute waited for weights.  ``moved``: bytes copied to the device per call.  ``retries``: calls that ran out of memory
-    and were retried.  ``notes``: notes on the compiled code.  ``profiled``: whether ``hardware`` is a profile of this
-    machine.  ``unstreamed``: the reason why no weight is streamed; empty if one is.  ``tileable``: whether
-    ``enable_tiling`` would reduce the memory of its calls."""
+    ``weights``: the size of the component's weights in bytes.  ``streamed``: the size of the streamed weights in bytes.
+    ``on_device``: the size in bytes of the weights that are on the device now.  ``activations``: the maximum number of bytes
+    that calls used in addition to all weights; None if they cannot be measured or if there was no call yet.
+    ``predicted_s``: the predicted seconds per call, from a plan for ``hardware``.  ``measured_s``: the measured seconds per
+    call.  ``stalled_s``: the seconds per call in which compute waited for weights.  ``moved``: the number of bytes copied to
+    the device per call.  ``retries``: the number of calls that ran out of memory and were retried.
+    ``notes``: notes on the compiled code.  ``profiled``: whether ``hardware`` is a profile of this machine.
+    ``unstreamed``: the reason why no weight is streamed; empty if at least one weight is streamed.  ``tileable``: whether
+    ``enable_tiling`` would reduce the memory of calls.
+    """
 
     name: str
     model: str
@@ -45,11 +47,11 @@ class PhaseFigures:
 
     @property
     def shown_s(self) -> float | None:
-        """The predicted seconds, or None if the prediction is not for this machine."""
+        """The predicted seconds per call; None if the prediction is not for this machine."""
         return self.predicted_s if self.profiled else None
 
     def __str__(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         streams = self.unstreamed or f"{size(self.streamed)} of {size(self.weights)} of weights stream from host memory"
         what = "its first call compiles it"
         if self.calls:
@@ -59,9 +61,11 @@ class PhaseFigures:
 
 @dataclass(frozen=True)
 class PipelineFigures:
-    """The components of a pipeline, and their budget in bytes.  ``str()`` returns five lines, and a table with ``details``.
+    """The figures of a pipeline.  ``str()`` returns five lines, and also a table if ``details`` is set.
 
-    ``most``: peak bytes that the process allocated on the device in a call, or None if they are not measured."""
+    ``phases``: the figures of each component.  ``total``: the budget in bytes.  ``most``: the peak number of bytes that the
+    process has allocated on the device during a call, or None if it is not measured.
+    """
 
     phases: tuple[PhaseFigures, ...]
     total: int
@@ -73,7 +77,11 @@ class PipelineFigures:
 
     @property
     def summary(self) -> Summary:
-        """The five lines.  "Step" stands for one call of the compiled component with the longest total time."""
+        """The five lines of the report.
+
+        The line "step" is about one call of a compiled component.  Among these components, it is the component whose calls
+        take longest in total.
+        """
         weights, streamed, now = (sum(getattr(p, n) for p in self.phases) for n in ("weights", "streamed", "on_device"))
         step, stalls, faster = "no component was called yet", "not known yet", "not known yet"
         called = [p for p in self.phases if p.calls and p.measured_s]

@@ -1,4 +1,4 @@
-"""Pictures drawn with matplotlib, an optional dependency that is imported only for drawing."""
+"""Pictures drawn with matplotlib.  This optional dependency is imported only when a picture is drawn."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from chunkflow_compile.passes.placement.curve import Point
 
 from .record import ArmRecord, ComparisonRecord, check_writable
 
-# The file types of pictures.
+# The file types in which pictures can be written.
 PICTURES = (".png", ".svg")
 _PART_COLOURS = {"compute and host": "#4c78a8", "collectives": "#f2a541", "waiting for weights": "#d64545"}
 
 
 def check_picture(path: str | Path, *others: str) -> None:
-    """Check, before work that may take minutes, that a picture can be written to a file.
+    """Raise ChunkflowError if a picture cannot be written to a file.  Call this before work that may take minutes.
 
-    ``others``: file types that are written without matplotlib.  Raises ChunkflowError if the picture cannot be written.
+    ``others``: additional file types that the caller writes without matplotlib.
     """
     suffix = Path(path).suffix
     if suffix not in (*PICTURES, *others):
@@ -33,8 +33,10 @@ def check_picture(path: str | Path, *others: str) -> None:
 def new_axes(
     width: float = 7.0, height: float = 4.2, columns: int = 1, heights: Sequence[float] = (1.0,)
 ) -> tuple[Any, Any]:
-    """A figure and its axes, drawn without a display.  ``heights``: relative heights of the rows of axes.
+    """Return a new figure, which needs no display, and its axes.
 
+    ``width``, ``height``: the size of the figure in inches.  ``columns``: the number of columns of axes.  ``heights``: the
+    relative heights of the rows of axes.
     Raises ChunkflowError if matplotlib is not installed.
     """
     check_installed("A picture", "matplotlib")
@@ -47,7 +49,10 @@ def new_axes(
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure without its date, so that equal figures give equal files.  Text in an SVG stays searchable."""
+    """Write a figure to a file.  The file contains no date, so that equal figures give equal files.
+
+    In an SVG file, text stays searchable.
+    """
     import matplotlib
 
     dated = {".png": {"Software": None}, ".svg": {"Date": None}}
@@ -56,8 +61,10 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def draw_curve(points: Sequence[Point], others: Sequence[Point], form: str, title: str, path: Path) -> None:
-    """Draw memory against the time per forward, with a line at the time of the baseline.  ``others``: points with weights
-    in another ``form``, if any."""
+    """Draw memory against the time per forward, with a line at the time of the baseline.
+
+    ``others``: points for weights in another form, such as quantized weights; may be empty.  ``form``: the name of this form.
+    """
     figure, axes = new_axes()
     most, resident_s = points[-1].memory / 2**30, points[-1].resident_step_s
     for curve, label in ((points, "raw" if form == "packed" else "as they are"), (others, form)):
@@ -73,7 +80,7 @@ def draw_curve(points: Sequence[Point], others: Sequence[Point], form: str, titl
 
 
 def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path: Path) -> None:
-    """Draw a bar for each arm, a diamond at its predicted step, and a dotted line at the step of the resident arm."""
+    """Draw a bar for each arm, a diamond at its predicted step time, and a dotted line at the resident arm's step time."""
     names = list(record.arms)
     figure, axes = new_axes(8.0, 1.5 + 0.42 * len(names))
     begins = _draw_steps(axes, record)
@@ -96,8 +103,10 @@ def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path
 
 
 def draw_regimes(records: Mapping[str, ComparisonRecord], path: Path) -> None:
-    """Draw the step time of each arm next to its weights on the device, one row per record.  ``records``: records by
-    title."""
+    """Draw one row per record: on one side the step time of each arm, on the other side its weights on the device.
+
+    ``records``: the records by their titles.
+    """
     figure, grid = new_axes(9.0, 0.6 + 1.7 * len(records), columns=2, heights=[1.0] * len(records))
     for (title, record), (steps, memory) in zip(records.items(), grid.reshape(-1, 2), strict=True):
         _draw_steps(steps, record)
@@ -114,7 +123,7 @@ def draw_regimes(records: Mapping[str, ComparisonRecord], path: Path) -> None:
 
 
 def _draw_steps(axes: Any, record: ComparisonRecord) -> list[float]:
-    """Draw the parts of a step as a stacked bar for each arm.  Return the ends of the bars, in ms."""
+    """Draw the parts of each arm's step as a stacked bar; return the ends of the bars in ms."""
     names = list(record.arms)
     ends = [0.0] * len(names)
     parts = zip(*map(_parts_of_step, record.arms.values()), strict=True)
@@ -126,6 +135,6 @@ def _draw_steps(axes: Any, record: ComparisonRecord) -> list[float]:
 
 
 def _parts_of_step(arm: ArmRecord) -> tuple[float, float, float]:
-    """Seconds of each part, in the order of the colours."""
+    """Return the seconds of each part of a step, in the order of the colours."""
     waits, collectives = arm.exposed_h2d_s or 0.0, arm.collective_s or 0.0
     return max(0.0, (arm.step_s or 0.0) - collectives - waits), collectives, waits

@@ -1,4 +1,4 @@
-"""Tables of a plan."""
+"""Tables and sentences that describe a plan."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from .record import fitted, prose, seconds
 
 
 def answer(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures | None = None) -> str:
-    """The result of planning in a sentence: the time of a forward, compared with all weights resident, and GPU memory.
+    """Return the result of planning in a sentence.
 
-    ``hoisted``: products that are computed once for many steps.  Their share is included in the time and in the memory.
+    It contains the time per forward, the ratio of this time to the time with all weights resident, and the GPU memory.
+    ``forwards``: the number of forwards per denoising step.  ``hoisted``: the figures of products that are computed once for
+    many steps, or None.  The time and the memory include these products.
     """
     predicted = plan.predicted
     assert predicted is not None
@@ -30,19 +32,19 @@ def answer(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures
 
 
 def forward_seconds(plan: Plan, hoisted: HoistingFigures | None) -> float:
-    """Seconds per forward, including its share of the products that are computed once for many steps."""
+    """Return the seconds per forward, including the forward's share of the products that are computed once for many steps."""
     assert plan.predicted is not None
     return plan.predicted.step_s + (0.0 if hoisted is None else hoisted.seconds_per_call)
 
 
 def held(plan: Plan, hoisted: HoistingFigures | None = None) -> str:
-    """The size of the weights and rows on the GPU, out of the size of all weights including hoisted ones."""
+    """Return, as text, the size of the weights and rows on the GPU, and the size of all weights including hoisted weights."""
     outside, elsewhere = (0, 0) if hoisted is None else (hoisted.outside, hoisted.nbytes)
     return part_of(plan.device_bytes + outside, sum(weight.nbytes for weight in plan.weights) + elsewhere)
 
 
 def part_of(part: int, whole: int) -> str:
-    """Two sizes as text, with the unit given once if it is the same: ``"9.28 of 22.17 GiB"``."""
+    """Return two sizes as text, such as ``"9.28 of 22.17 GiB"``.  If both have the same unit, it is written once."""
     small, large = size(part), size(whole)
     value, _, unit = small.partition(" ")
     return f"{value if large.endswith(f' {unit}') else small} of {large}"
@@ -51,8 +53,11 @@ def part_of(part: int, whole: int) -> str:
 def summary_table(
     plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures | None = None, why_groups: str = ""
 ) -> str:
-    """The predicted cost of a plan per forward.  ``forwards``: forwards per denoising step.  ``hoisted``: see answer.
-    ``why_groups``: reason for the number of groups of heads, empty if the number was given."""
+    """Return a table of the predicted costs per forward.
+
+    ``forwards``, ``hoisted``: see :func:`answer`.  ``why_groups``: the reason for the number of groups of attention heads;
+    empty if the user has given this number.
+    """
     predicted = plan.predicted
     assert predicted is not None
     outside = problem.unpacked_bytes + (0 if hoisted is None else hoisted.outside)
@@ -97,8 +102,11 @@ def summary_table(
 
 
 def exchange_sentence(problem: Problem, why: str = "") -> str:
-    """Into how many groups of heads the exchanges of attention are divided; empty if they are whole and nothing was chosen.
-    ``why``: reason for a chosen number."""
+    """Return a text that says into how many groups of heads the exchanges of attention are divided.
+
+    It is empty if exchanges are not divided and ``why`` is empty.  ``why``: the reason for the number of groups; empty if the
+    user has given this number.
+    """
     count = problem.exchange_groups
     if count == 1:
         return f"whole: {why}" if why else ""
@@ -108,7 +116,10 @@ def exchange_sentence(problem: Problem, why: str = "") -> str:
 
 
 def packing_sentence(problem: Problem) -> str:
-    """A sentence on the number of compressed weights, and their bytes before and after; empty if no weight is compressed."""
+    """Return a text with the number of compressed weights, and their sizes before and after compression.
+
+    It is empty if no weight is compressed.
+    """
     packed = [w for w in problem.weights if w.source.compressed]
     if not packed:
         return ""
@@ -120,7 +131,7 @@ def packing_sentence(problem: Problem) -> str:
 
 
 def hoisting_sentence(hoisted: HoistingFigures) -> str:
-    """A sentence on the products that are computed once for many steps."""
+    """Return a text on the products that are computed once for many steps."""
     inputs = "1 small input" if hoisted.slow == 1 else f"{hoisted.slow} small inputs"
     return (
         f"{hoisted.weights} weights, {size(hoisted.nbytes)}, by {inputs} alone; {hoisted.values} values, "
@@ -129,8 +140,7 @@ def hoisting_sentence(hoisted: HoistingFigures) -> str:
 
 
 def slices_notes(problem: Problem) -> tuple[str, ...]:
-    """One sentence per block type on the number of slices into which its blocks are split.  Types that are not split are
-    left out."""
+    """Return one sentence for each block type whose blocks are split.  It contains the number of slices per block."""
     slices = dict[str, int]()
     for region in problem.regions:
         blocks = block_type(region.block, problem)
@@ -141,16 +151,21 @@ def slices_notes(problem: Problem) -> tuple[str, ...]:
 
 
 def block_type(block: str, problem: Problem) -> str:
-    """The list that contains a block, such as ``blocks`` for ``blocks.3``.  A block that is compiled separately is unnamed
-    in its problem; for such a block, the list that contains its weights."""
+    """Return the name of the list that contains a block, such as ``blocks`` for the block ``blocks.3``.
+
+    A block that is compiled separately is unnamed in its problem.  For such a block, the names of its weights contain the
+    name of the list.
+    """
     block = block or block_of(next((weight.name for weight in problem.weights), ""))
     name, _, number = block.rpartition(".")
     return name if number.isdecimal() else block
 
 
 def peers_sentence(problem: Problem) -> str:
-    """A sentence on the number of weights that are sharded over the GPUs of the ranks, and their bytes; empty if no weight
-    is."""
+    """Return a text with the number and the size of the weights that are sharded over the GPUs of the ranks.
+
+    It is empty if no weight is sharded.
+    """
     pieces = [w for w in problem.weights if w.source.sharded]
     if not pieces:
         return ""
@@ -162,7 +177,7 @@ def peers_sentence(problem: Problem) -> str:
 
 
 def blocks_table(plan: Plan, problem: Problem) -> str:
-    """A table with one row per block; consecutive equal blocks share a row."""
+    """Return a table with one row per block.  Consecutive blocks with equal figures share a row."""
     block = {k: r.block for k, r in enumerate(problem.regions)}
     rows: dict[str, list[WeightPlan]] = {}
     for weight in plan.weights:
@@ -186,6 +201,9 @@ def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
 
 
 def weights_table(weights: Iterable[WeightPlan], packed: Collection[str] = ()) -> str:
-    """A table with one row per weight: its home and the reason.  ``packed``: names of the compressed weights."""
+    """Return a table with one row per weight.  It shows where each weight is kept, and why.
+
+    ``packed``: the names of the compressed weights.
+    """
     rows = [(w.name, size(w.nbytes), f"{w.home}{', packed' * (w.name in packed)}", w.why) for w in weights]
     return fitted(rows, ("weight", "size", "home", "why"))

@@ -1,4 +1,4 @@
-"""The record that every measuring command writes, and its table; sizes and times as text."""
+"""The record that every measuring command writes, the table of a record, and functions that format sizes and times."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from tabulate import tabulate
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-if TYPE_CHECKING:  # chunkflow doctor imports no torch
+if TYPE_CHECKING:  # these modules import torch, but chunkflow doctor must work without torch
     from chunkflow_compile.passes.placement.timeline import Timeline
     from chunkflow_compile.passes.plan import Plan, Prediction
 
 SCHEMA = 1
-PROSE_WIDTH = 100  # characters in a line of prose, or of a table
-# Cells of a table up to this length are not wrapped.
+PROSE_WIDTH = 100  # the maximum number of characters per line, in prose and in tables
+# Table cells with at most this many characters are not wrapped.
 _SHORT = 24
-_GAP = 2  # characters between two columns
-_PADDING = 2  # characters that tabulate adds to a header
-# From this relative error on, a prediction is reported as wrong. Smaller errors are within the variation of steps.
+_GAP = 2  # the number of characters between two columns
+_PADDING = 2  # the number of characters that tabulate adds to a header
+# A prediction with a larger relative error than this is reported as wrong.  Smaller errors are within the variation of steps.
 _FAR = 0.10
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRecord:
-    """One arm of a measurement: seconds and bytes per step and rank; None where a figure does not apply.
+    """The figures of one arm in a measurement, per step and rank.  A figure is None if it does not apply.
 
-    ``step_s``, ``exposed_h2d_s`` (compute waited for weights) and ``collective_s`` are medians over the steps of the
-    slowest rank.  ``weights_device_bytes``: arena and resident weights; ``weights_total_bytes``: all weights.
+    ``step_s``: the duration of a step.  ``exposed_h2d_s``: the time in which compute waited for weights.  ``collective_s``:
+    the time of collectives.  These three are in seconds; each is the median over the steps of the slowest rank.
+    ``weights_device_bytes``: the size in bytes of the arena and of the resident weights.  ``weights_total_bytes``: the size
+    in bytes of all weights.
     """
 
     step_s: float | None = None
@@ -49,7 +51,10 @@ class ArmRecord:
 
     @staticmethod
     def predicted(plan: Plan, step: Prediction | Timeline, total_bytes: int, calls: int = 1) -> ArmRecord:
-        """The record of a predicted step.  ``step``: prediction for one call.  ``calls``: calls of the plan per step."""
+        """Return the record of a predicted step.
+
+        ``step``: the prediction for one call of the plan.  ``calls``: the number of calls per step.
+        """
         return ArmRecord(
             step_s=step.step_s * calls,
             exposed_h2d_s=step.exposed_s * calls,
@@ -62,7 +67,10 @@ class ArmRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRecord:
-    """All arms of one measurement, on ``degree`` ranks for each of ``cfg_parallel`` guidance branches."""
+    """The figures of all arms in one measurement.
+
+    ``cfg_parallel``: the number of guidance branches that run in parallel.  ``degree``: the number of ranks per branch.
+    """
 
     model: str
     degree: int
@@ -75,18 +83,20 @@ class ComparisonRecord:
 
     @property
     def body(self) -> dict[str, object]:
-        """The record as it is written to JSON."""
+        """Return the record in the form in which it is written to JSON."""
         return {"schema": SCHEMA, **asdict(self)}
 
 
 def is_far(predicted_s: float | None, measured_s: float | None) -> bool:
-    """Whether a time is far from its prediction; False if either is unknown."""
+    """Whether a measured time is far from its prediction; False if one of the two times is unknown."""
     return bool(predicted_s) and measured_s is not None and abs(measured_s / predicted_s - 1) > _FAR  # type: ignore[operator]
 
 
 def profile_does_not_fit(hardware: str, call: str) -> str:
-    """Why a time is far from its prediction, and what to do.  ``hardware``: names of profiles.  ``call``: the function or
-    command that takes the option ``hardware``."""
+    """Return a text that says why a time is far from its prediction, and what to do.
+
+    ``hardware``: the names of the profiles.  ``call``: the function or command that takes the option ``hardware``.
+    """
     return (
         f"the profile {hardware} does not fit this machine, or the machine was busy; run chunkflow calibrate and {call} with "
         "hardware='measured'"
@@ -94,7 +104,10 @@ def profile_does_not_fit(hardware: str, call: str) -> str:
 
 
 def without_profile(hardware: str, call: str) -> str:
-    """Why a report shows no predictions, and what to do.  ``hardware``, ``call``: as in :func:`profile_does_not_fit`."""
+    """Return a text that says why a report shows no predictions, and what to do.
+
+    ``hardware``, ``call``: see :func:`profile_does_not_fit`.
+    """
     return (
         f"Predictions are not shown: the profile {hardware!r} was not made for this machine. Run chunkflow calibrate, and "
         f"{call} with hardware='measured'."
@@ -102,13 +115,15 @@ def without_profile(hardware: str, call: str) -> str:
 
 
 def as_json(body: object) -> str:
-    """A value, which may contain dataclasses, as JSON."""
+    """Return a value as JSON.  The value may contain dataclasses."""
     return json.dumps(body, indent=1, default=asdict) + "\n"
 
 
 def check_writable(path: Path) -> None:
-    """Check, before work that may take minutes, that a file can be written.  Leaves no empty file behind.  Raises
-    ChunkflowError if it cannot be written."""
+    """Raise ChunkflowError if a file cannot be written.  Call this before work that may take minutes.
+
+    The check leaves no empty file behind.
+    """
     fresh = not path.exists()
     try:
         path.open("a").close()
@@ -119,8 +134,10 @@ def check_writable(path: Path) -> None:
 
 
 def check_folder(path: str | Path) -> Path:
-    """Create a folder if it is missing, before work that may take minutes.  Raises ChunkflowError if it cannot be written
-    to."""
+    """Create a folder if it does not exist; return its path.  Call this before work that may take minutes.
+
+    Raises ChunkflowError if no files can be written to the folder.
+    """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:
@@ -132,15 +149,18 @@ def check_folder(path: str | Path) -> Path:
 
 
 def prose(text: str) -> str:
-    """``text`` in lines of at most PROSE_WIDTH characters; a longer word, such as a path, is put on a separate line."""
+    """Wrap a text into lines of at most PROSE_WIDTH characters.
+
+    A word that is longer than a line, such as a path, is put on a separate line.
+    """
     fill = partial(textwrap.fill, width=PROSE_WIDTH, break_long_words=False, break_on_hyphens=False)
     return "\n".join(fill(line) for line in text.split("\n"))
 
 
 def fitted(rows: Sequence[Sequence[object]], headers: Sequence[str] = (), tablefmt: str = "simple") -> str:
-    """A table at most PROSE_WIDTH characters wide: long cells are wrapped.
+    """Return a table that is at most PROSE_WIDTH characters wide.  Long cells are wrapped.
 
-    Columns that still do not fit follow in a second table, which repeats the first column.
+    Columns that still do not fit are put into further tables below.  Each of these tables repeats the first column.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     columns = [
@@ -163,15 +183,18 @@ def fitted(rows: Sequence[Sequence[object]], headers: Sequence[str] = (), tablef
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of a table.  ``least``: minimum width in characters; ``most``: width at which no cell is wrapped; ``full``:
-    width at which the header is not wrapped either."""
+    """A column of a table.
+
+    ``least``: the minimum width in characters.  ``most``: the width at which no cell is wrapped.  ``full``: the width at
+    which neither a cell nor the header is wrapped.
+    """
 
     header: str
     cells: Sequence[str]
 
     @property
     def numbers(self) -> bool:
-        """Whether its cells are whole numbers, or empty."""
+        """Whether all cells are whole numbers or empty."""
         return all(re.fullmatch(r"[+-]?\d*", cell) for cell in self.cells)
 
     @property
@@ -190,7 +213,7 @@ class _Column:
 
 
 def _groups(columns: Sequence[_Column]) -> Iterator[list[int]]:
-    """The column numbers of each table.  All tables but the first repeat the first column."""
+    """Divide columns among tables; yield the column numbers of each table.  Each table begins with the first column."""
     group: list[int] = []
     for number in range(len(columns)):
         wanted = [*group, number]
@@ -202,8 +225,11 @@ def _groups(columns: Sequence[_Column]) -> Iterator[list[int]]:
 
 
 def _widths(columns: Sequence[_Column]) -> list[int]:
-    """The widths of the columns in characters.  Each gets its minimum; the remaining width goes first to the columns that
-    need little more."""
+    """Return the widths of the columns in characters.
+
+    Each column gets its minimum width.  The remaining width goes first to the columns that need the fewest additional
+    characters.
+    """
     widths = [c.least for c in columns]
     left = PROSE_WIDTH - sum(widths) - _GAP * (len(columns) - 1)
     for wanted in ([max(c.least, c.most) for c in columns], [c.full for c in columns]):
@@ -220,10 +246,11 @@ def _wrapped(cell: str, width: int) -> str:
 
 
 def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]], per: str = "step") -> str:
-    """The record as a table, one row per arm; ``extra``: cells by column and arm.  ``per``: unit to which times and bytes
-    refer.
+    """Return a record as a table with one row per arm.
 
-    With a single rank, columns about collectives are left out.
+    ``extra``: additional columns; for each header, the cells by the name of the arm.  ``per``: the unit to which times and
+    bytes refer, such as "step".
+    If there is only one rank, columns about collectives are left out.
     """
     rows = []
     alone = record.ranks == 1 and not any(arm.collective_s for arm in record.arms.values())
@@ -237,19 +264,19 @@ def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]], p
             f"copied per {per}": size(arm.moved_bytes_per_step),
         }
         row.update({column: cells.get(name, "") for column, cells in extra.items()})
-        if any(a.equal_to_resident is not None for a in record.arms.values()):  # a simulation has no outputs
+        if any(a.equal_to_resident is not None for a in record.arms.values()):  # a simulation has no outputs to compare
             row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
         rows.append({c: cell for c, cell in row.items() if not (alone and c.startswith("collectives"))})
     return fitted([[*row.values()] for row in rows], [*rows[0]])
 
 
 def seconds(value: float | None) -> str:
-    """Seconds as text, in ms with one digit."""
+    """Return a time as text, in ms with one decimal digit."""
     return "-" if value is None else f"{value * 1e3:.1f} ms"
 
 
 def fine(value: float) -> str:
-    """Seconds as text, in ms with three digits."""
+    """Return a time as text, in ms with three decimal digits."""
     return f"{value * 1e3:.3f} ms"
 
 
@@ -264,7 +291,10 @@ def _share(part: int | None, whole: int | None) -> str:
 
 
 def tiling_sentence(name: str) -> str:
-    """A hint for a pipeline in which a VAE needs the most activation memory.  ``name``: name of the VAE in the pipeline."""
+    """Return a hint for the case that the VAE needs more activation memory than all other components of a pipeline.
+
+    ``name``: the name of the VAE in the pipeline.
+    """
     return (
         f"The activations of {name} determine the minimum of GPU memory: pipe.{name}.enable_tiling() decodes in tiles, which "
         "takes less."

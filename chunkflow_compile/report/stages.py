@@ -1,6 +1,6 @@
-"""Stages as files: ``NN_stage.py``, the diff to the previous stage, the plan, and a report.
+"""Write compilation stages to files: each stage as ``NN_stage.py``, its diff to the previous stage, the plan, and a report.
 
-The files are complete, so that tools can compare them.  Only the report folds equal blocks.
+The files of stages are complete, so that tools can compare them.  Only the report folds equal blocks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ REPORT_FILE = "report.txt"
 
 @dataclass(frozen=True)
 class Written:
-    """A stage that was written, and its contents.  ``added``, ``removed``: number of lines added or removed since the
-    previous stage, with a sign."""
+    """A stage that was written to a file.
+
+    ``lines``: the number of lines.  ``ops``: the number of lines per op.  ``added``, ``removed``: the number of lines that
+    the stage adds to the previous stage or removes from it, as text with a sign.
+    """
 
     name: str
     path: Path
@@ -44,9 +47,9 @@ class Written:
 
 
 class StageWriter:
-    """Writes stages to a folder, each as soon as it exists.  After an error, the last file shows the state before the
-    error.
+    """Writes each stage to a folder as soon as the stage exists.
 
+    If a pass fails, the last file shows the stage before this pass.
     ``annotate``: whether to add notes to the lines.  Raises ChunkflowError if the folder cannot be written.
     """
 
@@ -60,7 +63,7 @@ class StageWriter:
         check_folder(folder)
         with _report_write_errors(folder):
             for name in (*(f"{_file_stem(n)}.{e}" for n in STAGES for e in ("py", "diff")), PLAN_FILE, REPORT_FILE):
-                (folder / name).unlink(missing_ok=True)  # left by an earlier run: the last file must be from this run
+                (folder / name).unlink(missing_ok=True)  # so that no file is from an earlier run
 
     def add(self, stage: Stage) -> None:
         """Write one stage."""
@@ -87,8 +90,11 @@ class StageWriter:
         self.written.append(written)
 
     def finish(self, title: str = "", forwards: int = 1) -> Path:
-        """Write the report and return its path.  It contains figures, blocks, op counts, and the last stage, annotated and
-        folded."""
+        """Write the report and return its path.
+
+        The report contains the figures of the plan, a table of blocks, op counts, and an annotated and folded listing of the
+        last stage.
+        """
         stage = self._newest
         assert stage is not None
         parts = [title] if title else []
@@ -104,8 +110,10 @@ class StageWriter:
 
 
 def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -> tuple[Stage, Path]:
-    """Write the stages of a run to ``folder/rankR_N``, where N counts the programs of rank R.  Return the last stage and
-    this folder."""
+    """Write the stages of a run to the folder ``folder/rankR_N``, where N counts the programs of rank R.
+
+    Returns the last stage and the path of this folder.
+    """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     base, number = Path(folder), 0
     while (target := base / f"rank{rank}_{number}").exists():
@@ -118,13 +126,16 @@ def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -
 
 
 def annotator(stage: Stage, hardware: Hardware) -> FlopNotes:
-    """The annotator of a stage.  Before there are regions, it shows FLOPs only."""
+    """Return the annotator for a stage.  If the stage has no regions yet, the annotator shows only FLOPs."""
     sizes = stage.traced.sizes
     return FlopNotes(sizes) if stage.cut is None else Annotator(stage.cut.problem, hardware, stage.plan, sizes)
 
 
 def _counts_table(columns: Sequence[Written]) -> str:
-    """A table of op counts with one column per stage.  The ops that are most frequent in the last stage come first."""
+    """Return a table of op counts with one column per stage.
+
+    Rows are sorted by the counts in the last stage, and the most frequent op comes first.
+    """
     names = sorted({op for w in columns for op in w.ops}, key=lambda op: (tuple(-w.ops[op] for w in columns[::-1]), op))
     rows = [(op, *(w.ops[op] or "" for w in columns)) for op in names]
     return tabulate(rows, headers=("op", *(w.name for w in columns)))
@@ -136,7 +147,7 @@ def _file_stem(name: StageName) -> str:
 
 @contextlib.contextmanager
 def _report_write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a ChunkflowError that names the path."""
+    """Return a context in which an OSError becomes a ChunkflowError that names the path."""
     try:
         yield
     except OSError as error:

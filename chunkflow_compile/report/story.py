@@ -1,4 +1,4 @@
-"""Story: one weight of a plan, when it is copied and read, and the effect of other settings on it."""
+"""The story of one weight in a plan: when it is copied and read, and how other settings would change this."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from .lanes import Bar, lanes_of
 from .plan_tables import weights_table
 from .record import fine, fitted, region_title, seconds
 
-# The maximum number of candidates listed for an ambiguous name, so that they fit on a screen.
+# The maximum number of candidates that are listed for an ambiguous name, so that the list fits on a screen.
 _CANDIDATES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The effect of another setting.  ``streamed``: share of the weight's chunks that are streamed.  If there is no plan
-    for the setting, all figures are None."""
+    """The effect that another setting would have on a weight.  If there is no plan for the setting, all figures are None.
+
+    ``what``: a description of the setting.  ``streamed``: the share of the weight's chunks that are streamed, from 0 to 1.
+    ``impossible``: the reason why there is no plan; empty if there is a plan.
+    """
 
     what: str
     streamed: float | None = None
@@ -41,8 +44,11 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """One weight under a plan.  ``facts``: where it is stored and when it is read.  ``copies``: rows, one per run of
-    chunks."""
+    """The story of one weight in a plan.
+
+    ``facts``: where the weight is stored and when it is read.  ``copies``: the rows of a table of copies.  Each row is for a
+    run of consecutive chunks.
+    """
 
     title: str
     planned: WeightPlan
@@ -68,7 +74,7 @@ class Story:
 
 
 def story_of(weight: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
-    """The story of a weight, which must be part of the plan."""
+    """Return the story of a weight.  The weight must be part of the plan."""
     planned = next(w for w in plan.weights if w.name == weight.name)
     lanes, uses = lanes_of(plan), weight.uses
     compute = lanes.lane("compute")
@@ -100,7 +106,10 @@ def _copies(plan: Plan, weight: WeightPlan, copies: Iterable[Bar]) -> Iterator[t
 
 
 def find_weight(problem: Problem, part: str) -> Weight:
-    """The only weight whose name is or contains ``part``.  Raises ChunkflowError if none or several match."""
+    """Return the weight with the name ``part``, or else the only weight whose name contains ``part``.
+
+    Raises ChunkflowError if no name or several names match.
+    """
     weights = {w.name: w for w in problem.weights}
     aliases = {alias: w.name for w in problem.weights for alias in w.names}
     matches = list(dict.fromkeys(name for alias, name in aliases.items() if part in alias))
@@ -117,10 +126,11 @@ def find_weight(problem: Problem, part: str) -> Weight:
 
 
 def changes(weight: Weight, ranks: int, settings: Settings, plan_for: Callable[[Settings], Plan]) -> Iterator[Change]:
-    """The effect of other settings on a weight, with one setting changed at a time.  Empty if no plan can stream the
-    weight.
+    """Yield the effects that other settings would have on a weight.  One setting is changed at a time.
 
-    ``ranks``: ranks of the problem."""
+    Yields nothing if the weight cannot be streamed.
+    ``ranks``: the number of ranks in the problem.  ``plan_for``: a function that makes a plan for the given settings.
+    """
     for what, other in _alternatives(settings, ranks, weight.source) if weight.keep is None else ():
         try:
             plan = plan_for(other)
@@ -138,7 +148,7 @@ def changes(weight: Weight, ranks: int, settings: Settings, plan_for: Callable[[
 
 
 def _alternatives(settings: Settings, ranks: int, source: Source) -> Iterator[tuple[str, Settings]]:
-    """Pairs of a description of the change and the changed settings.  ``source``: source of the weight."""
+    """Yield pairs: a description of a change, and the changed settings.  ``source``: the source of the weight."""
     goal = settings.goal
     if goal.memory is not None:
         for factor in (0.75, 1.25):

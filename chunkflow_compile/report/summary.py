@@ -1,4 +1,4 @@
-"""The five lines with which ``explain`` begins: step, stalls, device memory, host memory, and what would make it faster."""
+"""The five lines at the start of a report by ``explain``: step, stalls, device memory, host memory, and advice."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from dataclasses import astuple, dataclass
 
 from chunkflow_compile.units import size
 
-# Parts of a step are reported from this share of the step time on. Smaller parts are within the variation of steps.
+# A part of a step is reported only if it takes at least this share of the step time.  Smaller parts are within the variation
+# of steps.
 NOTABLE = 0.02
 _LABELS = ("step", "stalls", "device memory", "host memory", "to go faster")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A sentence for each line, in the order of the lines."""
+    """The five lines of a report, one text per line, in their order."""
 
     step: str
     stalls: str
@@ -36,11 +37,11 @@ def advice(
     host_s: float = 0.0,
     collective_s: float = 0.0,
 ) -> str:
-    """Advice on how to shorten a step.
+    """Return advice on how to make steps faster.
 
-    ``waited_s``, ``host_s``, ``collective_s``: seconds per step in which compute waits for weights, for the host and for
-    collectives.  ``moved_bytes``: bytes copied to the device per step.  ``budget``: device memory budget in bytes.
-    ``weight_bytes``: bytes of all weights.
+    ``step_s``: the duration of a step in seconds.  ``waited_s``, ``host_s``, ``collective_s``: the seconds per step in which
+    compute waits for weights, for the host, and for collectives.  ``moved_bytes``: the number of bytes that are copied to the
+    device per step.  ``budget``: the budget of device memory in bytes.  ``weight_bytes``: the size of all weights in bytes.
     """
     parts = {"weights": waited_s, "host": host_s, "collectives": collective_s}
     name = max(parts, key=parts.__getitem__)

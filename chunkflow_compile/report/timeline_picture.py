@@ -1,4 +1,4 @@
-"""The picture of a step: the whole step at the top, a few enlarged blocks in the middle, and the bytes of the arena below."""
+"""The picture of a step: the whole step at the top, a few enlarged blocks in the middle, and the arena at the bottom."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ _NAMES: dict[StepLane, str] = {
 }
 _HEIGHTS = (1.0, 4.0, 3.2)
 _COMPUTE, _COLLECTIVE, _STALL = "#a6c8e4", "#f5b95c", "#d62728"
-# Lower edge of a bar in its lane, and its height.
+# The lower edge of a bar in its lane, and the height of the bar, relative to the height of the lane.
 _LOW, _HIGH = 0.05, 0.86
-# Width and height of a character in inches at font size _SIZE. A label that does not fit at this size is drawn smaller.
+# The width and the height of a character in inches at font size _SIZE.  A label that does not fit at this size is drawn
+# smaller.
 _CHARACTER, _LINE = 0.068, 0.125
 _SIZE, _SMALLEST = 8.0, 3.5
 _LEGIBLE = 0.55
-# In seconds, shorter than any span. It prevents empty axes.
+# The minimum duration that the axes show, in seconds.  It is shorter than any span, and prevents empty axes.
 _SHORTEST_S = 1e-12
 
 
 @dataclass(frozen=True)
 class _Zoom:
-    """The enlarged part: ``blocks``, and the interval from ``begin`` to ``end`` around them, in seconds.
+    """The enlarged part of a step.
 
-    ``colours``: colours of weights by label.  The same weight in different blocks has the same colour.
+    ``blocks``: the names of the enlarged blocks.  ``begin``, ``end``: the interval around these blocks, in seconds.
+    ``colours``: the colours of weights by label.  A weight has the same colour in all blocks.
     """
 
     lanes: Lanes
@@ -47,15 +49,15 @@ class _Zoom:
     colours: Mapping[str, Any]
 
     def label(self, label: str, block: str) -> str:
-        """The label of a weight, with the number of its block if the block is not enlarged."""
+        """Return the label of a weight.  It contains the number of the weight's block unless this block is enlarged."""
         return label if block in self.blocks or not block else f"{block.rpartition('.')[2]}: {label}"
 
 
 def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = None, blocks: int = 1) -> None:
     """Write the picture of a step.
 
-    ``blocks``: number of enlarged blocks.  ``block``: first of these blocks; by default, they are in the middle of the
-    model.  Raises ChunkflowError if there is no such block.
+    ``blocks``: the number of blocks to enlarge.  ``block``: the name of the first enlarged block; by default, the enlarged
+    blocks are in the middle of the model.  Raises ChunkflowError if there is no block with this name.
     """
     shown = _shown(lanes, block, blocks)
     figure, (top, middle, bottom) = new_axes(WIDTH, HEIGHT, heights=_HEIGHTS)
@@ -68,7 +70,7 @@ def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = N
 
 
 def _shown(lanes: Lanes, block: str | None, blocks: int) -> list[str]:
-    """The blocks to enlarge."""
+    """Return the names of the blocks to enlarge."""
     names = list(lanes.blocks)
     if block is not None and block not in lanes.blocks:
         close = difflib.get_close_matches(block, names, n=1, cutoff=0.0)
@@ -92,14 +94,14 @@ def _colours(lanes: Lanes) -> dict[str, Any]:
     from matplotlib import colormaps
 
     labels = dict.fromkeys(slot.label for slot in lanes.slots)
-    # Light colours, because the text on them is black; not red, which marks stalls.
+    # Use light colours, because the text on them is black.  Leave out red, which marks stalls.
     light: Any = [colormaps["Set3"], colormaps["Pastel2"]]
     palette = [colour for colormap in light for colour in colormap.colors if colour != light[0].colors[3]]
     return {label: palette[i % len(palette)] for i, label in enumerate(labels)}
 
 
 def _rows_of(axes: Any, lanes: Lanes) -> dict[StepLane, float]:
-    """The lower edge of each lane, with compute at the top.  Labels the lanes on the axis."""
+    """Label the lanes on the axis; return the lower edge of each lane.  Compute is at the top."""
     rows = {lane: float(row) for row, lane in enumerate(reversed(lanes.shown))}
     axes.set_yticks([row + 0.5 for row in reversed(rows.values())], [_NAMES[lane] for lane in reversed(rows)])
     axes.tick_params(labelsize=8)
@@ -150,7 +152,7 @@ def _detail(axes: Any, zoom: _Zoom) -> None:
 
 
 def _name_blocks(axes: Any, zoom: _Zoom, top: int) -> None:
-    """Draw the blocks above the lanes, each with its name if it fits."""
+    """Draw the blocks above the lanes.  Write the name of each block into it if the name fits."""
     for name, (start, stop) in zoom.lanes.blocks.items():
         start, stop = max(start, zoom.begin), min(stop, zoom.end)
         if stop <= start:
@@ -181,7 +183,7 @@ def _arena(axes: Any, zoom: _Zoom) -> None:
 
 
 def _ms(start: float, end: float) -> tuple[float, float]:
-    """The start and the length of a bar, in ms."""
+    """Return the start and the length of a bar in ms."""
     return start * 1e3, (end - start) * 1e3
 
 
@@ -197,13 +199,14 @@ def _box(
     text: str = "black",
     least: bool = True,
 ) -> None:
-    """Draw the part of a box that is inside the enlarged interval, and a text in it.
+    """Draw a box, clipped to the enlarged interval, and a text in the box.
 
-    ``rows``: lower edge and height on the axis.  ``inches``: height in inches.  ``text``: colour of the text.  ``least``:
-    whether to draw the text even if it is too small to read on paper; the picture can be enlarged.
+    ``seconds``: the start and the end of the box.  ``rows``: the lower edge and the height of the box on the axis.
+    ``inches``: the height of the box in inches.  ``lines``: the lines of the text.  ``text``: the colour of the text.
+    ``least``: whether to draw the text even if it is too small to read on paper; readers can enlarge the picture.
     """
     label: dict[str, Any] = {"ha": "center", "va": "center", "color": text, "clip_on": True}
-    if text != "black":  # a white background for text on hatching
+    if text != "black":  # text on hatching gets a white background
         label["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     for start, end in around(*seconds, zoom.lanes.step_s):
         start, end = max(start, zoom.begin), min(end, zoom.end)
@@ -218,8 +221,11 @@ def _box(
 
 
 def _fitted(lines: tuple[str, ...], width: float, height: float) -> tuple[str, int, float]:
-    """Fit a text into ``width`` by ``height`` inches, horizontal or vertical, in one line or several, as large as possible.
-    Return the text, its rotation in degrees, and its scale."""
+    """Find the layout with which a text is as large as possible in a box of ``width`` by ``height`` inches.
+
+    The layout may be horizontal or vertical, with one line or several lines.
+    Returns the text, its rotation in degrees, and its scale.
+    """
     text, rotation, best = "", 0, 0.0
     for shown in (lines, (" ".join(lines),)):
         long, many = _CHARACTER * max(len(line) for line in shown), _LINE * len(shown)
