@@ -1,8 +1,8 @@
 """The cache folders: ChunkFlow's own, and the folder of torch's compile caches.
 
-Inductor compiles in the latter, and torch creates it while its compiler is imported.  In a container it may be read-only,
-full, or owned by another user; the error then names the variable that selects another folder.  This module does not
-import torch, because that import may be the part that fails.
+Inductor compiles in torch's folder, and torch creates that folder while its compiler is imported.  In a container, the
+folder may be read-only, full, or owned by another user; the error then names the variable that selects another folder.
+This module does not import torch, because that import may be the part that fails.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# The first kernel for the CPU takes 150 MB, most of it for a precompiled header; a kernel for a GPU takes less than this.
+# Minimum of free bytes.  A kernel for a GPU takes less than this.  The first kernel for the CPU takes 150 MB, most of
+# it for a precompiled header.
 _LEAST_BYTES = 32 << 20
-# Linking a library takes less than a second.
+# Seconds for which a new library may still be incomplete; linking it takes less than a second.
 _LINKING_S = 10.0
 FIX = f"set {FOLDER_VARIABLE} to a folder that can be written"
 
@@ -37,7 +38,8 @@ FIX = f"set {FOLDER_VARIABLE} to a folder that can be written"
 class Folder:
     """A folder, and whether it can be used.
 
-    ``free``: bytes, None if unknown.  ``fault``: why it cannot be used; empty if it can.
+    ``free``: the free bytes of its file system, or None if unknown.  ``fault``: the reason why the folder cannot be
+    used; empty if it can be used.
     """
 
     path: str
@@ -64,7 +66,7 @@ def temporary_folder() -> Folder:
 
 
 def compile_cache() -> Folder:
-    """Return the folder of torch's compile caches; it is created if it is missing, as torch does."""
+    """Return the folder of torch's compile caches.  Create the folder if it is missing, as torch would."""
     path = os.environ.get(FOLDER_VARIABLE)
     if not path:
         temporary = temporary_folder()
@@ -75,17 +77,18 @@ def compile_cache() -> Folder:
 
 
 def use_compile_cache() -> Folder:
-    """Return the same folder, and configure torch to use it."""
+    """Return the folder from :func:`compile_cache`, and configure torch to use it."""
     folder = compile_cache()
     if not folder.fault:
-        # torch would set it, too, but 2.11 fails for a user without an account
+        # torch would choose the same folder, but torch 2.11 fails for a user without an account
         os.environ[FOLDER_VARIABLE] = folder.path
     return folder
 
 
 @contextlib.contextmanager
 def importing_torch() -> Iterator[None]:
-    """A context in which torch's compiler is imported, which creates the folder.  Raises ChunkflowError if that fails."""
+    """A context for the import of torch's compiler, which creates the folder of the compile caches.  Raises
+    ChunkflowError if the import fails because the folder cannot be used."""
     folder = use_compile_cache()
     try:
         yield
@@ -111,7 +114,7 @@ def _unusable(folder: Folder, otherwise: str = "") -> ChunkflowError:
 def remove_torn() -> bool:
     """Remove truncated libraries from the compile caches, and warn.  Returns whether there were any.
 
-    A killed process leaves them behind, and Inductor assumes that any existing file is complete.
+    A killed process leaves truncated libraries behind, and Inductor assumes that any existing file is complete.
     """
     folder = compile_cache().path
     torn = [path for path in Path(folder).rglob("*.so") if not _is_whole(path)]
@@ -129,8 +132,8 @@ def remove_torn() -> bool:
 def _is_whole(library: Path) -> bool:
     """Whether a 64-bit ELF file is complete: it must extend to the end of its section headers, which come last.
 
-    A 32-bit ELF file always counts as complete, and a file that is not ELF as incomplete.  A file that was written just
-    now counts as complete, because another process may still be writing it.
+    A 32-bit ELF file always counts as complete.  A file in another format than ELF counts as incomplete.  A file that
+    was written just now counts as complete, because another process may still be writing it.
     """
     try:
         with library.open("rb") as file:
@@ -147,7 +150,7 @@ def _is_whole(library: Path) -> bool:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Warn once per process, although every model and every graph may find the same cause."""
+    """Warn once per process, even if several models or graphs cause the same warning."""
     warnings.warn(text, stacklevel=3)
 
 
@@ -171,7 +174,7 @@ def _looked_at(path: str) -> Folder:
 
 
 def _own_name() -> str:
-    """Return the folder's name as torch chooses it; torch cannot be asked before it is imported."""
+    """Return the name that torch would choose for the folder; torch itself cannot be asked before it is imported."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):

@@ -1,4 +1,4 @@
-"""Copies and collectives concurrent with other work, and how much each slows the other down."""
+"""Measurements of copies and collectives that run concurrently with other work: how much each slows the other down."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ REPEATS = 7
 # Number of rounds in which compute is timed both alone and while copies run, because the speed of a machine changes from
 # second to second.
 TURNS = 24
-# A smaller slowdown of compute is noise, and would keep plans from streaming.
+# A slowdown of compute below this factor counts as 1: it is noise, and would keep plans from streaming.
 LEAST_SLOWDOWN = 1.02
-# Blocks between two events on a GPU: enough that the host's time to issue them does not matter.
+# Blocks per timed run on a GPU: enough that the host's time to issue them does not matter.
 _BLOCKS = 8
 # Bytes that successive copies cycle through: enough that none are in a cache when they are copied again.
 _WALK = 128 * MIB
@@ -41,7 +41,7 @@ def copier(device: torch.device, size: int, port: Port | None = None, walk: int 
     """Return a function that copies ``size`` bytes from host memory to the device as the runtime does, through ``port``
     if it is given.
 
-    ``walk``: bytes that successive calls cycle through, at least ``size``.
+    ``walk``: the size in bytes of the memory that successive calls cycle through, at least ``size``.
     """
     pieces = max(1, walk // size)
     source = torch.ones(pieces * size, dtype=torch.uint8)
@@ -77,11 +77,11 @@ def compute_slowdown(
 ) -> float:
     """Measure the factor by which back-to-back copies slow down compute that resembles a transformer block.
 
-    ``barrier``: a barrier of all ranks, so that all of them copy and pause at the same time.  ``copy``: makes the next copy;
-    by default from host memory through ``port``.
+    ``barrier``: a barrier of all ranks, so that all of them copy and pause at the same time.  ``copy``: a function that
+    makes the next copy; by default it copies from host memory, through ``port``.
     """
     host = device.type == "cpu"
-    # On the CPU, the sizes make several copies fall into each timed run, even over an emulated link.
+    # The sizes for the CPU are chosen so that several copies fall into each timed run, even over an emulated link.
     tokens, width, size = (512, 512, MIB) if host else (8192, 4096, 16 * MIB)
     x, into, back = (
         torch.randn(shape, device=device, dtype=torch.float32 if host else torch.bfloat16)
@@ -105,8 +105,8 @@ def attention_slowdown(device: torch.device, exchange: Callable[[], object], rep
     """Measure the factor by which attention and a collective slow each other down; a profile uses the same factor for
     both.
 
-    It is the harmonic mean of the two measured factors, so that the total work per second is as measured.  ``exchange``:
-    runs the collective; all ranks call it equally often.
+    The result is the harmonic mean of the two measured factors, because it preserves the measured total of work per
+    second.  ``exchange``: runs the collective; all ranks call it equally often.
     """
     host = device.type == "cpu"
     shape, dtype = ((1, 8, 512, 64), torch.float32) if host else ((1, 24, 8192, 128), torch.bfloat16)
@@ -122,7 +122,7 @@ def attention_slowdown(device: torch.device, exchange: Callable[[], object], rep
 
 
 def factor(contended_s: float, uncontended_s: float) -> float:
-    """Return the slowdown, at least 1: if work is faster while other work runs, that is noise."""
+    """Return the slowdown, but at least 1, because work that is faster while other work runs is noise."""
     return max(1.0, contended_s / uncontended_s)
 
 
@@ -157,8 +157,8 @@ def contended_seconds(
 def _copies_back_to_back(
     device: torch.device, copy: Callable[[], object], begun: threading.Event, over: threading.Event
 ) -> list[float]:
-    """Return the seconds of each copy on a stream whose queue is never empty, from device events, so that host time does
-    not count."""
+    """Run copies on a stream whose queue is never empty, and return the seconds of each copy.  Device events measure
+    the times, so host time does not count."""
     marks: list[Any] = []
     torch.cuda.set_device(device)
     with torch.cuda.stream(stream := torch.cuda.Stream(device)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-# Bytes that a thread of the runtime reads at a time, roughly; larger reads are faster.
+# Bytes per read, about as many as a thread of the runtime reads at a time.  Larger reads would be faster.
 _READ_BYTES = 8 << 20
 # Minimum size of the file: with less, the start of the first read would dominate.
 _LEAST = 64 << 20
@@ -18,10 +18,10 @@ _LONGEST_S = 3.0
 
 
 def drive_rate(path: Path) -> float:
-    """Return the bytes/s of reading a file, or the largest file in a folder, from its SSD, measured for at most three
-    seconds.
+    """Return the read bandwidth of an SSD in bytes/s, measured for at most three seconds on a file, or on the largest
+    file in a folder.
 
-    Raises ChunkflowError if it cannot be read, or is smaller than 64 MiB.
+    Raises ChunkflowError if the file cannot be read, or is smaller than 64 MiB.
     """
     try:
         files = (p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]

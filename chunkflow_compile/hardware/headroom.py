@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Share of a budget that plans leave for memory that the caching allocator cannot reuse.
+# The fraction of a budget that plans leave free, for memory that the caching allocator cannot reuse.
 HEADROOM_SHARE = 0.05
 
 
@@ -12,5 +12,5 @@ def usable(budget: int) -> int:
 
 
 def budget_for(nbytes: int) -> int:
-    """Return a budget of which plans may use ``nbytes``."""
+    """Return a budget, in bytes, that lets plans use ``nbytes``."""
     return int(nbytes / (1 - HEADROOM_SHARE)) + 1

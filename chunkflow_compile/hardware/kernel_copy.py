@@ -1,4 +1,4 @@
-"""Copies by kernels that read and write pinned host memory, like NCCL between GPUs without peer access.
+"""Copies made by kernels that read and write pinned host memory, as NCCL does between GPUs without peer access.
 
 This module imports Triton, so it is imported only where it is used.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 _BLOCK_BYTES = 1024
-# Number of programs of a kernel: NCCL moves bytes with 2 to 32 of them, its channels.
+# Number of Triton programs per kernel.  NCCL moves bytes with 2 to 32 thread blocks, which it calls channels.
 PROGRAMS = 16
 
 
@@ -25,7 +25,7 @@ def _copy_kernel(target, source, n, BLOCK: tl.constexpr):  # type: ignore[no-unt
 def copy_by_kernel(target: torch.Tensor, source: torch.Tensor, programs: int = PROGRAMS) -> None:
     """Copy a contiguous tensor to another one of the same size and dtype, on the current stream.
 
-    Either of them may be in pinned host memory.
+    Either tensor may be in pinned host memory.
     """
     flat = [tensor.reshape(-1).view(torch.uint8) for tensor in (target, source)]
     if all(t.numel() % 8 == 0 and t.data_ptr() % 8 == 0 for t in flat):

@@ -14,8 +14,8 @@ from chunkflow_compile.runtime.link import Port
 from .contention import REPEATS
 from .stopwatch import Stopwatch
 
-# Number of collectives per measurement.  It is fixed, because all ranks must make the same number of calls; copies run
-# concurrently for some hundred milliseconds.
+# Number of collectives per measurement.  The number is fixed, because all ranks must make the same number of calls.  It
+# lets copies run concurrently for a few hundred milliseconds.
 ROUNDS_BESIDE = 40
 _TIMEOUT = timedelta(minutes=2)
 
@@ -31,8 +31,8 @@ def rank_device(kind: str, rank: int) -> torch.device:
 
 @contextlib.contextmanager
 def process_group(backend: str, rank: int, ranks: int, folder: str) -> Iterator[None]:
-    """A context with the default process group of ``ranks`` ranks, connected through a file in ``folder``.  At its end it
-    waits for all ranks."""
+    """A context with the default process group of ``ranks`` ranks, connected through a file in ``folder``.  The context
+    ends only after all ranks have reached its end."""
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=_TIMEOUT)
     try:
         yield
@@ -42,8 +42,8 @@ def process_group(backend: str, rank: int, ranks: int, folder: str) -> Iterator[
 
 
 def rounds(device: torch.device, copy: Callable[[], object], calls: int) -> Iterator[list[float]]:
-    """Yield the seconds of each rank's copies for each round of ``calls`` copies, which all ranks begin at the same time.
-    The first round touches the memory."""
+    """Run rounds of ``calls`` copies, which all ranks begin at the same time.  For each round, yield a list with the
+    seconds of every rank.  The first round is a warm-up, which touches the memory."""
     for _ in range(1 + REPEATS):
         dist.barrier()
         watch = Stopwatch(device)
@@ -53,7 +53,8 @@ def rounds(device: torch.device, copy: Callable[[], object], calls: int) -> Iter
 
 
 def gathered(device: torch.device, mine: Sequence[float]) -> list[list[float]]:
-    """All-gather the numbers of each rank, in rank order; each rank contributes equally many."""
+    """All-gather the numbers of all ranks, one list per rank, in rank order.  Each rank contributes the same count of
+    numbers."""
     values = torch.tensor(mine, dtype=torch.float64, device=device if dist.get_backend() == "nccl" else "cpu")
     everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, values)

@@ -1,9 +1,9 @@
 """Collectives on one device: a process group for benchmarks that sends its bytes to host memory and back.
 
 As with NCCL on nodes without peer access between GPUs, the bytes that a rank receives cross its own PCIe link,
-concurrently with the copies of weights.  NCCL moves them with kernels; this group uses the copy engines, or optionally
-kernels.  A single process is rank 0 of several, and receives from each peer the data that it sent to that peer.  The
-outputs of a model therefore differ from a run on several ranks, but they are reproducible.
+concurrently with the copies of weights.  NCCL moves the bytes with kernels; this group uses the copy engines, or
+optionally kernels.  A single process is rank 0 of several, and receives from each peer the data that it sent to that
+peer.  The outputs of a model therefore differ from a run on several ranks, but they are reproducible.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Loopback(dist.ProcessGroup):
         return LOOPBACK
 
     def _work(self, result: Any, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Copy each part to the host and back, except this rank's own part, on the group's own stream."""
+        """Copy each part to the host and back, on the group's own stream.  This rank's own part is copied directly."""
         device = parts[0][0].device if parts else torch.device("cpu")
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         with self._aside(device):
@@ -71,7 +71,8 @@ class Loopback(dist.ProcessGroup):
         return core.work_of(future)
 
     def _aside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """On a GPU, return a context for the group's own stream, which first waits for the caller's stream."""
+        """Return a context in which a GPU uses the group's own stream, after the work on the caller's stream.  On the
+        CPU, the context does nothing."""
         if device.type != "cuda":
             return contextlib.nullcontext()
         if device not in self._streams:
@@ -98,7 +99,8 @@ class Loopback(dist.ProcessGroup):
             target.copy_(source, non_blocking=True)
 
     def _stage(self, like: torch.Tensor) -> torch.Tensor:
-        """Return pinned host memory for one part.  All parts use it one after the other, ordered by the stream."""
+        """Return pinned host memory for one part.  All parts use the same memory one after the other, in the order of
+        the stream."""
         nbytes = like.numel() * like.element_size()
         held = self._staging.get(like.device)
         if held is None or held.numel() < nbytes:

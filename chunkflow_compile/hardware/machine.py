@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft", "matplotlib", "prometheus-client", "torch-tensorrt")
-# Libraries that commands need -> the extra of this package that installs them.
+# A library that some command needs -> the extra of this package that installs the library.
 EXTRAS = {
     "diffusers": "diffusers",
     "transformers": "diffusers",
@@ -42,8 +42,8 @@ _QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link
 class Gpu:
     """A CUDA device.
 
-    ``link``: the current (generation, width) of its PCIe link; the generation drops when the GPU is idle.  ``most_link``:
-    the maximum.  ``numa``: the nearest NUMA node; None if unknown.
+    ``link``: the current (generation, width) of its PCIe link; the generation drops when the GPU is idle.
+    ``most_link``: the maximum (generation, width).  ``numa``: the nearest NUMA node, or None if unknown.
     """
 
     name: str
@@ -57,9 +57,10 @@ class Gpu:
 class Machine:
     """The facts that ``chunkflow doctor`` checks.
 
-    ``cuda_build``: the CUDA version that torch was built for, None for a CPU build.  ``libraries``: name -> version, None
-    if missing.  ``huge_pages``: when the kernel uses huge pages for private and for shared memory; empty if unknown.
-    ``pinnable_bytes``: the limit on locked memory, None if there is no limit.
+    ``cuda_build``: the CUDA version that torch was built for, or None for a CPU build.  ``libraries``: name -> version,
+    or None if the library is not installed.
+    ``huge_pages``: the kernel's settings for huge pages in private and in shared memory, such as ``madvise``; empty if
+    unknown.  ``pinnable_bytes``: the limit on locked memory in bytes, or None if there is no limit.
     ``profile_fault``: the error if the file of a measured profile cannot be accessed; empty otherwise.
     """
 
@@ -84,8 +85,8 @@ class Machine:
     temporary: Folder
 
     def host_copies(self, ranks: int) -> int:
-        """Return how many copies of a model in host memory ``ranks`` ranks share, with one rank per GPU: one copy for
-        each NUMA node that has one of these GPUs (``node_of`` in weights/node.py)."""
+        """Return the number of copies of a model in host memory for ``ranks`` ranks, with one rank per GPU.  Ranks
+        share a copy if their GPUs are on the same NUMA node (``node_of`` in weights/node.py)."""
         return max(1, len({gpu.numa for gpu in self.gpus[:ranks]})) if self.numa_nodes > 1 else 1
 
 
@@ -98,8 +99,8 @@ def check_installed(what: str, name: str) -> None:
 def install_line(extra: str) -> str:
     """Return the command that installs the packages of an extra.
 
-    It names the packages themselves, because this package is not in any registry.  If this package is a source tree that
-    is not installed, its metadata are missing; then the command names the extra of the source tree.
+    The command names the packages themselves, because this package is not in any registry.  If this package runs from a
+    source tree that is not installed, it has no metadata, and the command names the extra of the source tree instead.
     """
     try:
         listed = importlib.metadata.requires("chunkflow-compile") or []
@@ -121,7 +122,8 @@ def look() -> Machine:
     """Inspect this machine.  Allocates nothing on a GPU, and changes nothing, except that it creates a missing compile
     cache folder.
 
-    Importing torch takes more CPU time than everything else, so for a CPU build its files are inspected instead.
+    Importing torch takes more CPU time than everything else, so for a CPU build of torch, the files of torch are
+    inspected instead.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "this package needs it"
@@ -198,7 +200,8 @@ def _link(row: list[str] | None, generation: int, width: int) -> tuple[int, int]
 
 
 def _numa(bus: str) -> int | None:
-    """Return the NUMA node of a PCI bus id. nvidia-smi writes the domain with eight digits, the kernel with four."""
+    """Return the NUMA node of a PCI bus id.  Its domain has eight digits in nvidia-smi, and four digits in the
+    kernel."""
     name = bus.lower()[4:] if len(bus) == 16 else bus.lower()
     try:
         node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
@@ -208,7 +211,7 @@ def _numa(bus: str) -> int | None:
 
 
 def _nvidia(fields: tuple[str, ...]) -> list[list[str]]:
-    """Query nvidia-smi: one row per GPU, none without a driver."""
+    """Query ``fields`` from nvidia-smi.  Return one row per GPU, or no rows if there is no driver."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
@@ -218,7 +221,8 @@ def _nvidia(fields: tuple[str, ...]) -> list[list[str]]:
 
 
 def _huge_pages(name: str) -> str:
-    """Return the active setting, which the kernel puts in brackets, as in "always [madvise] never"."""
+    """Return the active value of a kernel setting for huge pages, or an empty string.  The kernel puts the active value
+    in brackets, as in "always [madvise] never"."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage", name).read_text()
     except OSError:

@@ -1,5 +1,5 @@
-"""Profiles by name or file.  The built-in profiles are the JSON files in this folder, and profiles derived from them
-(siblings.py)."""
+"""Hardware profiles, found by name or read from a file.  The built-in profiles are the JSON files in this folder, and
+the profiles that siblings.py derives from them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # The name of the profile that chunkflow calibrate has written.
 MEASURED = "measured"
 CPU = "cpu"
-# The name of a profile that is scaled for a GPU without its own profile: the GPU of this process, or one by number
-# ("scaled:1").
+# The name of the profile that is estimated for a GPU without its own profile: the current GPU of this process, or the
+# GPU with a given number ("scaled:1").
 SCALED = "scaled"
 
 
@@ -36,7 +36,7 @@ def profile_names() -> list[str]:
 
 
 def measured_path() -> Path:
-    """Return the path to which ``chunkflow calibrate`` writes this machine's profile without ``--out``.
+    """Return the path to which ``chunkflow calibrate`` writes the profile of this machine if ``--out`` is not given.
 
     Raises ChunkflowError if this user has no home folder.
     """
@@ -44,8 +44,8 @@ def measured_path() -> Path:
 
 
 def measured_profile() -> tuple[Path | None, str]:
-    """Return the file that ``chunkflow calibrate`` has written, or None, and the error if the file cannot be accessed, or
-    an empty string."""
+    """Return a pair: the file written by ``chunkflow calibrate`` (None if there is none), and the error if it cannot be
+    accessed (otherwise an empty string)."""
     try:
         path = measured_path()
         path.stat()
@@ -59,7 +59,7 @@ def measured_profile() -> tuple[Path | None, str]:
 
 
 def _measured_path() -> Path | None:
-    """Return the same file, and warn about an error."""
+    """Return the file from :func:`measured_profile`, or None, and warn if the file cannot be accessed."""
     path, fault = measured_profile()
     if fault:
         warn_once(f"A profile of chunkflow calibrate cannot be looked for. {fault}")
@@ -84,8 +84,8 @@ def default_profile(device: torch.device) -> str:
 
 
 def profile_of_card(card: str) -> str | None:
-    """Return the name of the profile that was measured here on this GPU model, or else of the built-in profile for it, or
-    None."""
+    """Return the name of the profile for a GPU model, or None.  A profile that was measured on this machine is
+    preferred to a built-in one."""
     if (measured := _measured_path()) is not None and f"{card}, torch" in str(_read_profile(measured).sources):
         return MEASURED
     return next((profile for profile in profile_names() if card in _read_built_in(profile).cards), None)
@@ -94,10 +94,10 @@ def profile_of_card(card: str) -> str | None:
 def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
     """Whether a plan's profile describes the machine that it runs on.
 
-    That is true of a profile that was measured there or given as a file, and of the built-in profile for its GPU.  It is
-    false for the built-in CPU profile, which was measured on another CPU, and for scaled profiles, which are estimates.
-    ``profile``: its name in the plan.  ``device``: the device on which the plan runs; None accepts the profile of any
-    GPU.
+    True for a profile that was measured on that machine or given as a file, and for the built-in profile of its GPU.
+    False for the built-in CPU profile, which was measured on another CPU, and for scaled profiles, which are estimates.
+    ``profile``: the name of the profile in the plan.  ``device``: the device on which the plan runs; None accepts the
+    profile of any GPU.
     """
     if profile.endswith(AS_MEASURED):
         return True
@@ -151,8 +151,8 @@ def load_profile(name: str | Path) -> Hardware:
 
 
 def _nearest(name: str) -> list[str]:
-    """Return the three built-in profiles with the names most similar to ``name``, names that contain it first; hyphens
-    are ignored."""
+    """Return the names of the three built-in profiles that are most similar to ``name``.  Names that contain ``name``
+    come first; hyphens are ignored."""
     bare = {profile.replace("-", ""): profile for profile in profile_names()}
     wanted = re.sub(r"[\W_]", "", name.lower())
     close = difflib.get_close_matches(wanted, bare, n=len(bare), cutoff=0.0)

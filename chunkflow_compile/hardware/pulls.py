@@ -1,6 +1,7 @@
-"""Pulls from the devices of other ranks, as the runtime makes them, while all ranks pull.
+"""Measurement of pulls from the devices of other ranks.  The pulls are made as in the runtime, by all ranks at the same
+time.
 
-Measures their rate, and how much pulls and other work slow each other down.
+The results are the rate of the pulls, and the factors by which pulls and other work slow each other down.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from .lockstep import ROUNDS_BESIDE, all_to_all, gathered, process_group, rank_d
 
 # Bytes of the weight that is pulled: enough that none are in a cache when they are pulled again.
 _WEIGHT = 256 * MIB
-# Pulls of the whole weight per round on GPUs: 25 ms at 340 GB/s, long compared with the skew between ranks after a
-# barrier.
+# Pulls of the whole weight per round on GPUs.  They take 25 ms at 340 GB/s, which is long compared with the skew
+# between ranks after a barrier.
 _WALKS = 32
 _EXCHANGED = 16 * MIB
 
@@ -45,8 +46,8 @@ class Pulls:
     """Measured pulls: all ranks pull the chunks of a weight from each other at the same time.  The values are averages
     per chunk.
 
-    ``seconds``: time of the slowest rank.  ``nbytes``: bytes of a chunk.  ``from_others``: how many of these bytes come
-    from other ranks.
+    ``seconds``: the time on the slowest rank.  ``nbytes``: the size of a chunk.  ``from_others``: the bytes of a chunk
+    that come from other ranks.
     ``beside``: the factor by which a collective slows a pull, and the factor by which a pull slows a collective; None if
     not measured.  ``compute``: the factor by which pulls slow compute.
     """
@@ -61,7 +62,8 @@ class Pulls:
         """Return the bytes/s from other ranks with which :meth:`Hardware.pull_seconds` reproduces the measured time of a
         chunk.
 
-        ``memory_rate``: the maximum bytes/s at which they are written.  ``chunk_s``: seconds to start a copy.
+        ``memory_rate``: the maximum bytes/s at which pulled bytes are written to memory.  ``chunk_s``: seconds to start
+        a copy.
         """
         own = 2 * (self.nbytes - self.from_others) / memory_rate
         return round(self.from_others / max(self.seconds - own - chunk_s, self.from_others / memory_rate))
@@ -70,9 +72,10 @@ class Pulls:
 def measure_pulls(
     rank: int, kind: str, folder: str, emulated: LinkEmulation | None, ranks: int, exchanges: bool
 ) -> None:
-    """Save the :class:`Pulls` between the ranks, or a text with the reason if they cannot pull.
+    """Measure the pulls between the ranks, and save the :class:`Pulls`, or a text with the reason if the ranks cannot
+    pull.
 
-    ``ranks``: their number.  ``exchanges``: whether to measure pulls during collectives as well.
+    ``ranks``: the number of ranks.  ``exchanges``: whether to measure pulls during collectives as well.
     """
     device = rank_device(kind, rank)
     port = None if emulated is None else Port(replace(emulated, bandwidth=emulated.peers))
@@ -90,8 +93,8 @@ def measure_pulls(
 
 @contextlib.contextmanager
 def _sharded(device: torch.device) -> Iterator[Pieces]:
-    """A context with a weight in pieces on the devices of all ranks.  Raises ChunkflowError, on all of them, if they
-    cannot pull."""
+    """A context with a weight in pieces on the devices of all ranks.  Raises ChunkflowError, on all ranks, if they
+    cannot pull from each other."""
     group = group_of()
     assert group is not None
     peers = Peers.connect(group, device, {"pulled": f"{_WEIGHT} bytes"})
@@ -136,14 +139,14 @@ def pulls_of(
 
 
 def chunks_of(pieces: Pieces) -> list[Pieces]:
-    """Split a weight into chunks as programs do."""
+    """Split a weight into chunks of the default size, as programs do."""
     begins = range(0, pieces.numel(), DEFAULT_CHUNK_BYTES)
     return [pieces[begin : begin + DEFAULT_CHUNK_BYTES] for begin in begins]
 
 
 def puller(device: torch.device, chunks: list[Pieces], port: Port | None = None) -> Callable[[], object]:
-    """Return a function that pulls the next one of ``chunks``, cyclically, as the runtime does, through ``port`` if it is
-    given."""
+    """Return a function that pulls one of ``chunks`` per call as the runtime does, through ``port`` if it is given.  It
+    cycles through the chunks."""
     targets = [torch.ones(chunk.numel(), dtype=torch.uint8, device=device) for chunk in chunks]
     turns = cycle(zip(targets, chunks, strict=True))
     if device.type == "cuda":

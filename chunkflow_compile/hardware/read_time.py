@@ -8,20 +8,22 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .profiles import CPU, MEASURED, load_profile
 
-# A shorter time is not reported.
+# A time below this many seconds is not reported.
 _LEAST_S = 1.0
 
 
 @dataclass(frozen=True)
 class ReadTime:
-    """The time to read ``nbytes`` of files, once for all ranks of a machine, from an SSD with ``rate`` bytes/s."""
+    """The predicted time to read ``nbytes`` bytes of files, once for all ranks of a machine, from an SSD that delivers
+    ``rate`` bytes/s."""
 
     nbytes: int
     rate: float
 
     @staticmethod
     def here(nbytes: int) -> ReadTime:
-        """Use the rate that ``chunkflow calibrate`` has measured on this machine, or else the rate of a typical SSD."""
+        """Predict the time with the SSD rate that ``chunkflow calibrate`` has measured on this machine, or else with
+        the rate of a typical SSD."""
         try:
             profile = load_profile(MEASURED)
         except ChunkflowError:  # not measured, or the file is damaged, which must not prevent reading

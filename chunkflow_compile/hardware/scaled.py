@@ -1,5 +1,5 @@
-"""An estimated profile for a GPU without its own: a profile of the same architecture, scaled by the properties that the
-driver reports."""
+"""An estimated profile for a GPU without its own profile: a profile of the same architecture, scaled by the properties
+that the driver reports."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Properties(Protocol):
     total_memory: int
 
 
-# Compute capability -> a profile of that architecture, with the multiprocessors and the maximum clock (kHz) of its GPU
-# according to the data sheet.  The rates of GEMMs and attention are proportional to their product.
+# Compute capability -> (name of a profile of that architecture, number of multiprocessors of its GPU, maximum clock in
+# kHz), from data sheets.  The rates of GEMMs and attention are proportional to multiprocessors times clock.
 _LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
     (7, 0): ("v100-pcie", 80, 1_530_000),
     (7, 5): ("t4-pcie", 40, 1_590_000),
@@ -44,8 +44,8 @@ _LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
 
 
 def alike(properties: Properties) -> str:
-    """Return the name of the profile to scale for a GPU: one of the same architecture, or else of the newest older
-    architecture."""
+    """Return the name of the profile to scale for a GPU: a profile of the same architecture, or else of the newest
+    architecture that is older."""
     return _nearest(properties)[0]
 
 

@@ -1,7 +1,8 @@
-"""Profiles of GPUs that are similar to one with its own profile, derived from data sheets and published measurements.
+"""Profiles that are derived from the profile of a similar GPU, with figures from data sheets and published
+measurements.
 
-The rates of GEMMs and attention are proportional to the number of multiprocessors, unless somebody has measured them.
-All other figures are from the GPU's own data sheet, or equal to the figures of the similar GPU.
+The rates of GEMMs and attention are proportional to the number of multiprocessors, unless published measurements of
+them exist.  All other figures are from the GPU's own data sheet, or equal to the figures of the similar GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _TESTS = "zzc0721/torch-performance-test-data (database.md)"
 class Sibling:
     """A GPU, described by its differences from the GPU of the profile ``like``.
 
-    ``cards``: names that its driver reports.  ``processors``: multiprocessors of this GPU and of the other one.
-    ``bandwidth``: bytes/s of its memory.  ``cache_bytes``: size of its L2 cache.  ``pcie``: generation and lanes.
-    ``memory``: GiB of memory.
-    ``more``: other figures by field of Hardware, each with its source.
+    ``cards``: the names that the driver reports for this GPU.  ``processors``: the numbers of multiprocessors in this
+    GPU and in the similar one.  ``bandwidth``: bytes/s of its memory.  ``cache_bytes``: size of its L2 cache.
+    ``pcie``: generation and lanes.  ``memory``: GiB of memory.
+    ``more``: field of Hardware -> (value, source), for further figures.
     """
 
     like: str
@@ -82,8 +83,8 @@ _NO_HOST = {"host_bandwidth": (0.0, "0: not known; chunkflow calibrate measures 
 def _float16_figures(half: float, single: float, brain: float, source: str) -> dict[str, tuple[Any, str]]:
     """Return figures for a GPU whose tensor cores support float16 only.
 
-    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16; the last is mentioned only in the
-    source.
+    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16.  ``brain`` is only mentioned in
+    the source.
     """
     efficient = 0.48 * half
     return {
@@ -106,8 +107,9 @@ def _float16_figures(half: float, single: float, brain: float, source: str) -> d
     }
 
 
-# Name -> a GPU and the similar one.  Multiprocessors, clocks, caches, links and memories are from NVIDIA's architecture
-# white papers (GA102, AD102, Blackwell RTX, Volta, Turing), product pages and data sheets.
+# Profile name -> a GPU, described by its differences from a similar GPU.  Multiprocessors, clocks, caches, links and
+# memories are from NVIDIA's architecture white papers (GA102, AD102, Blackwell RTX, Volta, Turing), product pages and
+# data sheets.
 SIBLINGS: Mapping[str, Sibling] = {
     "rtx-3060-pcie": Sibling(
         like="rtx-3090-pcie",

@@ -1,4 +1,4 @@
-"""The time of work on a device."""
+"""Measurement of the time that work takes on a device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 # Fraction by which times of the same work may differ.  On two idle cores they differ by 4 % at most; a larger difference
 # is a sign of other processes that use the cores.
 SPREAD = 0.10
-# Minimum fraction of the time for which threads have a CPU core on an idle machine.  With less, they share it with other
-# processes.
+# Minimum fraction of the time for which a thread has a CPU core on an idle machine.  Below this, the thread shares the
+# core with other processes.
 _OWN = 0.90
 
 
 class Stopwatch:
-    """Starts when the device has finished all work that was issued before.
+    """Measures the time from the moment when the device has finished all work that was issued before.
 
     On a GPU the times come from events.  The host may issue the steps long in advance, and the device does not pause
     between the earlier work, the steps, and the copies that each step issues for the next one.
@@ -29,7 +29,7 @@ class Stopwatch:
         self._begin: Any = time.perf_counter() if self._stream is None else mark(self._stream)
 
     def stop(self) -> float:
-        """Return the seconds until the device has finished the work issued since the start; waits for that."""
+        """Wait until the device has finished the work issued since the start, and return the elapsed seconds."""
         if self._stream is None:
             return float(time.perf_counter() - self._begin)
         end = mark(self._stream)
@@ -45,10 +45,10 @@ def mark(stream: torch.cuda.Stream) -> Any:
 
 
 def why_uneven(what: str, seconds: Sequence[float]) -> str:
-    """Return a clause that states that times of the same work differ, as on a machine that is busy with other work; empty
-    if they do not.
+    """Return a clause that states how much times of the same work differ, as they do if the machine is busy with other
+    work; empty if the times are about equal.
 
-    ``what``: the subject of the clause, in the plural.
+    ``what``: the subject of the clause, in the plural.  ``seconds``: the times of the same work.
     """
     if not seconds or max(seconds) <= (1 + SPREAD) * min(seconds):
         return ""
@@ -59,7 +59,7 @@ def why_shared(threads: int, seconds: float = 0.3) -> str:
     """Return a clause that states that other work takes CPU cores away from ``threads`` threads; empty if that is not the
     case.
 
-    Lets the threads compute for ``seconds``, and compares the times for which each one had a core.
+    Lets the threads compute for ``seconds``, and measures the fraction of the time for which each thread had a core.
     """
     share = min(_owned_shares(threads, seconds))
     return f"a thread had a processor for {100 * share:.0f} % of the time" if share < _OWN else ""

@@ -1,5 +1,5 @@
-"""A placed model: ``offload`` moves its weights, a ``Placement`` holds the programs that run on them, ``bring_back`` undoes
-it.
+"""Placed models: ``offload`` moves the weights of a model, a ``Placement`` holds the programs that run on these weights, and
+``bring_back`` moves the weights back.
 
 Read placement.py first, then offload.py.  replan.py changes the plan of a running model.
 """

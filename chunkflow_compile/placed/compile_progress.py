@@ -1,4 +1,4 @@
-"""Progress of the compilation of a model on stderr.  See ``weights/progress.py``."""
+"""Show the progress of the compilation of a model on stderr.  See also ``weights/progress.py``."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ LINE_S = 2.0
 
 
 class CompileProgress:
-    """A context manager for calls of a model.  It shows, in one line, which part of the model is being compiled.
+    """A context manager for calls of a model.  While the model is compiled, one line shows which part is being compiled.
 
-    The line appears when Dynamo begins, before the first part is traced.  It shows the part, its number and the elapsed time.
-    A compilation that takes LINE_S or longer is also reported when it is done.  Both are logged at INFO, with or without a
-    terminal.
-    ``name``: name of the model.  ``kinds``: the number of compilations to expect in the first call; 0 if it is not known.
-    ``model``: the model, which is held weakly.  ``now``: a clock, in seconds.
+    The line appears when Dynamo begins, before the first part is traced.  It shows the name and the number of the part, and
+    the elapsed time.  If the compilation of a part takes LINE_S or longer, its end is also reported.  Begin and end are
+    logged at level INFO, whether or not stderr is a terminal.
+    ``name``: the name of the model.  ``kinds``: the expected number of compilations in the first call; 0 if it is not known.
+    ``model``: the model, which is held weakly.  ``now``: a function that returns the current time in seconds.
     """
 
-    # shared by all models, because Dynamo has one list of callbacks and iterates over it without a lock
+    # shared by all models, because Dynamo has a single list of callbacks, over which it iterates without a lock
     _registering = ProcessLock()
 
     def __init__(self, name: str, kinds: int, model: nn.Module, now: Callable[[], float] = time.monotonic) -> None:
@@ -46,12 +46,12 @@ class CompileProgress:
         self._kinds = kinds
         self._model = weakref.ref(model)
         self._done = 0
-        self._part = ""  # the part that is being compiled, if its module is known
+        self._part = ""  # name of the part that is being compiled, if known
         self._parts = set[str]()  # names of the compiled parts
         self._bar: tqdm[Any] | None = None
         self._lock = ProcessLock()
-        self._threads = Counter[int]()  # thread -> its nested calls of the model
-        self._began = dict[int, float]()  # thread -> start time of its running compilation
+        self._threads = Counter[int]()  # thread id -> the number of its nested calls of the model
+        self._began = dict[int, float]()  # thread id -> start time of its running compilation
 
     def __enter__(self) -> None:
         with self._lock():
@@ -63,11 +63,11 @@ class CompileProgress:
     def __exit__(self, *_: object) -> None:
         with self._lock():
             self._threads -= Counter([threading.get_ident()])  # keeps no zeros
-            self._began.pop(threading.get_ident(), None)  # if it failed, or its graph reads no weights
+            self._began.pop(threading.get_ident(), None)  # left if it failed or its graph reads no weights
             if self._threads:
                 return
             with self._registering():
-                # a new list, because Dynamo may be iterating over the old one; torch._dynamo.reset() may have cleared it
+                # a new list, because Dynamo may be iterating over the old list, or torch._dynamo.reset() may have cleared it
                 callback_handler.start_callbacks = [c for c in callback_handler.start_callbacks if c != self._begins]
             if self._bar is not None:
                 self._bar.close()
@@ -75,10 +75,10 @@ class CompileProgress:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """A context that shows the work of the backend.
+        """A context that shows the progress line while the backend works.
 
-        It also serves models that are called outside this object's context, which would show Dynamo's tracing as well.  The
-        elapsed time of the tracing is then not known.
+        It also works if the model is called outside the context of this object.  Only that outer context would show Dynamo's
+        tracing; without it, the elapsed time does not include the tracing.
         """
         with self:
             with self._lock():
@@ -87,13 +87,13 @@ class CompileProgress:
             yield
 
     def say(self, what: str) -> None:
-        """Show ``what``, the current stage of the compilation of a part."""
+        """Show ``what``, the current stage of the compilation."""
         with self._lock():
             if self._bar is not None:
                 self._bar.set_description_str(f"{self._name}: compiling{self._which()}: {what}")
 
     def compiled(self, weights: Iterable[str]) -> None:
-        """Report that a part was compiled.  ``weights``: names of the weights that it reads."""
+        """Report that a part was compiled.  ``weights``: names of the weights that the part reads."""
         modules = [name.rpartition(".")[0].replace(".", "/") for name in weights]
         part = posixpath.commonpath(modules).replace("/", ".")
         with self._lock():
@@ -116,7 +116,7 @@ class CompileProgress:
             self._show()
 
     def _show(self) -> None:
-        """Show that the part which this thread calls is being compiled."""
+        """Show that the part that this thread is calling is being compiled."""
         self._part = self._called()
         if self._bar is None:
             _log.info("%s: compiling%s", self._name, self._which())
@@ -130,15 +130,15 @@ class CompileProgress:
         return f"{part} for other inputs" if self._kinds else f"{part} (graph {self._done + 1})"
 
     def _called(self) -> str:
-        """The name of the innermost module of the model that this thread is calling; empty for the model itself.
+        """Return the name of the innermost module of the model that this thread is calling; empty for the model itself.
 
-        It is found on the call stack, because Dynamo does not pass its callbacks the code that it compiles.
+        The module is found on the call stack, because Dynamo does not pass to its callbacks which code it compiles.
         """
         model = self._model()
         names: dict[nn.Module, str] = {}
         if model is not None:
             names = {module: name for name, module in model.named_modules()}
-        call = getattr(nn.Module.__call__, "__code__", None)  # every call of a module, compiled or not, runs it
+        call = getattr(nn.Module.__call__, "__code__", None)  # runs in every call of a module, compiled or not
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code is call and (module := frame.f_locals["self"]) in names:

@@ -1,4 +1,4 @@
-"""The names and the blocks of a model's weights, and which of the weights share memory."""
+"""The index of a model: the names of its weights, its blocks, and the weights that share memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from chunkflow_compile.weights.leaves import leaves, named_leaves, tensors_of
 
 @dataclass(frozen=True)
 class ModelIndex:
-    """The names and blocks of a model.
+    """The names of a model's weights, the model's blocks, and the weights that share memory.
 
-    ``root``: the module that was compiled, or else the smallest module that contains all parameters.  For a block in a
-    ``ModuleList``, it is the model around the block.  None if no module contains them.
-    ``names``: id of a parameter, of a buffer, or of a tensor inside one -> its names.  ``shared``: ids of the tensors that
-    share memory with another tensor.  ``blocks``: key of ``nn_module_stack`` (the id of a module) -> name of a block.  A
-    block is an element of an outermost ``ModuleList``, see :func:`elements`.  ``maybe_block``: True if no module around
-    ``root`` was found, but ``gc.freeze()`` may have hidden one.  ``filled``: ids of the buffers that :func:`filled_by`
-    returns.
+    ``root``: the compiled module; if that is not known, the smallest module that contains all parameters.  If a block in a
+    ``ModuleList`` was compiled, the model that contains the block.  None if no module contains all parameters.
+    ``names``: id of a tensor -> the names of this tensor.  The tensors are parameters, buffers, and the inner tensors of
+    tensor subclasses.  ``shared``: ids of the tensors that share memory with another tensor.  ``blocks``: key in
+    ``nn_module_stack`` (the id of a module) -> name of the block.  A block is an element of an outermost ``ModuleList`` (see
+    :func:`elements`).  ``maybe_block``: True if no module was found that contains ``root``, but ``gc.freeze()`` may have
+    hidden such a module.  ``filled``: ids of the buffers that :func:`filled_by` returns.
     """
 
     root: nn.Module | None
@@ -44,27 +44,27 @@ class ModelIndex:
         return ModelIndex(root, names, dict(_blocks(root, "")), shared, maybe_block, filled)
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether all of ``parameters`` belong to the model."""
+        """Return whether all of ``parameters`` belong to the model."""
         return all(id(p) in self.names for p in parameters)
 
 
 def filled_by(root: nn.Module) -> dict[int, Any]:
-    """Id of each buffer that a module of the model fills before programs read it -> the module.
+    """Return a mapping from the id of a buffer to the module that fills this buffer before programs read it.
 
-    The class of the module lists the names of such buffers in ``chunkflow_filled``, and its method ``fill()`` fills them.
-    These buffers stream even if they are small, and ranks do not share them.
+    The class of such a module lists the names of the buffers in ``chunkflow_filled``, and its method ``fill()`` fills them.
+    These buffers are streamed even if they are small, and ranks do not share them.
     """
     return {id(m._buffers[name]): m for m in root.modules() for name in getattr(type(m), "chunkflow_filled", ())}
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward method.  A list of modules does not."""
+    """Return whether the module has a forward method.  A ``ModuleList``, for example, does not have one."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def elements(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of each element of a list.  An element without forward, such as a nested list, is replaced by its own
-    elements."""
+    """Yield name and module for each element in a list of modules.  An element without a forward method, such as a nested
+    list, is replaced by its elements."""
     for name, child in module.named_children():
         if is_called(child):
             yield prefix + name, child
@@ -81,7 +81,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """The ids of the tensors that share bytes of memory with another one."""
+    """Return the ids of the tensors that share bytes of memory with another tensor in ``tensors``."""
     spans: dict[int, list[tuple[int, int, int]]] = {}
     for tensor in {id(t): t for t in tensors}.values():
         strided = tensor.layout == torch.strided and not tensor.is_nested
@@ -103,15 +103,16 @@ def _overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor.  It imports nothing: if there is a DTensor, its module is already imported."""
+    """Return whether a tensor is a DTensor.  No import is needed: if a DTensor exists, its module has been imported
+    already."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def shards_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name of each local tensor that is a shard of a DTensor -> the shard of this rank.
+    """Return a mapping from the name of each local tensor that is a shard of a DTensor to the shard of this rank.
 
-    A shard is given by the coordinates of the rank in those mesh dimensions that split the tensor.
+    A shard is described by the coordinates of the rank in those mesh dimensions along which the tensor is split.
     """
     shards: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors_of(root):

@@ -1,4 +1,4 @@
-"""Sentences on a placed model: its compressed weights, hoisted weights, split blocks, and activations."""
+"""Sentences for the user about a placed model: its compressed weights, hoisted weights, split blocks, and activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from chunkflow_compile.weights.host_buffer import Form
 
 
 def packing_notes(model: nn.Module) -> tuple[str, ...]:
-    """A sentence on how many weights of a placed model are compressed, and why others are not; empty if none is."""
+    """Return a sentence on how many weights of a placed model are compressed, and why the others are not.  Empty if no
+    weight is compressed."""
     buffers = [buffer for placement in placements_of(model) for buffer in placement.store.buffers]
     packed = [buffer for buffer in buffers if buffer.compressed]
     if not packed:
@@ -35,7 +36,7 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Sentences on the hoisted weights of a placed model and the hits and misses of their tables, one per block type.
+    """Return one sentence per block type about a placed model's hoisted weights and the hits and misses of their tables.
 
     Empty if no weights are hoisted.
     """
@@ -48,9 +49,9 @@ def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def splitting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Sentences on the number of slices of each block type in a placed model.
+    """Return sentences on how many slices the blocks of each type in a placed model are split into.
 
-    If slices are wanted, they also give the reason why a block type is not split.
+    If slices are wanted, there are also sentences on why blocks of a type are not split.
     """
     notes = dict[str, None]()
     for program in programs(model):
@@ -62,7 +63,7 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
         named = any(region.block for region in cut.problem.regions)
         for region in {r.info.key: r for r in (cut.whole or cut).regions}.values():
             if named and not region.info.block:
-                continue  # regions outside of blocks are never split
+                continue  # a region outside of blocks is never split
             blocks = block_type(region.info.block, cut.problem)
             if blocks not in split and (blocks or cut.traced.repeats) and (why := why_whole(region, wanted)):
                 notes[f"{blocks or 'the blocks'} are not split: {why}"] = None
@@ -70,7 +71,8 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _slices_wanted(program: SingleCall) -> int:
-    """The number of slices that blocks should be split into; 1 unless the user or the budget requires more."""
+    """Return the number of slices into which blocks should be split; 1 unless the user or the budget requires more
+    slices."""
     settings, predicted = program.code.settings, program.program.plan.predicted
     if isinstance(settings.goal.split, int):
         return settings.goal.split
@@ -83,5 +85,6 @@ def _slices_wanted(program: SingleCall) -> int:
 
 
 def activation_note(predicted: int, measured: int | None) -> str:
-    """A sentence on the maximum bytes of activations.  ``measured``: None if the device does not count them."""
+    """Return a note on the maximum bytes of activations.  ``predicted``, ``measured``: these bytes; ``measured`` is None if
+    the device does not count activations."""
     return f"activations: {size(predicted)} predicted" + ("" if measured is None else f", {size(measured)} measured")

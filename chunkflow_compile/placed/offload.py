@@ -1,4 +1,4 @@
-"""Placing a model: move its large parameters to host memory, and back."""
+"""Place a model: move its large parameters to host memory, and move them back."""
 
 from __future__ import annotations
 
@@ -62,37 +62,40 @@ def offload(
 ) -> nn.Module:
     """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
-    Each of them is still a tensor with its shape, dtype and compute device (:class:`HostWeight`).  Smaller parameters and
-    buffers move to ``device`` (default: the device of the parameters).  For a tensor subclass, such as a quantized weight,
-    the tensors inside it move.
-    A weight that is still mapped from its safetensors file, as ``from_pretrained`` leaves it, is read from the file.  On a
-    terminal, a progress bar shows how long this will take.
+    Each moved parameter is still a tensor with the same shape and dtype, and reports the compute device
+    (:class:`HostWeight`).  Smaller parameters and buffers are moved to ``device``, which is also the compute device
+    (default: the device of the parameters).  For a tensor subclass, such as a quantized weight, the inner tensors are moved.
+    After ``from_pretrained``, a weight may still be mapped from its safetensors file.  Such a weight is read from the file.
+    On a terminal, a progress bar shows how long the reading will take.
 
-    ``dtype``: cast floating-point weights to this dtype one by one, with the same result as
-    ``from_pretrained(torch_dtype=dtype)``: modules that the class of the model keeps in float32 stay in float32.
+    ``dtype``: the dtype to cast floating-point weights to, or None.  The weights are cast one by one.  The result is the
+    same as with ``from_pretrained(torch_dtype=dtype)``: modules that the class of the model keeps in float32 stay in
+    float32.
 
-    ``share``: whether the ranks of a machine share one copy of the weights: True, False, or a process group.  All ranks of
-    the group must then call ``offload``; ranks whose values of a weight differ keep their own copies.  By default, the ranks
-    of the default process group share if ``device`` is a GPU.  A rank that writes a weight gets its own copy.
+    ``share``: whether the ranks on a machine share one copy of the weights: True, False, or a process group.  If they share,
+    all ranks of the group must call ``offload``.  If the values of a weight differ between ranks, each rank keeps its own
+    copy.  A rank that writes to a weight gets its own copy.  By default, the ranks of the default process group share if
+    ``device`` is a GPU.
 
-    ``host_memory``: maximum bytes of host memory for the weights, as a number or a string such as "24GiB".  The other weights
-    stay on the SSD, in the checkpoint or in a scratch file in the folder for temporary files, and are read in every step.
+    ``host_memory``: the maximum bytes of host memory for the weights, as a number or a string such as "24GiB".  Weights that
+    exceed this limit stay on the SSD, in the checkpoint or in a scratch file in the folder for temporary files.  They are
+    read in every step.
 
-    ``pack``: True compresses bfloat16 weights losslessly to three quarters of their bytes, in host memory, on the SSD, and in
-    copies to the device.  A weight stays as it is if too many of its values are outside a range of sixteen consecutive
-    exponents.  "auto" lets plans choose.
+    ``pack``: True compresses bfloat16 weights losslessly to three quarters of their size.  This applies in host memory, on
+    the SSD, and in copies to the device.  A weight is not compressed if too many of its values are outside a range of
+    sixteen consecutive exponents.  With "auto", plans choose the weights to compress.
 
-    ``peers``: True shards the weights over the devices of the ranks of a group on one machine: each device stores an equal
-    piece of each weight as long as the model is placed, and the other ranks pull pieces from it.  The weights also stay in
-    host memory, for ops outside programs and for ranks that write a weight.  All ranks of the group must then call
-    ``offload`` and run the same model; the group is given by ``share``, or is the default group.  "auto" lets plans choose
-    the weights.
+    ``peers``: True shards the weights over the devices of a group of ranks on one machine.  As long as the model is placed,
+    each device stores an equal piece of each weight, and the other ranks pull the piece from this device.  The weights also
+    stay in host memory, for ops outside programs and for ranks that write to a weight.  All ranks of the group must call
+    ``offload`` and run the same model.  The group is the process group passed as ``share``, or else the default group.  With
+    "auto", plans choose the weights to shard.
 
-    ``hoist``: the default of the option with this name for later compilations of the model.
+    ``hoist``: the default value of the option ``hoist`` for later compilations of the model.
 
-    Raises ChunkflowError, and leaves the model as it was, if the model is already placed, has parameters on the meta device,
-    has a hook of accelerate or diffusers that moves its weights one by one, or comes from a checkpoint that cannot be read.
-    Weights that were cast before the error may stay cast.
+    Raises ChunkflowError, and leaves the model as it was, in these cases: the model is already placed; it has parameters on
+    the meta device; it has a hook of accelerate or diffusers that moves its weights one by one; its checkpoint cannot be
+    read.  Weights that were cast before the error may stay cast.
     """
     root = unwrap(model)
     parameters = [*leaves_of(root)]
@@ -117,7 +120,7 @@ def offload(
             bound = parse_bytes(host_memory, "host_memory")
             filled_bytes = sum(p.numel() * dtype_of(names[0], p).itemsize for names, p in filled)
             on_drive = for_the_drive(sizes, max(0, bound - filled_bytes))
-    except BaseException as error:  # report it, so that the other ranks of the group do not wait for this one
+    except BaseException as error:  # reported, so that other ranks of the group do not wait for this rank
         with contextlib.suppress(ChunkflowError, RuntimeError):
             here = _one_device(device, parameters)
             waiting = group_to_share_in(share, here) or group_of_peers(peers, share, here)
@@ -138,7 +141,7 @@ def offload(
             placement = Placement.on(root, target, min_bytes, **options)
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
-            if filled:  # not shared, because each rank writes its own values
+            if filled:  # filled buffers are not shared, because each rank writes its own values
                 placement.move(filled, dtype_of)
     try:
         placement.move_small(named_leaves(root), dtype_of)
@@ -152,7 +155,8 @@ def offload(
 def _packed_names(
     root: nn.Module, weights: list[tuple[tuple[str, ...], torch.Tensor]], dtype_of: DtypeOf, pack: Pack
 ) -> frozenset[str]:
-    """The names of the weights that are compressed when they are placed.  Raises ChunkflowError if no weight can be."""
+    """Return the names of the weights that are compressed when they are placed.  Raises ChunkflowError if ``pack`` is True
+    and no weight can be compressed."""
     if not isinstance(pack, bool) and pack != "auto":
         raise ChunkflowError(f'pack is True, False or "auto", not {pack!r}.')
     names = packable(root, weights, dtype_of) if pack is True else frozenset[str]()
@@ -172,9 +176,9 @@ def _packed_names(
 
 
 def group_of_peers(peers: OnPeers, share: Any, device: torch.device) -> Group | None:
-    """The process group over whose ranks weights are sharded, or None if ``peers`` is False.
+    """Return the process group over whose ranks the weights are sharded; None if ``peers`` is False.
 
-    Raises ChunkflowError if ``peers`` needs a group and there is none.
+    Raises ChunkflowError if ``peers`` is not False and there is no suitable process group.
     """
     if not isinstance(peers, bool) and peers != "auto":
         raise ChunkflowError(f'peers is True, False or "auto", not {peers!r}.')
@@ -190,13 +194,14 @@ def group_of_peers(peers: OnPeers, share: Any, device: torch.device) -> Group | 
 
 
 def has_packable(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> bool:
-    """Whether ``offload(model, dtype=dtype, min_bytes=min_bytes, pack=True)`` would find a weight to compress."""
+    """Return whether ``offload(model, dtype=dtype, min_bytes=min_bytes, pack=True)`` would find a weight to compress."""
     index, dtype_of = ModelIndex.of(model), keep_dtype if dtype is None else cast_to(dtype, model)
     return bool(packable(model, [(index.names[id(w)], w) for w in large_weights([model], index, min_bytes)], dtype_of))
 
 
 def _target_device(root: nn.Module, device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
-    """The compute device of a model that is to be placed.  Raises ChunkflowError if the model cannot be placed."""
+    """Return the compute device of a model that is about to be placed.  Raises ChunkflowError if the model cannot be
+    placed."""
     refuse_applied(root)
     if placements_of(root):
         placed = next((buffer.name for p in parameters if (buffer := buffer_of(p)) is not None), "none of them large")
@@ -220,14 +225,15 @@ def _target_device(root: nn.Module, device: torch.device | str | None, parameter
 
 
 def refuse_accelerate(root: nn.Module) -> None:
-    """Raise ChunkflowError if accelerate has offloaded the weights of a model, and loads each only while it is used."""
+    """Raise ChunkflowError if accelerate has offloaded the weights of a model and loads each weight only while it is
+    used."""
     for module in root.modules():
         hook = module.__dict__.get("_hf_hook")
         for inner in getattr(hook, "hooks", (hook,)):
             if not getattr(inner, "offload", False):
                 continue
             devices = map(torch.device, getattr(inner, "original_devices", {}).values())
-            if any(device.type == "meta" for device in devices):  # the hook has no weights to restore
+            if any(device.type == "meta" for device in devices):  # the hook cannot restore the weights
                 undo = "load it again without device_map, offload_folder and load_checkpoint_and_dispatch"
             else:
                 undo = (
@@ -241,7 +247,8 @@ def refuse_accelerate(root: nn.Module) -> None:
 
 
 def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: int) -> list[torch.Tensor]:
-    """The weights of ``modules`` that can be streamed and have at least ``min_bytes``, or are filled before each call."""
+    """Return the weights of ``modules`` that can be streamed and either have at least ``min_bytes`` or are filled before
+    each call."""
     held = [(inside, leaf) for m in modules for _, tensor in tensors_of(m) for inside, leaf in leaves(tensor)]
     held = [(inside, p) for inside, p in held if bytes_of(p) >= min_bytes or id(p) in index.filled]
     large = {id(p): p for inside, p in held if why_not(p, index, inside) is None}
@@ -249,9 +256,9 @@ def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: in
 
 
 def why_nothing_streams(model: nn.Module, min_bytes: int | None = None) -> str:
-    """A sentence on why no weight of a model streams; empty if one does.
+    """Return a sentence on why no weight of a model is streamed; empty if some weight is streamed.
 
-    ``min_bytes``: the size below which weights do not stream; by default the value of the model's placement.
+    ``min_bytes``: the size in bytes below which weights are not streamed; by default, the value from the model's placement.
     """
     root = unwrap(model)
     weights = {id(leaf): (name, leaf) for name, leaf in named_leaves(root)}
@@ -280,19 +287,19 @@ def refuse_applied(model: nn.Module) -> None:
 
 
 def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Restore the parameters of a placed model, bit for bit, on the devices that they came from; return ``model``.
+    """Move the parameters of a placed model back to their original devices, bit for bit; return ``model``.
 
-    ``device``: the device to restore them on instead.
+    ``device``: the device to move the parameters to instead, or None.
     Raises ChunkflowError if the device does not have enough memory; the weights that do not fit stay offloaded.
     """
     target = None if device is None else check_device(device)
-    with compile_lock:  # so that no call in another thread places it meanwhile
+    with compile_lock:  # so that no call in another thread places the model meanwhile
         for placement in placements_of(model):
             placement.undo(target)
         for module in unwrap(model).modules() if placement_of(unwrap(model)) is None else ():
-            detach_guards(module)  # a copy of a placed model has guards, too
+            detach_guards(module)  # a copy of a placed model also has guards
             module.__dict__.pop(PLACEMENT, None)
-        # weights that a copy has, or that were assigned after the last call
+        # the weights of a copied model, and weights that were assigned after the last call
         for leaf in [*leaves_of(unwrap(model))]:
             if isinstance(leaf, HostWeight):
                 give_back(leaf, target or leaf.device, GpuStagings())
@@ -300,16 +307,17 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
 
 
 def programs(model: nn.Module) -> tuple[SingleCall, ...]:
-    """The programs that run on a placed model, oldest first.  Each provides its plan, listing, measurements and slots."""
+    """Return the programs that run on a placed model, oldest first.  Each program provides its plan, listing, measurements
+    and slots."""
     running = (p for placement in placements_of(model) for p in placement.programs if not p.closed and not p.preamble)
     return tuple(sorted(dict.fromkeys(running), key=lambda program: program.started))
 
 
 def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
-    """The cycles in which programs of a placed model run, the currently running cycle first.
+    """Return the cycles in which programs of a placed model run.  The currently running cycle comes first.
 
-    Each provides its plan and its number of jumps.  Programs that alternate become a cycle once their order has repeated and
-    its plan is ready.
+    Each cycle provides its plan and its number of jumps.  Programs that alternate become a cycle after their order has
+    repeated and a plan has been made.
     """
     orders = dict.fromkeys(program.order for program in programs(model))
     by_order = (sorted(order.cycles, key=lambda cycle: cycle is not order.current) for order in orders)
@@ -325,11 +333,11 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
-    """A function that returns the dtype that a weight is cast to, as ``from_pretrained(torch_dtype=dtype)`` in diffusers
-    does.
+    """Return a function that returns the dtype to which a weight is cast.
 
-    It casts all floating-point weights in the state_dict, except the weights that the class of the model keeps in float32.
-    It also casts buffers that are filled before each call.
+    As with ``from_pretrained(torch_dtype=dtype)`` in diffusers, all floating-point weights in the state_dict are cast to
+    ``dtype``, except the weights that the class of the model keeps in float32.  Buffers that are filled before each call are
+    cast, too.
     """
     kept = set(getattr(root, "_keep_in_fp32_modules", None) or ())
     filled = filled_by(root)
@@ -344,8 +352,8 @@ def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
 
 
 def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
-    """Raise ChunkflowError for a DTensor that would be cast, because the dtype of the DTensor would not follow its
-    shard's."""
+    """Raise ChunkflowError if a DTensor would be cast.  Only the dtype of its shard would change, not the dtype of the
+    DTensor."""
     for name, tensor in tensors_of(root):
         if is_distributed(tensor) and (wanted := dtype_of(name, tensor)) != tensor.dtype:
             raise ChunkflowError(
@@ -355,7 +363,7 @@ def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
 
 
 def target_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device that a model is to run on.  Raises ChunkflowError if it is ambiguous."""
+    """Return the device on which a model should run.  Raises ChunkflowError if this device is ambiguous."""
     return _one_device(device, [*leaves_of(unwrap(model))])
 
 

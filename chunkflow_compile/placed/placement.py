@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Attribute of a placed model: its Placement.
+# The name of the attribute in which a placed model stores its Placement.
 PLACEMENT = "_chunkflow_placement"
 
 
@@ -51,16 +51,17 @@ class Placement:
     """A placed model: its host store, its guards, and the programs that run on it.
 
     ``min_bytes``: the size in bytes below which weights stay on the device.
-    ``progress``: shows the compilation of its parts; None before the first compilation.  ``fixed``: one tuple of weight names
-    for each part of the model that is compiled per size, because Inductor fails on dynamic shapes.  ``owner``: returns the
-    name of the object that the placement belongs to, which alone may undo it; returns None if there is no such object.
-    ``goal``: the goal that the owner or replan has set, also for later sizes, or None.  ``owned_arena``: the arena that the
-    owner provides for its programs, or None.
-    ``expected``: the goal that the owner expects to set, or None without an owner; regions are cut for this goal.
-    ``timesteps``: returns the timesteps of the schedule that its calls follow, or None if they are not known.
-    ``pack``: whether weights are compressed when they are placed; with "auto", they may be compressed later.  ``peers``:
-    whether weights are sharded over the devices of the ranks when a program starts on them.  ``hoist``: the default of the
-    option for graphs.
+    ``progress``: the progress display for the compilation of the model's parts; None before the first compilation.
+    ``fixed``: one tuple of weight names for each part of the model that is compiled separately for each size, because
+    Inductor fails on dynamic shapes in this part.  ``owner``: a function that returns the name of the owner of this
+    placement, or None if it has no owner.  Only the owner may undo the placement.  ``goal``: the goal that the owner or
+    ``replan`` has set, or None; it also applies to later sizes.  ``owned_arena``: the arena that the owner provides for the
+    programs, or None.
+    ``expected``: the goal that the owner expects to set later; regions are cut for this goal.  None without an owner.
+    ``timesteps``: a function that returns the timesteps of the schedule that calls of the model follow, or None if the
+    schedule is not known.  ``pack``: True if weights are compressed when they are placed, "auto" if they may be compressed
+    later.  ``peers``: whether the weights of a program are sharded over the devices of the ranks when the program is bound.
+    ``hoist``: the default value of the option ``hoist`` for graphs of the model.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Placement:
         ranks: Peers | None = None,
         bound: int | None = None,
     ) -> None:
-        """``ranks``: the ranks that weights may be sharded over, or None.  ``bound``: maximum bytes of host memory for the
-        weights, or None if it is unlimited."""
+        """``device``: the compute device.  ``ranks``: the ranks over which weights may be sharded, or None.  ``bound``: the
+        maximum bytes of host memory for the weights; None if there is no limit."""
         self.root = root
         self.min_bytes = min_bytes
         self.pack = pack
@@ -89,7 +90,7 @@ class Placement:
         self.programs: list[SingleCall] = []
         self._preambles: weakref.WeakSet[Preamble] = weakref.WeakSet()
         self.lock = ProcessLock()
-        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # with values on the original device
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # small tensors, with values on the original device
         self._arenas: dict[DeviceKind, Arena] = {}
         self.owned_arena: Arena | None = None
         self.progress: CompileProgress | None = None
@@ -101,75 +102,79 @@ class Placement:
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int, **options: Any) -> Placement:
-        """The placement of a model, which is created with these options if there is none.
+        """Return the placement of a model.  If there is none, create it with these ``options``.
 
-        Two threads that call this at the same time get the same placement.
+        Two threads that call this function at the same time get the same placement.
         """
         with compile_lock:
             placement = placement_of(root)
-            if placement is None:  # a copy of a placed model has the attribute, with None
+            if placement is None:  # the attribute may exist: it is None in a copy of a placed model
                 placement = root.__dict__[PLACEMENT] = Placement(root, device, min_bytes, **options)
             return placement
 
     def belong_to(self, owner: Callable[[], str | None], arena: Arena, expected: Goal) -> None:
-        """Run the programs in the arena of an owner, which alone may undo the placement.
+        """Let an owner take this placement: programs run in the arena of the owner, and only the owner may undo the
+        placement.
 
-        ``owner``: returns the name of the owner, or None once the owner is gone.  ``expected``: the goal that the owner
-        expects to set.
+        ``owner``: a function that returns the name of the owner, or None after the owner has been garbage-collected.
+        ``arena``: the arena of the owner.  ``expected``: the goal that the owner expects to set.
         """
         self.owner, self.owned_arena, self.expected = owner, arena, expected
 
     def follow(self, timesteps: Callable[[], torch.Tensor | None]) -> None:
-        """Allow rows to be computed ahead for a schedule.  ``timesteps``: see the class."""
+        """Let rows be computed ahead for the timesteps of a schedule.  ``timesteps``: see the class."""
         self.timesteps = timesteps
 
     def aim_for(self, goal: Goal) -> None:
-        """Plan for this goal from now on, also for sizes that come later."""
+        """Plan for this goal from now on, including plans for later sizes."""
         self.goal = goal
 
     def begin_compilation(self, name: str, graphs: int, model: nn.Module) -> CompileProgress:
-        """Create the progress display for parts of the model that are about to be compiled.  ``graphs``: their number."""
+        """Create the progress display for a compilation that begins now.  ``graphs``: the expected number of graphs; 0 if
+        not known."""
         self.progress = CompileProgress(name, graphs, model)
         return self.progress
 
     @property
     def current(self) -> bool:
-        """Whether this is still the placement of its model."""
+        """Whether this object is still the placement of its model."""
         return placement_of(self.root) is self
 
     @property
     def preambles(self) -> tuple[Preamble, ...]:
-        """The preambles that graphs of the model share and still use."""
+        """The preambles that graphs of the model share and still use, as a tuple."""
         return tuple(self._preambles)
 
     @property
     def tables(self) -> list[tuple[Preamble, SingleCall]]:
-        """The preambles that keep a table for this model, each with the program that computes the rows of the table."""
+        """Pairs of a preamble that keeps a table for this model and the program that computes the rows of this table."""
         return [(each, program) for program in self.programs for each in self._preambles if program in each.statistics]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of all tables of rows on the device."""
+        """The total bytes of all tables of rows on the device."""
         return sum(preamble.statistics[program].nbytes for preamble, program in self.tables)
 
     def preamble(self, key: object) -> Preamble | None:
-        """The preamble with this key, made for another size or another block of the model; or None."""
+        """Return the preamble with this key, which was made for another size or another block of the model; None if there is
+        none."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)
 
     def share(self, preamble: Preamble) -> None:
-        """Register a preamble, so that other graphs of the model can use it.  It lives as long as a graph uses it."""
+        """Register a preamble, so that other graphs of the model can use it.  The preamble lives as long as a graph uses
+        it."""
         self._preambles.add(preamble)
 
     def arena(self, kind: DeviceKind) -> Arena:
-        """The arena that the model's programs on this kind of device share."""
+        """Return the arena that the programs of the model share on this kind of device."""
         return self.owned_arena or self._arenas.setdefault(kind, Arena(self.store.device))
 
     def attach(self, program: SingleCall) -> None:
-        """Register a program, so that it ends with this placement.
+        """Register a program, so that the program ends with this placement.
 
-        An earlier copy of the same program on the same weights ends now: it belongs to a compilation from before the weights
-        moved, which is not called any more.  Programs whose weights are gone or were given other memory also end now, because
-        they would keep that memory alive.
+        An earlier copy of the same program on the same weights ends now.  It belongs to a compilation from before the
+        weights were moved, and is not called any more.  Programs whose weights were dropped or stored in other memory also
+        end now, because they would keep the old memory alive.
         """
         for arena in dict.fromkeys(p.arena for p in (*self.programs, program)):
             arena.close_stale()
@@ -180,21 +185,21 @@ class Placement:
         self.programs = [p for p in self.programs if not p.closed and p is not program] + [program]
 
     def end_programs(self, before: Collection[SingleCall]) -> None:
-        """End all programs that were added since.  ``before``: the programs that stay."""
+        """End all programs except those in ``before``, an earlier list of the programs."""
         for program in self.programs:
             if program not in before:
                 program.close()
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context in which no step runs: it waits for the steps of other threads, and blocks new steps."""
+        """A context in which no step of the model runs: it first waits for running steps, and then blocks new steps."""
         with self.lock(), contextlib.ExitStack() as steps:
             for arena in sorted({program.arena for program in self.programs}, key=id):
                 steps.enter_context(arena.lock())
             yield
 
     def free(self) -> None:
-        """End the programs and free their device memory.  The next call of each program starts it again."""
+        """End all programs, and free their device memory.  The next call of each compiled graph makes a new program."""
         with self.lock():
             for program in self.programs:
                 program.close()
@@ -210,9 +215,9 @@ class Placement:
     ) -> None:
         """Move parameters and buffers into the host store.  If this fails, the whole placement is undone.
 
-        ``node``: the ranks to share memory with, or None; it is closed afterwards.  ``on_drive``: names of the weights that
-        are stored on the SSD.
-        Waits for the steps of other threads, because their programs may read the weights at their present addresses.
+        ``node``: the ranks with which this rank shares memory, or None; it is closed afterwards.  ``on_drive``: names of the
+        weights to store on the SSD.
+        Waits for running steps of other threads first, because they may read the weights at the present addresses.
         """
         with self.quiet(), dynamo_timed("chunkflow.place"):
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
@@ -222,7 +227,7 @@ class Placement:
             pages = device.type == "cuda" or bool(on_drive)
             chosen = packable(self.root, todo, dtype_of) if self.pack else frozenset()
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
-            if node is None:  # a weight that has left its store, as by .to(dtype), is compressed again
+            if node is None:  # a weight that has left its store (by .to(dtype), for example) is compressed again
                 left = [(names[0], p) for names, p in todo if isinstance(p, HostWeight) and names[0] in chosen]
                 plain += [(name, weight.host) for name, weight in left if weight.is_only_user]
             packs = chosen if self.pack is True else ()
@@ -252,12 +257,12 @@ class Placement:
                     loader.close(error)
                 try:
                     self.undo(error=error)
-                except ChunkflowError as other:  # must not hide the first error
+                except ChunkflowError as other:  # only logged, so that it does not hide the first error
                     _log.error("the model stays placed in part, and chunkflow_compile.restore takes it back: %s", other)
                 raise
             loader.close()
             if "cuda" in origins:
-                # the allocator caches the memory that the weights have left, and cannot reuse it for the arena
+                # the allocator caches the memory that the weights used before, and cannot reuse it for the arena
                 torch.cuda.empty_cache()
             if todo:
                 give_free_memory_back()
@@ -267,7 +272,7 @@ class Placement:
                 self.store.warn_over_bound(name, how)
 
     def _let_fill(self) -> None:
-        """Register the ``fill`` method of its module with each buffer that a module fills."""
+        """For each buffer that a module fills, register the ``fill`` method of this module with the buffer."""
         for module in {id(m): m for m in filled_by(self.root).values()}.values():
             fill = weakref.WeakMethod(module.fill)
             for name in module.chunkflow_filled:
@@ -275,10 +280,11 @@ class Placement:
                     buffer.fill_with(partial(_call_if_alive, fill))
 
     def move_small(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
-        """Move the tensors that are not in the host store to the compute device, and cast them.
+        """Cast the tensors that are not in the host store, and move them to the compute device.
 
-        If host memory is limited, a tensor that is mapped from a checkpoint is copied.  Otherwise the system might drop its
-        pages and read them again, together with much of the file around them, in every step.
+        If host memory is limited, a tensor that is mapped from a checkpoint is copied.  Otherwise, in every step, the
+        operating system might drop the pages of the tensor and read them again, together with a large part of the file
+        around them.
         """
         mappings = None if self.store.bound is None else Mappings()
         with torch.no_grad():
@@ -288,7 +294,7 @@ class Placement:
                 if (dtype := dtype_of(name, tensor)) != tensor.dtype:
                     tensor.data = tensor.data.to(dtype)
                 if tensor.device != self.store.device:
-                    # a view of the checkpoint would keep all of it mapped
+                    # a view of the checkpoint would keep the whole file mapped
                     part_of_more = tensor.untyped_storage().nbytes() > tensor.nbytes
                     self._moved.append((tensor, tensor.data.clone() if part_of_more else tensor.data))
                     tensor.data = tensor.data.to(self.store.device)
@@ -296,12 +302,12 @@ class Placement:
                     tensor.data = tensor.data.clone()
 
     def undo(self, device: torch.device | None = None, error: BaseException | None = None) -> None:
-        """Restore every parameter as an ordinary tensor, and end the placement.
+        """Make every parameter an ordinary tensor again, and end the placement.
 
-        ``device``: the device to restore the parameters on; by default, the device that each came from.  ``error``: the error
-        because of which the placement is undone, or None.
+        ``device``: the device to move the parameters to; by default, each parameter returns to its original device.
+        ``error``: if the placement is undone because of an error, this error; otherwise None.
         """
-        with compile_lock, self.lock():  # so that no other thread traces hooks while they are removed
+        with compile_lock, self.lock():  # so that no other thread traces the hooks meanwhile
             self.free()
             self.store.release(device, error)
             before = {id(tensor): values for tensor, values in self._moved}
@@ -312,21 +318,22 @@ class Placement:
                         tensor.data = _values(tensor, target, before.get(id(tensor)))
             self._moved.clear()
             align(self.root)
-            self.guards.remove()  # last, so that an interrupt leaves no empty weight without guards
+            self.guards.remove()  # last, so that an interrupt cannot leave an empty weight without guards
             self.root.__dict__.pop(PLACEMENT, None)
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
-        """Copy as None: the copy of a model is not placed until its first compiled call."""
+        """When a model is copied, set this attribute to None in the copy.  The copy is not placed until its first compiled
+        call."""
         return type(None), ()
 
 
 def packable(
     root: nn.Module, weights: Iterable[tuple[tuple[str, ...], torch.Tensor]], dtype_of: DtypeOf
 ) -> frozenset[str]:
-    """The names of the weights that can be compressed, unless too many of their values are outside the range of exponents.
+    """Return the names of the weights that can be compressed if their values allow it.
 
-    They are contiguous bfloat16 tensors that have only one name, are not part of a tensor subclass, and are not filled by a
-    module.
+    Such a weight is a contiguous bfloat16 tensor that has only one name, is not part of a tensor subclass, and is not filled
+    by a module.  Whether too many of its values are outside the range of exponents is only known when it is compressed.
     """
     own, filled = {id(tensor) for _, tensor in tensors_of(root)}, filled_by(root)
     return frozenset(
@@ -341,13 +348,14 @@ def packable(
 
 
 def placement_of(root: nn.Module) -> Placement | None:
-    """The placement of a model, or None if it is not placed."""
+    """Return the placement of a model; None if the model is not placed."""
     placement: Placement | None = root.__dict__.get(PLACEMENT)
-    return placement if placement is not None and placement.root is root else None  # a shallow copy has the attribute
+    return placement if placement is not None and placement.root is root else None  # a shallow copy has it, too
 
 
 def progress_of(root: nn.Module) -> CompileProgress:
-    """The progress display for the compilation of a model.  A placed model keeps it; otherwise a new one is returned."""
+    """Return the progress display for the compilation of a model.  A placed model keeps its display; for any other model,
+    return a new display."""
     placement = placement_of(root)
     if placement is None:
         return CompileProgress(type(root).__name__, 0, root)
@@ -355,13 +363,13 @@ def progress_of(root: nn.Module) -> CompileProgress:
 
 
 def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:
-    """The placements whose host stores contain any of ``parameters``."""
+    """Return the placements whose host stores contain any of ``parameters``."""
     roots = {id(r): r for p in parameters if (store := store_of(p)) is not None and (r := store.root) is not None}
     return [p for root in roots.values() if (p := placement_of(root)) is not None]
 
 
 def placements_of(model: nn.Module) -> list[Placement]:
-    """The placements of a model, of its submodules, and of the models that contain it."""
+    """Return the placements of a model, of its submodules, and of models that share parameters with it."""
     root = unwrap(model)
     own = [p for m in root.modules() if (p := placement_of(m)) is not None]
     return list(dict.fromkeys([*own, *placements_around(leaves_of(root))]))
@@ -369,32 +377,36 @@ def placements_of(model: nn.Module) -> list[Placement]:
 
 @contextlib.contextmanager
 def _quiet(ref: weakref.ref[Placement]) -> Iterator[None]:
-    """``Placement.quiet`` for a store, which may outlive the placement."""
+    """A context like :meth:`Placement.quiet`, for a host store that may outlive the placement.  Then the context does
+    nothing."""
     placement = ref()
     with contextlib.nullcontext() if placement is None else placement.quiet():
         yield
 
 
 def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
-    """Call a method if its object still exists.  The object is a module, or a placement that guards and buffers outlive."""
+    """Call a method if its object still exists.  The object is a module or a placement; guards and buffers may outlive
+    it."""
     if (method := ref()) is not None:
         method()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model that torch.compile has wrapped, or the model itself.  Raises ChunkflowError if it is not a model."""
+    """Return the model that torch.compile has wrapped, or ``model`` itself if it is not wrapped.  Raises ChunkflowError if
+    ``model`` is not a module."""
     if not isinstance(model, nn.Module):
         raise ChunkflowError(instead_of_model(model))
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 def is_pipeline(given: Any) -> bool:
-    """Whether an argument is a pipeline of diffusers, or any other object with ``components``, that is not a model."""
+    """Return whether an argument is a diffusers pipeline or another object with ``components``, and not a model."""
     return not isinstance(given, nn.Module) and isinstance(getattr(given, "components", None), Mapping)
 
 
 def instead_of_model(given: Any, or_pipeline: bool = False) -> str:
-    """Why an argument is not a model, and what to pass instead.  ``or_pipeline``: whether a pipeline is accepted, too."""
+    """Return a message on why an argument is not a model and what to pass instead.  ``or_pipeline``: whether a pipeline is
+    also accepted."""
     wanted, loader = (
         ("a model or a pipeline", "DiffusionPipeline") if or_pipeline else ("a model", "FluxTransformer2DModel")
     )
@@ -421,9 +433,10 @@ def instead_of_model(given: Any, or_pipeline: bool = False) -> str:
 
 
 def _values(tensor: torch.Tensor, device: torch.device, before: torch.Tensor | None) -> torch.Tensor:
-    """The values of a small weight or a buffer on ``device``.
+    """Copy the values of a small weight or buffer to ``device``; return the copy.
 
-    ``before``: the values from before it was moved, or None.  They are used if its GPU has failed and ``device`` is the CPU.
+    ``before``: the values on the original device from before the tensor was moved, or None.  They are used if the GPU has
+    failed and ``device`` is the CPU.
     """
     try:
         with no_room_for("a small weight or a buffer", bytes_of(tensor), device):
@@ -435,5 +448,5 @@ def _values(tensor: torch.Tensor, device: torch.device, before: torch.Tensor | N
 
 
 def bytes_of(parameter: torch.Tensor) -> int:
-    """The size of a tensor's elements in bytes."""
+    """Return the total size of a tensor's elements in bytes."""
     return parameter.numel() * parameter.element_size()

@@ -32,21 +32,24 @@ def replan(
     plan: str | Path | None = None,
     as_measured: bool = False,
 ) -> nn.Module:
-    """Give every program of a compiled or placed model another plan, from its next call on; return ``model``.
+    """Give every program of a compiled or placed model a new plan, which applies from the next call on; return ``model``.
 
     The new plan is verified, and outputs do not change.  The next call is a cold start.
 
-    ``memory``, ``weight_memory``, ``slowdown``, ``policy``, ``plan``: the goal, as in the options of the backend; if none is
-    given, the current goal is kept.  Later sizes are planned for the same goal, except if it is given as ``plan``.
-    ``as_measured``: whether to plan from the measured times of the calls so far, instead of the rates in the profile.
+    ``memory``, ``weight_memory``, ``slowdown``, ``policy``, ``plan``: the new goal, as in the options of the backend.  If
+    none of them is given, the current goal is kept.  Later sizes are planned for the same goal, unless ``plan`` is given,
+    because a plan applies to one size only.
+    ``as_measured``: whether to plan from the measured times of the calls so far, instead of the rates in the hardware
+    profile.
 
-    Programs that run as a cycle (see ``cycles``) are planned together.  For another goal, this happens once their order has
-    repeated again.  With ``as_measured``, it uses their times and the time between them.
-    Ranks that share collectives plan from the maximum of their times.  So with ``as_measured``, this function is itself a
-    collective: each rank must call it at the same point of its run.  A rank that does not is waited for until the timeout of
-    the process group.
+    Programs that run as a cycle (see ``cycles``) are planned together.  If a new goal is given, a cycle is planned after the
+    order of its calls has repeated again.  With ``as_measured``, a cycle is planned from the times of its calls and the
+    times between them.
+    Ranks that share collectives plan from the maxima of their times.  So with ``as_measured``, this function is itself a
+    collective: each rank must call it at the same point of its run.  If a rank does not call it, the other ranks wait for
+    this rank until the timeout of the process group.
 
-    Raises ChunkflowError, and changes nothing, if no plan meets the goal, or if the model has not run yet.  With
+    Raises ChunkflowError, and changes nothing, if no plan meets the goal or if the model has not run yet.  With
     ``as_measured``, the model must have run on all ranks.
     """
     all_programs = list(programs(model))
@@ -63,7 +66,7 @@ def replan(
     apart = [program for program in all_programs if not any(program.key in cycle.keys for cycle in running)]
     bound: list[BoundCycle] = [*apart, *running]
     timed = bound if as_measured else []
-    if goal is not None:  # cycles are planned when their order has repeated again
+    if goal is not None:  # cycles are planned later, when their order has repeated
         bound, timed = [*all_programs], [s for s in timed if not s.keys]
     times = _times(timed)
     with contextlib.ExitStack() as locks:
@@ -85,9 +88,9 @@ def replan(
 
 
 def _times(bound: Sequence[BoundCycle]) -> dict[BoundCycle, Timings]:
-    """The measured times of cycles, as maxima over all ranks that run them.
+    """Return the measured times of cycles, as maxima over all ranks that run these cycles.
 
-    Raises ChunkflowError if a rank has no times for one of them, or does not call this function.
+    Raises ChunkflowError if a rank has no times for one of the cycles or does not call this function.
     """
     names = [f"{i}: {cycle.times.name}" for i, cycle in enumerate(bound)]
     groups = (group for cycle in bound for group in cycle.times.groups)

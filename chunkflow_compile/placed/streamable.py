@@ -1,4 +1,4 @@
-"""Checks whether a weight can be streamed, by its class and its memory."""
+"""Check whether a weight can be streamed, based on its class and its memory layout."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from chunkflow_compile.weights.bytes import is_dense
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import parts, stream_inside, tensors_of
 
-# Ordinary weights.  A FakeTensor is a weight in a model that is planned without values.
+# The classes of ordinary weights.  If a model is planned without values, its weights are of class FakeTensor.
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 BITSANDBYTES_INT8 = "bitsandbytes.nn.modules.Int8Params"
 GGUF = "diffusers.quantizers.gguf.utils.GGUFParameter"
-# The classes of parameters in libraries that differ from ordinary parameters only by their attributes.
+# Parameter classes of other libraries that differ from ordinary parameters only in additional attributes.
 _WITH_ATTRIBUTES = ("bitsandbytes.nn.modules.Params4bit", "vllm.model_executor.parameter.ModelWeightParameter")
-# Class that cannot be streamed -> the reason, and classes that can be streamed instead.
+# Class that cannot be streamed -> the reason, and the classes to use instead.
 _NOT_STREAMED = {
     BITSANDBYTES_INT8: "its layer keeps the bytes a second time; int8 of torchao or quanto streams",
     GGUF: "its class takes part in every op; int8 or nf4 of torchao, quanto or bitsandbytes streams",
@@ -26,15 +26,17 @@ _NOT_STREAMED = {
 
 
 def class_of(tensor: torch.Tensor) -> str:
-    """The full name of a tensor's class."""
+    """Return the full name of a tensor's class."""
     kind = type(tensor)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def refuse_fully_sharded(root: nn.Module) -> None:
-    """Raise ChunkflowError for a model under FSDP, which itself gathers weights before each use and frees them after it."""
+    """Raise ChunkflowError for a model under FSDP.  FSDP itself gathers the weights before each use and frees them
+    afterwards."""
     for name, module in root.named_modules():
-        # the attribute of FSDP1 and FSDP2 that Dynamo reads, and a method of the class that FSDP2 gives to a module
+        # an attribute of FSDP1 and FSDP2 that Dynamo reads, and a method of the class that FSDP2 sets as the class of a
+        # module
         if "_is_fsdp_managed_module" in module.__dict__ or hasattr(type(module), "_get_fsdp_state"):
             raise ChunkflowError(
                 f"FSDP itself moves the weights of {name or type(module).__name__} between the ranks, in every step: to "
@@ -44,7 +46,7 @@ def refuse_fully_sharded(root: nn.Module) -> None:
 
 
 def refuse_unknown_parts(root: nn.Module) -> None:
-    """Raise ChunkflowError for a weight that contains a part that torch.compile does not support."""
+    """Raise ChunkflowError if a tensor subclass in the model contains a part that torch.compile does not support."""
     taken = (torch.Tensor, *_opaque())
     for name, tensor in tensors_of(root):
         for path, part in parts(tensor, name):
@@ -56,16 +58,17 @@ def refuse_unknown_parts(root: nn.Module) -> None:
 
 
 def _opaque() -> tuple[type, ...]:
-    """The base classes of torch's opaque objects.  Their name changed in torch 2.14, and torch 2.11 has none."""
+    """Return the base classes of torch's opaque objects.  The name changed in torch 2.14, and torch 2.11 has no such
+    class."""
     names = (("_opaque_base", "OpaqueBase"), ("_custom_class_base", "CustomClassBase"))
     bases = (getattr(getattr(torch, module, None), name, None) for module, name in names)
     return tuple(base for base in bases if base is not None)
 
 
 def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str | None:
-    """The reason why a weight of a model cannot be streamed, or None if it can.
+    """Return the reason why a weight of a model cannot be streamed; None if it can.
 
-    ``inside``: the path of the weight inside a tensor subclass; empty if it is not in one.
+    ``inside``: the path of the weight inside a tensor subclass; empty if the weight is not part of a tensor subclass.
     """
     if isinstance(parameter, HostWeight):
         return None

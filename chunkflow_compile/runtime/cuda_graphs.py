@@ -62,9 +62,9 @@ class CaptureLog:
     """The log of captures of a call into CUDA graphs.  It outlives the individual graphs of the call.
 
     ``counts``: the counters of the model.  ``wanted``: the value of the option cudagraphs.  ``why_not``: the reason why the
-    call is never recorded; empty if it has been recorded or may still be.  ``passes``: the number of passes issued op by op
-    that count towards the next recording.  ``captures``: the number of recordings.  ``launches``: the total launches of all
-    recorded graphs.
+    call is never recorded; empty if it has been recorded or may still be.  ``passes``: the number of passes that were issued
+    op by op and count towards the next recording.  ``captures``: the number of recordings.  ``launches``: the total launches
+    of all recorded graphs.
     ``capture_s``: the duration of the latest recording in seconds.  ``nbytes``: bytes of device memory that the latest graph
     holds.  ``step_s``: durations of the latest timed launches in seconds.  ``shares``: for each of the latest measured steps
     that were issued op by op, the fraction of the step time in which the host was issuing ops, including any wait for a full
@@ -160,8 +160,8 @@ class CudaGraph:
         """``copied``: for each input that is copied before a launch, its position and the tensor that it is copied to.
         ``in_place``: positions and tensors of the inputs that the graph reads at the inputs' own addresses.  ``fixed``:
         positions and values of the inputs that are not tensors.  ``outputs``: the recorded outputs; each is paired with the
-        position of an input if the output is that input, else with None.  ``suspects``: ops that may write inputs without
-        declaring it in their schemas."""
+        position of an input if the output is that input, else with None.  ``suspects``: names of ops that may write to
+        inputs without declaring this in their schemas."""
         self.graph = graph
         self.moved_bytes, self.nbytes = moved_bytes, nbytes
         self.launches = 0

@@ -13,7 +13,7 @@ import torch
 
 from chunkflow_compile.weights.pieces import Pieces
 
-# The first CUDA version whose cudaMemcpyBatchAsync has this signature; in CUDA 12.8 it has one more argument.
+# The first CUDA version whose cudaMemcpyBatchAsync has this signature; in CUDA 12.8 the function has one more argument.
 _SINCE = 13
 # cudaMemcpySrcAccessOrderStream: the source is read in stream order, as in an ordinary copy.
 _IN_ORDER = 1

@@ -151,7 +151,7 @@ def _why_none() -> str:
         return "is built for the CPU only"
     try:
         torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:  # the error names the version of a driver that is too old
+    except (AssertionError, RuntimeError) as error:  # if the driver is too old, the error names its version
         return f"finds no GPU or no driver ({str(error).partition('. ')[0].strip()})"
     return "finds no GPU or no driver"
 

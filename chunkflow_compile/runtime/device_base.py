@@ -103,7 +103,7 @@ class Device:
 
     @property
     def zero(self) -> float:
-        """The time of ``clock`` at which the clock of the measurements was 0."""
+        """The time of ``clock``, in seconds, when the clock of the measurements was 0."""
         return 0.0
 
     def event(self) -> Any:
@@ -187,7 +187,7 @@ class Device:
         raise NotImplementedError
 
     def copy_all(self, copies: Sequence[NamedCopy], lane: Lane = "copy") -> None:
-        """Enqueue copies in a lane, without timing them."""
+        """Enqueue ``copies`` in a lane.  These copies are not timed."""
         for target, source, name in copies:
             self.lane(lane).run(partial(self.copy_bytes, target, source, lane), None, name)
 
@@ -230,7 +230,7 @@ class Device:
 
     @property
     def measuring(self) -> bool:
-        """Whether the next pass is measured because :meth:`measure` asks for it."""
+        """Whether :meth:`measure` has requested a measurement of the next pass."""
         return bool(self._left)
 
     def measure(self, passes: int | None) -> None:

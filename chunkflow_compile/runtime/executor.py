@@ -51,9 +51,9 @@ class Executor:
         versions: Callable[[], dict[str, int]] = dict,
         captures: CaptureLog | None = None,
     ) -> None:
-        """``poison``: see :class:`Target`.  ``cycle``: the cycle that contains the program as a call; None if the program
-        runs alone.  ``file``: a function that is called with the measurement of each measured step.  ``versions``: a
-        function that returns the current version of the values of each weight in the cycle, by name.
+        """``poison``: see :class:`Target`.  ``cycle``: the cycle in which the program is a call; None if the program runs
+        alone.  ``file``: a function that is called with the measurement of each measured step.  ``versions``: a function
+        that returns the current version of the values of each weight in the cycle, by name.
         """
         self.program = program
         self.cycle = cycle = cycle or Cycle.of(program)

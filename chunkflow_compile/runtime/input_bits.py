@@ -179,7 +179,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    dense = tensor if plain else _dense(tensor)  # _dense takes half of the time of this function
+    dense = tensor if plain else _dense(tensor)  # _dense is slow: half of this function's time
     return ctypes.string_at(dense.data_ptr(), dense.nbytes)
 
 

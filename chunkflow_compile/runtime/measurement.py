@@ -1,4 +1,4 @@
-"""Measured times of steps, by the windows of the plan."""
+"""Measured times of steps, in total and for each window of the plan."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from .rank_times import RankTimes
 SCHEMA = 2
 # The file name of a measurement in the folder of a dump, next to the plan.
 MEASURED_FILE = "measured.json"
-# One hour of steps of one second.  Older measurements are dropped.
+# The maximum number of measurements to keep: one hour of steps that take one second each.  Older measurements are dropped.
 KEPT_MEASUREMENTS = 3600
 
 
 class WindowSeconds(NamedTuple):
     """Seconds for each window.  There is one window per region.
 
-    ``compute_s``: compute of the region.  ``exposed_s``: stalls of the region for weights.  ``collective_s``: the collectives
-    before the region.  ``beside_s``: the part of ``collective_s`` in collectives that overlapped a copy.
+    ``compute_s``: the compute time of the region.  ``exposed_s``: the time for which compute stalled before the region
+    because weights had not arrived.  ``collective_s``: the duration of the collectives before the region.  ``beside_s``: the
+    part of ``collective_s`` spent in collectives that overlapped a copy.
     """
 
     compute_s: MutableSequence[float]
@@ -45,9 +46,10 @@ class WindowSeconds(NamedTuple):
 
 
 def no_seconds(windows: int) -> WindowSeconds:
-    """Zero seconds for each window.
+    """Return zero seconds for each of ``windows`` windows.
 
-    They are arrays, because an hour of steps with 60 blocks takes 30 MB in arrays, but 300 MB in lists.
+    The columns are arrays instead of lists, because the measurements of an hour of steps with 60 blocks take 30 MB as
+    arrays, but 300 MB as lists.
     """
     zeros = bytes(8 * windows)
     return WindowSeconds(array("d", zeros), array("d", zeros), array("d", zeros), array("d", zeros))
@@ -69,17 +71,19 @@ class RegionWatch:
 
 
 class StepMeasurement(NamedTuple):
-    """The measurement of one run of a program.  It is a tuple, because one is made in every call.
+    """The measurement of one run of a program (a step).  It is a tuple for speed, because every measured call creates one.
 
-    ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds that compute
-    stalled for weights, including the copies before a cold start.  ``collective_s``: seconds of collectives and their
-    completions.  ``copy_s``: seconds of the copies that ended in the step.  ``alone_s``, ``alone_bytes``: seconds and bytes
-    of those copies from the host that overlapped no collective and no pull.  ``moved_bytes``: bytes of the copies issued in
-    the step.  ``pulled_bytes``: the part of ``moved_bytes`` that came from other ranks.  ``primed_bytes``: further bytes that
-    were copied before a cold step.
-    ``read_s``, ``read_bytes``: seconds and bytes of reads from the SSD, ahead of copies, since the previous step.
-    ``idle_s``: seconds from the end of the previous call in its cycle to its start; 0 if not known.  ``begin_s``: the time of
-    its start, by the device's clock.  ``plan``: digest of the plan that it ran under, which is its own plan or a cycle's.
+    ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds for which compute
+    stalled because weights had not arrived, including the copies of a cold start.  ``collective_s``: the total seconds of
+    collectives and their completions.  ``copy_s``: the total seconds of the copies that ended in the step.  ``alone_s``,
+    ``alone_bytes``: seconds and bytes of those copies from the host that overlapped neither a collective nor a pull.
+    ``moved_bytes``: bytes of the copies that were issued in the step.  ``pulled_bytes``: the part of ``moved_bytes`` that
+    came from other ranks.  ``primed_bytes``: bytes that the prologue copied before the step, not included in
+    ``moved_bytes``.
+    ``read_s``, ``read_bytes``: seconds and bytes of the reads from the SSD into the ring since the previous step.
+    ``idle_s``: seconds from the end of the cycle's previous call to the start of this step; 0 if not known.  ``begin_s``:
+    the time when the step started, in seconds of the device's clock.  ``plan``: the digest of the plan under which the step
+    ran: the plan of the program or of a cycle.
     """
 
     step_s: float
@@ -113,11 +117,12 @@ def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
 class Measured:
     """Medians over the warm steps of a program, or over its cold steps if all are cold.
 
-    ``plan``, ``problem``: digests of the plan and the problem.  ``steps``: the number of steps in the medians.  ``cold``: the
-    number of cold steps; the first step is always cold.
-    ``copy_rate``: bytes/s of the copies that overlapped no collective; None if there were none.  ``drive_rate``: bytes/s of
-    reads from the SSD; None if there were none.  ``alone_s``: for each window, seconds of its collectives in steps where they
-    overlapped no copy; None for a window without such a step.
+    ``plan``, ``problem``: digests of the plan and of the problem.  ``steps``: the number of steps over which the medians are
+    taken.  ``cold``: the number of cold steps (the first step is always cold).
+    ``copy_rate``: the rate in bytes/s of the copies from the host that overlapped neither a collective nor a pull; None if
+    there were no such copies.  ``drive_rate``: the rate in bytes/s of reads from the SSD; None if there were no reads.
+    ``alone_s``: for each window, the median seconds of its collectives over the steps in which they overlapped no copy; None
+    if there was no such step.
     """
 
     plan: str
@@ -139,10 +144,11 @@ class Measured:
         return json.dumps({"schema": SCHEMA, **asdict(self), "windows": self.windows._asdict()}, indent=1) + "\n"
 
     def timings(self) -> Timings:
-        """Timings to plan from, which add up to the time of the step.
+        """Return timings to plan from.  They add up to the duration of the step.
 
-        The medians of many windows add up to less than the median of the step, because now and then a window takes long.
-        So the medians are scaled to the sum of the step.  The host's share of the step is spread evenly over the regions.
+        The medians of the windows add up to less than the median over whole steps, because single windows occasionally take
+        long.  So the window medians are scaled until their sum equals the median over whole steps.  The remaining time of
+        the step (host overhead) is divided equally among the regions.
         """
         windows = self.windows
         rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
@@ -175,27 +181,27 @@ class Measured:
 
 
 def _ratio(whole: float, parts: Sequence[float]) -> float:
-    """``whole`` over the sum of ``parts``; 1 if the sum is 0."""
+    """Return ``whole`` divided by the sum of ``parts``; 1 if the sum is 0."""
     return whole / total if (total := sum(parts)) else 1.0
 
 
 class CycleTimes:
     """Measured times of the passes over the calls of a cycle.
 
-    ``whole``: the latest complete passes, oldest first; each consists of the measurements of its calls.
+    ``whole``: the latest complete passes, oldest first; each pass is a tuple with the measurements of all its calls.
     """
 
     def __init__(self, cycle: Cycle) -> None:
         self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
         self._cycle = cycle
-        self._newest: list[StepMeasurement] = []  # the calls of the current pass, until it is complete
+        self._newest: list[StepMeasurement] = []  # the measured calls of the current, incomplete pass
         self._predicted = seconds_of_calls(cycle)
-        self._ended = 0  # number of passes without a jump, measured or not
+        self._ended = 0  # the number of passes without a jump, including passes that were not measured
         self._ranks: RankTimes | None = None  # set while the times of other ranks are awaited
 
     @property
     def name(self) -> str:
-        """A name of the cycle that is equal on all ranks, although their shards may differ in size."""
+        """A name of the cycle.  It is equal on all ranks, even if the sizes of their shards differ."""
         problem, count = self._cycle.problem, len(self._cycle.calls)
         block = next((r.block for r in problem.regions if r.block), "the model")
         return (
@@ -205,16 +211,18 @@ class CycleTimes:
 
     @property
     def groups(self) -> list[Group]:
-        """The process groups of the cycle's collectives, in the order of their first use.  Their ranks run it in step."""
+        """The process groups of the cycle's collectives, in the order of their first use.  The ranks of these groups run the
+        cycle in lockstep."""
         graphs = [program.module.graph for program in self._cycle.calls if program.problem.collectives]
         names = dict.fromkeys(name for graph in graphs for name in group_names(graph))
         return [group for name in names if (group := group_named(name)) is not None]
 
     def add(self, call: int, steps: deque[StepMeasurement], counts: Counts, step: StepMeasurement) -> None:
-        """Keep and count the measurement of a call.  A pass that ends in a jump, or lacks a call, is dropped.
+        """Keep and count the measurement ``step`` of the call with the number ``call``.  A pass that ends in a jump or lacks
+        a call is dropped.
 
-        ``steps``, ``counts``: the measurements and counters of the call.  They are passed in, because its executor must not
-        keep the call alive.
+        ``steps``, ``counts``: the list of measurements and the counters of the call.  They are arguments because the
+        executor of the call must not keep the call alive.
         """
         steps.append(step)
         counts.add_measured(
@@ -232,8 +240,9 @@ class CycleTimes:
             self._newest = []
 
     def timings(self, least: int) -> Timings | None:
-        """The times of the warm passes so far, and the times between calls; None if there are fewer than ``least`` passes."""
-        single = len(self._predicted) == 1  # its first step may count as warm, but includes one-time costs
+        """Return the times of the warm passes so far, including the times between calls; None if there are fewer than
+        ``least`` warm passes."""
+        single = len(self._predicted) == 1  # its first step may be warm but has one-time costs
         warm = [calls for calls in list(self.whole)[single:] if not any(call.primed_bytes for call in calls)]
         if len(warm) < least:
             return None
@@ -246,11 +255,13 @@ class CycleTimes:
         return replace(timings, idle_s=tuple(idle))
 
     def due(self, after: int, device: Device) -> Timings | None:
-        """Note that a pass has ended.  Return the times to re-plan from, the maximum over all ranks, if re-planning is due.
+        """Note that a pass has ended.  If re-planning is due, return the times to re-plan from; they are maxima over all
+        ranks.
 
-        It is due after every ``after`` + 1 complete passes, until ``after`` of them were warm.  This depends on counts only,
-        so ranks that run the same calls re-plan in the same pass.  They need one more pass for each of their groups.
-        Raises ChunkflowError if another rank will never have times for this cycle.
+        Whether re-planning is due is checked after every ``after`` + 1 complete passes.  It is due if at least ``after`` of
+        the passes so far were warm.  Because this depends only on counts, ranks that run the same calls re-plan in the same
+        pass.  For each process group, the exchange of the times takes one more pass.  Raises ChunkflowError if another rank
+        does not run this cycle and therefore never has times for it.
         """
         self._ended += 1
         if self._ranks is None:
@@ -259,7 +270,7 @@ class CycleTimes:
             device.collect(wait=True)
             self._ranks = RankTimes(self.groups, {self.name: self.timings(after)})
         else:
-            device.compute.synchronize()  # the host may run ahead of the collectives of the pass
+            device.compute.synchronize()  # because the host may run ahead of the collectives of the pass
             self._ranks.read()
         if self._ranks.missing:
             return None
@@ -267,16 +278,17 @@ class CycleTimes:
         return timings
 
     def save(self, folder: Path) -> None:
-        """Write the medians to the folder of a dump, if there are any.  A full disk or a failed device raises no error."""
+        """Write the medians, if there are any, to the folder of a dump.  A full disk or a failed device does not raise an
+        error."""
         path = folder / MEASURED_FILE
-        part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
+        part = path.with_suffix(".part")  # renamed below, so that a reader never sees an incomplete file
         with contextlib.suppress(OSError, ChunkflowError):
             part.write_text(measured(self._cycle.plan, [as_one(calls) for calls in self.whole]).to_json())
             part.replace(path)
 
 
 def seconds_of_calls(cycle: Cycle) -> list[float]:
-    """Predicted seconds of each call, up to the start of the next call; 0 without a prediction."""
+    """Return the predicted seconds from the start of each call to the start of the next call; zeros without a prediction."""
     if (predicted := cycle.plan.predicted) is None:
         return [0.0 for _ in cycle.calls]
     regions = [span.start for span in predicted.spans if span.lane == "compute"]
@@ -286,18 +298,18 @@ def seconds_of_calls(cycle: Cycle) -> list[float]:
 
 
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
-    """The share, from 0 to 1, of compute and collective time that overlaps a copy.
+    """Return the share of the time of compute and collectives that overlaps a copy, from 0 to 1.
 
-    A copy is in flight whenever compute stalls, so stalls are subtracted from both times.
+    A copy is in flight whenever compute stalls.  So stalls are subtracted both from the step time and from the copy time.
     """
     work_s = step_s - exposed_s
     return min(1.0, max(0.0, copy_s - exposed_s) / work_s) if work_s > 0 else 0.0
 
 
 def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
-    """The medians over the ``steps`` that ran under ``plan``.  Cold steps count only if all steps are cold.
+    """Return the medians over those ``steps`` that ran under ``plan``.  Cold steps count only if all steps are cold.
 
-    Raises ChunkflowError if there are no such steps.
+    Raises ChunkflowError if no step ran under ``plan``.
     """
     digest = plan.digest
     steps = [step for step in steps if step.plan == digest]

@@ -1,11 +1,11 @@
-"""Order: decides which cycle runs a call.  It learns the order of calls while the programs of an arena run.
+"""Order: learns in which order the programs of an arena are called, and decides which cycle runs a call.
 
-Every call is recorded by its *key*, which stands for the weights that its regions read.  When the same keys have come twice
-in the same order, they are planned once as a cycle, and the third pass runs as this cycle: each call runs the program at its
-position in the cycle.  Ranks that call the same programs plan them in the same pass.
-A call other than the expected one is a *jump*.  It continues at its position in this cycle or in another known cycle, or it
-runs its own program (single_call.py).  In each case, it first copies the weights that the previous calls have not left for
-it.
+Each call is recorded by its *key*, which identifies the weights that the regions of the call read.  When the same keys have
+come twice in the same order, these calls are planned as a cycle.  From the third pass on, each call runs the program at its
+position in this cycle.  Ranks that call the same programs plan the cycle in the same pass.
+A call that is not the expected next call is a *jump*.  After a jump, the run continues at the call's position in this cycle
+or in another known cycle; if no cycle contains the call, its program runs alone (single_call.py).  In each case, weights of
+the call that the previous calls have not left in the arena are copied first.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ from .executor import Executor
 
 _log = logging.getLogger(__name__)
 
-# The number of regions in the longest cycle: 128 blocks of two models, called twice per step.  Planning time grows with it.
+# The maximum number of regions in a cycle.  It is enough for two models of 128 blocks, called twice per step.  A limit is
+# needed because planning time grows with the number of regions.
 MOST_REGIONS = 4096
-# The number of cycles that an arena remembers.  Each keeps its plan and its programs, but no device memory.
+# The maximum number of cycles that an arena remembers.  Each cycle keeps its plan and its programs, but no device memory.
 _MOST_CYCLES = 8
 
 
 class Order:
-    """The order in which the calls of an arena come, and their cycles.  The caller of its methods holds the arena's lock.
+    """The order in which the programs of an arena are called, and the cycles of these calls.
 
-    ``cycles``: the known cycles.  ``current``: the cycle that runs now, or None.
+    Not thread-safe: callers hold the lock of the arena.  ``cycles``: the known cycles.  ``current``: the cycle that runs
+    now, or None.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -61,7 +63,7 @@ class Order:
         self._unexpected = 0
 
     def add(self, call: CallSite) -> CallKey | None:
-        """Add a call; return its key, or None if it cannot be part of a cycle."""
+        """Add a call; return its key, or None if the call cannot be part of a cycle."""
         self._calls[call] = key = self._key_of(call)
         return key
 
@@ -70,8 +72,8 @@ class Order:
         self._calls.pop(call, None)
 
     def _key_of(self, call: CallSite) -> CallKey | None:
-        """The key of a call: the weights of each region, and the collectives between them.  None if the call cannot be part
-        of a cycle, for example because the user chose its placement."""
+        """Return the key of a call, which identifies the weights of each region and the collectives between regions.  Return
+        None if the call cannot be part of a cycle, for example because the user chose its placement."""
         settings, buffers, problem = call.code.settings, call.buffers, call.program.problem
         chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         chosen = chosen or settings.preamble
@@ -86,7 +88,7 @@ class Order:
         key = self._keys.get(identity)
         if key is None or not key.alive:
             key = self._keys[identity] = CallKey(itertools.chain(*regions), settings)
-        elif key.renew(settings):  # it was re-planned for another goal
+        elif key.renew(settings):  # the call was re-planned for another goal
             self._start_anew(key, lambda cycle: is_optimal_for(cycle, settings))
         else:
             fits = partial(has_room_for, live_bytes=problem.live_bytes, goal=settings.goal)
@@ -95,7 +97,7 @@ class Order:
         return key
 
     def cycles_of(self, call: CallSite) -> list[BoundCycle]:
-        """The known cycles that copy weights of a call."""
+        """Return the known cycles that contain weights of ``call``."""
         own = set(map(id, call.buffers.values()))
         return [cycle for cycle in self.cycles if any(id(buffer) in own for buffer in cycle.buffers.values())]
 
@@ -106,7 +108,7 @@ class Order:
             self.current = None
 
     def swap_plan(self, cycle: BoundCycle, again: BoundCycle) -> None:
-        """Replace a cycle by the same cycle under another plan, from the next pass on."""
+        """Replace ``cycle`` by ``again``, the same cycle under another plan, from the next pass on."""
         if cycle in self.cycles:
             runs = cycle is self.current
             again.continue_from(cycle)
@@ -115,20 +117,22 @@ class Order:
             self.current = again if runs else self.current
 
     def advance(self, call: CallSite, key: CallKey) -> tuple[BoundCycle, Executor] | None:
-        """Note that a call comes; return the cycle that runs it and its executor there, or None if it runs alone."""
+        """Note that ``call`` comes next.  Return the cycle that runs the call, and the call's executor in this cycle; None
+        if the call runs alone."""
         if (place := self._locate(call, key)) is None:
             return None
         cycle, number = place
         try:
             return cycle, cycle.begin(call, number)
-        except ChunkflowError as error:  # the program can still run alone
+        except ChunkflowError as error:  # the program of this call can still run alone
             _log.warning("%s calls do not run as a cycle: %s", len(cycle.keys), str(error))
             self._refused.append(cycle.keys)
             self.forget(cycle)
             return None
 
     def _locate(self, call: CallSite, key: CallKey) -> tuple[BoundCycle, int] | None:
-        """The cycle that runs the next call, and the position of the call there; None if no cycle contains it."""
+        """Return the cycle that runs ``call``, and the position of the call in this cycle; None if no cycle contains the
+        call."""
         previous = self._history[-1] if self._history else None
         self._history.append(key)
         if self.current is not None and not self.current.can_bind():
@@ -138,13 +142,14 @@ class Order:
             self._unexpected = 0
             return current, current.position
         if current is None and key is previous and not call.part:
-            return None  # a whole model that is called repeatedly
+            return None  # a whole model that is called repeatedly, and needs no other cycle
         return self._on_unexpected_call(key, previous, call)
 
     def _on_unexpected_call(
         self, key: CallKey, previous: CallKey | None, call: CallSite
     ) -> tuple[BoundCycle, int] | None:
-        """The cycle and the position of a call that the current cycle does not expect, or None if no cycle contains it."""
+        """Return the cycle and the position for a call that the current cycle does not expect; None if no cycle contains the
+        call."""
         self.prune()
         self._unexpected += 1
         if self.current is not None and self._unexpected > len(self.current.keys):
@@ -155,7 +160,7 @@ class Order:
         for cycle in [c for c in (self.current, *self.cycles) if c is not None]:
             count, other = len(cycle.keys), cycle is not self.current
             places = (number % count for number in range(cycle.position, cycle.position + count))
-            number = next((number for number in places if cycle.keys[number] is key), None)  # expected first
+            number = next((number for number in places if cycle.keys[number] is key), None)  # the expected one first
             if number is None or (other and not call.part and cycle.keys[number - 1] is not previous):
                 continue
             if other or number != cycle.position:
@@ -174,9 +179,9 @@ class Order:
         return [cycle for cycle in self.cycles if key in cycle.keys]
 
     def _start_anew(self, key: CallKey, stays: Callable[[BoundCycle], bool]) -> None:
-        """Forget the cycles of a call, except those for which ``stays`` returns True.
+        """Forget the cycles that contain ``key``, except those for which ``stays`` returns True.
 
-        If a cycle is forgotten, or the call has no cycle, the history is cleared and the order is learnt from scratch.
+        If a cycle is forgotten, or no cycle contains the key, the history is cleared, and the order is learned from scratch.
         """
         cycles = self._cycles_with(key)
         gone = [cycle for cycle in cycles if not stays(cycle)]
@@ -187,10 +192,11 @@ class Order:
             self._history.clear()
 
     def _try_new_cycle(self, key: CallKey) -> BoundCycle | None:
-        """Plan a new cycle that begins with this call; None if there is none.
+        """Plan a new cycle that begins with the latest call, whose key is ``key``.  Return None if there is no such cycle.
 
-        Its calls are those since an earlier call with the same key.  They must have come twice, and must be more than the
-        calls of the current cycle, unless this call is not part of it: for example a block in slices, at another size.
+        The cycle consists of the calls since an earlier call with the same key.  These calls must have come twice in the
+        same order.  There must be more of them than in the current cycle, unless the current cycle does not contain the
+        latest call.  For example, the latest call may be a block that is split into slices, at another size.
         """
         current = self.current
         if current is not None and len(self.cycles) >= _MOST_CYCLES:
@@ -205,24 +211,24 @@ class Order:
         return None
 
     def latest_calls(self, keys: Sequence[CallKey]) -> list[CallSite] | None:
-        """The newest call for each key; None if the program of one of them has ended."""
+        """Return the newest call for each key; None if there is a key whose program has ended."""
         latest = {key: call for call, key in self._calls.items()}
         calls = [latest[key] for key in keys if key in latest]
         return calls if len(calls) == len(keys) else None
 
     def _live_bytes(self, key: CallKey) -> int:
-        """The maximum bytes of activations over the calls with a key, which may have several sizes."""
+        """Return the maximum bytes of activations over all calls with a key.  These calls may have different sizes."""
         return max((call.program.problem.live_bytes for call, other in self._calls.items() if other is key), default=0)
 
     def _plan(self, keys: tuple[CallKey, ...]) -> BoundCycle | None:
-        """Plan a cycle of these calls; return None if they cannot be a cycle."""
+        """Plan a cycle of the calls with these ``keys``; return None if these calls cannot be a cycle."""
         calls = self.latest_calls(keys)
         if calls is None or not all(key.alive for key in keys):
             return None
         settings = merge_settings(calls)
         regions = sum(len(call.program.problem.regions) for call in calls)
         again = any(a is b and not c.part for a, b, c in zip(keys, (*keys[1:], keys[0]), calls, strict=True))
-        if settings is None or regions > MOST_REGIONS or again:  # again: a whole model, which is a cycle already
+        if settings is None or regions > MOST_REGIONS or again:  # again: whole models, each already a cycle
             self._refused.append(keys)
             return None
         try:
@@ -234,14 +240,14 @@ class Order:
             _log.warning(
                 "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
                 len(keys),
-                str(error),  # not the error: a log record that is kept would keep the arena alive through the traceback
+                str(error),  # not the error, whose traceback would keep the arena alive in a kept log record
             )
             return None
         self._add(cycle)
         return cycle
 
     def _add(self, cycle: BoundCycle) -> None:
-        """Remember a cycle, and forget the oldest if there are too many."""
+        """Remember a cycle.  If there are then too many cycles, forget the oldest ones."""
         for old in [c for c in self.cycles if c is not self.current][: max(0, len(self.cycles) + 1 - _MOST_CYCLES)]:
             self.forget(old)
         self.cycles.append(cycle)

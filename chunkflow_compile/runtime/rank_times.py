@@ -1,10 +1,10 @@
-"""Measured times of several ranks: each rank plans from the maximum over all ranks, so that all run the same plan.
+"""Measured times of several ranks.  Each rank plans from the maxima over all ranks, so that all ranks run the same plan.
 
-Ranks that share the collectives of a program run it in step.  At the end of the same pass, each rank posts its times to the
-store of their process group.  In the next pass, a collective ends on no rank before all ranks have begun that pass.  So after
-this collective all times have been posted, and no rank waits for another.  A rank that has posted no times runs other calls;
-the other ranks then keep their plans.  With several groups, such as the two dimensions of a mesh, the maxima of each group
-are posted to the next group.
+Ranks that share the collectives of a program run it in lockstep.  At the end of the same pass, each rank posts its times to
+the store of the process group.  In the next pass, no rank completes a collective before all ranks have begun this pass.  So
+after this collective, all times have been posted, and no rank has to wait for the times of another rank.  If a rank has not
+posted times by then, it runs other calls, and the other ranks keep their plans.  If there are several groups, such as the
+two dimensions of a mesh, the maxima over one group are posted to the next group.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from chunkflow_compile.weights.groups import Group, numbers
 class RankTimes:
     """Measured times of some cycles, combined over the ranks of several groups.
 
-    All ranks create one for the same cycles in the same order.  ``timings``: name of a cycle -> the maximum of its times so
-    far, or None if a rank has none yet.  ``missing``: the groups whose times are not known yet.
+    All ranks create such an object for the same cycles in the same order.  ``timings``: name of a cycle -> the maxima of its
+    times over the groups that have been read so far; None if a rank has no times for the cycle yet.  ``missing``: the groups
+    whose times have not been read yet.
     """
 
     def __init__(self, groups: Iterable[Group], timings: Mapping[str, Timings | None]) -> None:
-        """Raises ChunkflowError if the store cannot be reached."""
+        """``timings``: name of a cycle -> the times that this rank has measured, or None.  Raises ChunkflowError if the
+        store cannot be reached."""
         self.timings = dict(timings)
         self.missing = deque({group.ranks: group for group in groups}.values())
         self._post()
 
     def read(self, wait: bool = False) -> None:
-        """Read the times of the next group.
+        """Read the times that the ranks of the next group have posted.
 
         ``wait``: whether to wait for ranks that have not posted their times yet, up to the timeout of a collective.
-        Raises ChunkflowError, with the numbers of the ranks, if some have posted no times.
+        Raises ChunkflowError if a rank has not posted times; the message names such ranks.
         """
         group = self.missing.popleft()
         seconds = group.timeout.total_seconds() if wait else 0.0

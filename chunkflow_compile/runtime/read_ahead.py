@@ -1,6 +1,6 @@
-"""Reading ahead: read weights from the SSD into a ring buffer in host memory, from which copies to the device take them.
+"""Reading ahead: read weights from the SSD into a ring buffer in host memory.  Copies to the device read from this buffer.
 
-The ops of a step (step.py) determine which bytes are read, when, and to which position of the ring.
+The ops of a step (step.py) determine which bytes are read, when they are read, and to which position in the ring.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from .host_clock import MONOTONIC, HostClock
 
 _log = logging.getLogger(__name__)
 
-# Pins host memory, so that the device can read it directly; returns a function that unpins it.
+# A function that pins host memory, so that the device can read it directly.  It returns a function that unpins this memory.
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 
-# An SSD is reported as slow if it reads at less than this share of the rate that the plan expects, over at least _SURE_S
-# seconds.
+# An SSD is reported as slow if, over at least _SURE_S seconds, it reads at less than this share of the rate that the plan
+# expects.
 _SLOW = 1 / 3
 _SURE_S = 1.0
-# An emulated SSD makes up for a thread that wakes up late, by at most this many seconds.
+# If the thread of an emulated SSD wakes up late, its next read ends earlier by the same time, but at most by this many
+# seconds.
 _LATE_S = 0.005
 
 
 @dataclass(frozen=True)
 class InRing:
-    """The source of a copy whose bytes are read into the ring at the position ``begin``."""
+    """The source of a copy: the bytes of ``source``, which ``reader`` reads into the ring at the byte position ``begin``."""
 
     reader: DriveReader
     source: DriveBytes
@@ -46,15 +47,16 @@ class InRing:
         return self.source.numel()
 
     def values(self) -> torch.Tensor:
-        """The bytes, uint8.  They must have been read."""
+        """Return the bytes as uint8.  They must have been read before."""
         return self.reader.values(self.source, self.begin)
 
 
 class DriveReader:
-    """Reads weights from the SSD for an arena, into one ring for all its programs."""
+    """Reads weights from the SSD for an arena.  All programs of the arena share one ring."""
 
     def __init__(self, pin: Pin, rate: float = 0.0, clock: HostClock = MONOTONIC) -> None:
-        """``pin``: pins host memory for the device.  ``rate``: bytes/s of an SSD to emulate; 0 to use the SSD as it is."""
+        """``pin``: a function that pins host memory for the device.  ``rate``: the rate of an SSD to emulate, in bytes/s; 0
+        to use the real rate."""
         self._pin = pin
         self._drive = _Drive(clock, rate)
         self._ring: _RingMemory | None = None
@@ -63,21 +65,23 @@ class DriveReader:
         self._warned = False
 
     def expect(self, nbytes: int, rate: float | None) -> None:
-        """Expect that each step reads ``nbytes`` from now on, at this rate in bytes/s; None if the rate is not known."""
+        """Expect each later step to read ``nbytes``.  ``rate``: the expected rate in bytes/s; None if it is not known."""
         self._expected = rate
-        # If memory is short, the page cache would drop pages before they are read again, so it is bypassed.  Several ranks
-        # on one machine use it all the same: they may find pages there that another rank has just read.
+        # If host memory is short, the page cache is bypassed, because it would drop pages before they are read again.  If
+        # there are several ranks on one machine, the page cache is always used: it may contain pages that another rank has
+        # just read.
         self._drive.past_cache = host_memory().free < nbytes and local_ranks() < 2
 
     def read(self, source: DriveBytes, begin: int, ring_bytes: int) -> None:
-        """Read into the ring at the position ``begin``.  It runs as work of the stream of reads.
+        """Read ``source`` into the ring at the byte position ``begin``.  The stream of reads runs this method as work.
 
-        ``ring_bytes``: size of the ring that the program needs.  The ring is replaced by a larger one only in the first read
-        after a prologue, which is issued after all copies out of the ring.  Raises ChunkflowError if the read fails.
+        ``ring_bytes``: the ring size in bytes that the program needs.  A larger ring can replace the present one only in the
+        first read after a prologue.  All copies out of the old ring have been issued before this read.  Raises
+        ChunkflowError if the read fails.
         """
         try:
             if self._ring is None or self._ring.bytes.numel() < ring_bytes:
-                self._ring = None  # freed before the new one is allocated
+                self._ring = None  # frees the old ring before the new one is allocated
                 self._ring = _RingMemory(ring_bytes, self._pin)
             self._drive.read(source, self._ring.bytes[begin : begin + slot_bytes(source.numel())])
         except ChunkflowError:
@@ -87,12 +91,13 @@ class DriveReader:
             raise ChunkflowError(f"Reading ahead of the copies failed: {what}") from error
 
     def values(self, source: DriveBytes, begin: int) -> torch.Tensor:
-        """The bytes that were read into the ring at the position ``begin``, uint8."""
+        """Return the bytes of ``source``, which were read into the ring at the byte position ``begin``, as uint8."""
         assert self._ring is not None, "it is read before"
         return _inside(source, self._ring.bytes[begin:])
 
     def collect(self) -> tuple[float, int]:
-        """Seconds and bytes of reading since the last call.  Warns once if the SSD is much slower than expected."""
+        """Return the seconds and the bytes of reads since the last call of this method.  Warns once if the SSD is much
+        slower than expected."""
         seconds, nbytes = self._drive.seconds, self._drive.nbytes
         slow = self._expected is not None and seconds >= _SURE_S and nbytes < _SLOW * self._expected * seconds
         if slow and not self._warned:
@@ -113,17 +118,19 @@ class DriveReader:
 
 
 def _inside(source: DriveBytes, memory: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``source`` within ``memory``, which begins with the file block that contains their first byte."""
+    """Return the part of ``memory`` that is for the bytes of ``source``.  ``memory`` begins with the file block that
+    contains the first of these bytes."""
     begin = source.offset % BLOCK
     return memory[begin : begin + source.numel()]
 
 
 @dataclass
 class _Drive:
-    """Reads from the SSD, and sums their times.
+    """Reads from the SSD, and sums the durations of the reads.
 
-    ``rate``: bytes/s of an SSD to emulate; 0 to use the SSD as it is.  ``past_cache``: whether to bypass the page cache.
-    ``seconds``, ``nbytes``: duration and bytes of all reads so far.  ``name``: name of the last file that was read.
+    ``rate``: the rate of an SSD to emulate, in bytes/s; 0 to use the real rate.  ``past_cache``: whether to bypass the page
+    cache.  ``seconds``, ``nbytes``: total duration and bytes of all reads so far.  ``name``: the name of the file that was
+    read last.
     """
 
     clock: HostClock
@@ -135,7 +142,7 @@ class _Drive:
     _late: float = 0.0
 
     def read(self, source: DriveBytes, memory: torch.Tensor) -> None:
-        """Read the bytes of ``source`` into memory of the ring."""
+        """Read the bytes of ``source`` into ``memory``, a part of the ring."""
         now = self.clock.now
         start = now()
         if self.past_cache:
@@ -152,15 +159,16 @@ class _Drive:
 
 
 class _RingMemory:
-    """Pinned host pages for reads; they are unpinned when this object is collected.  ``bytes``: the pages, uint8."""
+    """Pinned host memory for reads.  It is unpinned when this object is garbage-collected.  ``bytes``: the memory, as
+    uint8."""
 
     def __init__(self, nbytes: int, pin: Pin) -> None:
         self.bytes = empty_pages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
-        with contextlib.suppress(OSError):  # copies from memory that is not pinned are slower, but correct
+        with contextlib.suppress(OSError):  # copies from unpinned memory are slower, but correct
             when_collected(self, _unpinned, pin(self.bytes))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer, which may run anywhere
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer may run anywhere
 def _unpinned(undo: Callable[[], None]) -> None:
-    with contextlib.suppress(OSError):  # the device has failed
+    with contextlib.suppress(OSError):  # raised if the device has failed
         undo()

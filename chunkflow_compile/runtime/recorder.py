@@ -1,6 +1,7 @@
-"""Recorder: the streams of a GPU while a call is recorded as a CUDA graph.
+"""Recorder: a device whose streams record a call as a CUDA graph.
 
-The ops of the call, in the form for capturing (:func:`forms.captured`), are issued to it as they are to the GPU itself.
+The ops of the call, in the form for capturing (:func:`forms.captured`), are issued to the recorder in the same way as to a
+GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _RecordedStream:
 
 
 class _RecordedCompute(_RecordedStream):
-    """The stream of compute and collectives, which is the caller's current one during a recording."""
+    """The stream of compute and collectives.  During a recording, it is the caller's current stream."""
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
         try:
@@ -50,7 +51,8 @@ class _RecordedCompute(_RecordedStream):
 
 
 class Recorder(Device):
-    """A device that records the instructions of one call.  ``lanes``: the streams that record the copies of each lane."""
+    """A device that records the instructions of one call.  ``lanes``: lane -> the stream that records the copies of this
+    lane."""
 
     name = "cuda"
     records = True

@@ -1,4 +1,4 @@
-"""The table of rows: the results of a preamble, found by the bits of its slow inputs."""
+"""The table of rows.  A row contains the results of a preamble; it is looked up by the bits of the slow inputs."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from chunkflow_compile.units import size
 from .input_bits import BitSources, InputBits, values_like
 from .schedules import ExpectedSchedule, Key, UsedKeys, guesses
 
-# After this many misses without a hit, the slow inputs are assumed to change in every call, as random noise levels do.
+# After this many misses in a row, the slow inputs are assumed to be different in every call, like random noise levels.
 _SPENT = 64
 
 
 @dataclass(frozen=True)
 class Row:
-    """The results of the preamble for one set of slow inputs, which main takes as inputs."""
+    """The results of the preamble for one set of slow inputs.  They are inputs of the main graph.  ``nbytes``: bytes of
+    memory that the row holds."""
 
     values: tuple[torch.Tensor, ...]
     nbytes: int
 
     @classmethod
     def of(cls, values: Sequence[torch.Tensor]) -> Row:
-        """Make a row of these values.  Memory that several values share counts once."""
+        """Make a row of these ``values``.  Memory that several values share is counted once."""
         memory = {s.data_ptr(): s.nbytes() for s in (value.untyped_storage() for value in values)}
         return cls(tuple(values), sum(memory.values()))
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A row that the table does not contain, and the slow inputs to compute it from."""
+    """A row that the table does not contain.  ``inputs``: the slow inputs from which it can be computed."""
 
     key: Key
     inputs: list[Any]
@@ -47,9 +48,13 @@ class Missing:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Statistics of a table.  ``hits``, ``misses``: numbers of calls.  ``computed``: number of rows added so far, including
-    guesses.  ``rows``, ``nbytes``: number and total bytes of the rows in the table now.  ``transfers``: number of reads of
-    device memory by the host.  ``fill_s``: seconds spent on computing rows."""
+    """Statistics of a table.
+
+    ``hits``, ``misses``: the numbers of calls that found their row and that did not.  ``computed``: the number of rows added
+    so far, including guessed rows.  ``rows``, ``nbytes``: the number and the total bytes of the rows that the table contains
+    now.  ``transfers``: the number of times that the host has read device memory.  ``fill_s``: the total seconds spent on
+    computing rows.
+    """
 
     hits: int
     misses: int
@@ -61,7 +66,7 @@ class RowStatistics:
 
 
 class Rows:
-    """A cache of rows with a limit in bytes.  Not thread-safe: the caller holds the arena's lock during a call.
+    """A cache of rows with a size limit in bytes.  Not thread-safe: the caller holds the arena's lock during a call.
 
     For each call of the model::
 
@@ -71,11 +76,12 @@ class Rows:
             missing = rows.missing(key, slow_inputs, row_bytes)
             row = rows.add(missing, [preamble(m.inputs) for m in missing], seconds)
 
-    A row is found only if all bits of all slow inputs, and the versions of all hoisted weights, are the same as when it was
-    computed.  Guesses only decide which other rows :meth:`missing` returns.  A row stays alive as long as the caller holds
-    it, so evicting it frees no memory that a running step reads.
+    A lookup finds a row only if all bits of all slow inputs and the versions of all hoisted weights are the same as when the
+    row was computed.  Guesses only decide which other rows :meth:`missing` returns.  A row stays alive as long as the caller
+    holds a reference to it.  So evicting a row does not free memory that a running step reads.
 
-    ``most_bytes`` is called whenever the limit matters, because replanning may change it.
+    ``most_bytes``: a function that returns the size limit in bytes.  It is called whenever the limit is needed, because
+    re-planning may change the limit.
     """
 
     def __init__(self, most_bytes: Callable[[], int], bits: InputBits | None = None) -> None:
@@ -83,7 +89,7 @@ class Rows:
         self._bits = bits or InputBits()
         self._expected = ExpectedSchedule()
         self._used = UsedKeys()
-        self._rows: OrderedDict[Key, Row] = OrderedDict()  # the least recently used first
+        self._rows: OrderedDict[Key, Row] = OrderedDict()  # least recently used rows first
         self._nbytes = 0
         self._versions: tuple[Any, ...] = ()
         self._hits = self._misses = self._computed = 0
@@ -91,19 +97,20 @@ class Rows:
         self._fill_s = 0.0
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        """Guess rows for these timesteps of a scheduler.  They are held weakly, and read with the inputs of the next call."""
+        """From now on, guess rows for the ``timesteps`` of a scheduler.  The tensor is held weakly; its values are read
+        together with the inputs of the next call."""
         self._expected.expect(timesteps)
 
     def key(self, inputs: Sequence[Any]) -> Key:
-        """The bits of the slow inputs of a call, which are tensors, numbers or None.  Makes at most one transfer."""
+        """Return the bits of a call's slow inputs, which are tensors, numbers or None.  Makes at most one transfer."""
         forms = self._expected.unread(inputs)
         found = self._bits.find([*inputs, *forms])
         self._expected.learn(found[len(inputs) :])
         return tuple(found[: len(inputs)])
 
     def find(self, key: Key, versions: tuple[Any, ...]) -> Row | None:
-        """The row of a key, or None.  ``versions``: versions of the hoisted weights; if they have changed, all rows are
-        dropped."""
+        """Return the row for ``key``, or None.  ``versions``: the versions of the hoisted weights; if they have changed, all
+        rows are dropped."""
         self._expire(versions)
         self.trim()
         row = self._rows.get(key)
@@ -118,15 +125,16 @@ class Rows:
         return row
 
     def lacks(self, key: Key, versions: tuple[Any, ...]) -> bool:
-        """Whether a call with this key would be a miss.  Does not count as a call.  ``versions``: as in :meth:`find`."""
+        """Return whether a call with this key would be a miss, without counting a call.  ``versions``: see :meth:`find`."""
         self._expire(versions)
         return key not in self._rows
 
     def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int) -> list[Missing]:
-        """The rows to compute after a miss: first the row of the call, then guesses, as many as fit in the table.
+        """Return the rows to compute after a miss: first the row of the call, then as many guessed rows as fit in the table.
 
-        ``row_bytes``: size of each row.  If no call has been a hit since the last guesses, at most half as many guesses are
-        made as last time.  The least recently used rows are evicted now, so that the new rows fit when they are computed.
+        ``row_bytes``: the size of each row in bytes.  If there has been no hit since the last guesses, at most half as many
+        rows are guessed as last time.  The least recently used rows are evicted now, so that there is memory for the new
+        rows.
         """
         most = self._most_bytes()
         self._check(row_bytes, most)
@@ -144,13 +152,13 @@ class Rows:
     def add(self, missing: Sequence[Missing], outputs: Sequence[Sequence[torch.Tensor]], seconds: float = 0.0) -> Row:
         """Add the outputs of the preamble for the missing rows; return the row of the call.
 
-        ``seconds``: time that the preamble took.
+        ``seconds``: the duration of the preamble's run.
         """
         rows = [Row.of(values) for values in outputs]
         most = self._most_bytes()
         self._check(rows[0].nbytes, most)
         added = list(zip(missing, rows, strict=True))
-        for wanted, row in reversed(added):  # the farthest guess is the first to be evicted
+        for wanted, row in reversed(added):  # added in reverse, so that the farthest guess is evicted first
             if (old := self._rows.pop(wanted.key, None)) is not None:
                 self._nbytes -= old.nbytes
             self._rows[wanted.key] = row
@@ -162,22 +170,23 @@ class Rows:
         return rows[0]
 
     def trim(self) -> None:
-        """Evict the least recently used rows beyond the limit."""
+        """Evict the least recently used rows until the table is within its limit."""
         self._evict(self._most_bytes())
 
     def drop(self) -> None:
-        """Drop all rows.  The keys of earlier calls are kept, so that one pass can compute the rows of a generation again."""
+        """Drop all rows.  The keys of earlier calls are kept, so that one pass can recompute all rows of a generation."""
         self._rows.clear()
         self._nbytes = 0
 
     @property
     def spent(self) -> bool:
-        """Whether hoisting should end: so many calls in a row were misses that the slow inputs seem to change every time."""
+        """Whether hoisting should end.  This is so after many misses in a row, because the slow inputs then seem to be
+        different in every call."""
         return self._misses_since_hit >= _SPENT
 
     @property
     def sources(self) -> BitSources:
-        """How the bits of inputs were found."""
+        """Counts of the ways in which the bits of inputs were found."""
         return self._bits.sources
 
     @property
@@ -213,22 +222,22 @@ class Rows:
 class Table:
     """The rows of one model, or of one block if blocks are compiled separately, and the function that computes them.
 
-    ``newest``: key of the newest call.
+    ``newest``: the key of the latest call.
     """
 
     def __init__(
         self, rows: Rows, weights: Sequence[Any], compute: Callable[[Sequence[Any], Sequence[Any]], None]
     ) -> None:
-        """``weights``: inputs of the preamble, with None for each slow input.  ``compute``: a method that takes these weights
-        and slow inputs, and computes their row if it is missing.  The weights and the object of the method are held
-        weakly."""
+        """``weights``: the inputs of the preamble, with None for each slow input.  ``compute``: a bound method that takes
+        these weights and a list of slow inputs; it computes the row for these inputs if the row is missing.  The weights and
+        the object of the method are held weakly."""
         self.rows = rows
         self.newest: Key | None = None
         self._compute = weakref.WeakMethod(compute)
         self._weights = [None if value is None else TensorWeakRef(value) for value in weights]
 
     def compute_ahead(self, slow: Sequence[Any]) -> None:
-        """Compute the row for a later call with these slow inputs, unless the model is gone."""
+        """Compute the row for a later call with these slow inputs.  Do nothing if the model has been garbage-collected."""
         weights = [None if ref is None else ref() for ref in self._weights]
         gone = any(value is None and ref is not None for value, ref in zip(weights, self._weights, strict=True))
         if not gone and (compute := self._compute()) is not None:
@@ -236,10 +245,11 @@ class Table:
 
 
 def _with_inputs(keys: Sequence[Key], key: Key, inputs: Sequence[Any]) -> list[Missing]:
-    """The missing rows of guessed keys, with inputs of exactly these bits.  ``key``, ``inputs``: the key and the slow inputs
-    of the call; a guess takes over each input whose bits are equal.
+    """Return the missing rows for the guessed ``keys``, with slow inputs that have exactly the bits in these keys.  ``key``,
+    ``inputs``: the key and the slow inputs of the present call; its inputs are reused where the bits are equal.
 
-    A key is left out if the strides of the call's input repeat an element for which it needs different values.
+    A guessed key is left out if the strides of an input repeat an element but the key has different values for the
+    repetitions.
     """
     made: dict[Key, list[Any] | None] = {guess: list(inputs) for guess in keys}
     for position, value in enumerate(inputs):

@@ -1,4 +1,4 @@
-"""Guesses the slow inputs of the next calls.  A wrong guess costs time, but never changes a result."""
+"""Guess the slow inputs of the next calls.  A wrong guess costs time, but never changes a result."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from torch.utils.weak import TensorWeakRef
 
 from .input_bits import Bits, split
 
-# The bits of all slow inputs of a call, in their order.
+# The bits of all slow inputs of a call, in the order of the inputs.
 Key: TypeAlias = tuple[Bits, ...]
 
-# Number of keys of earlier calls that are kept: enough for two generations of 50 steps, or for one with two prompts.
+# The maximum number of keys of earlier calls that are kept.  It is enough for two generations of 50 steps, or for one
+# generation of 50 steps with two prompts.
 _MOST_KEYS = 128
 
-# The dtypes that a timestep may have.  Values of these dtypes can be divided; bool is left out, as it cannot hold a schedule.
+# The dtypes that a timestep may have.  Values of these dtypes can be divided.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
 
 
 def with_value(key: Key, position: int, value: Bits) -> Key:
-    """A key with another value at one position."""
+    """Return a key that equals ``key`` except for the value at ``position``."""
     return (*key[:position], value, *key[position + 1 :])
 
 
 def later_then_earlier(values: Sequence[Any], index: int) -> list[Any]:
-    """The values after an index, then those before it."""
+    """Return the values after ``index``, followed by the values before ``index``."""
     return [*values[index + 1 :], *values[:index]]
 
 
 def keys_with(key: Key, position: int, elements: list[bytes]) -> list[Key]:
-    """For each of these elements, a key whose tensor at ``position`` repeats that element."""
+    """Return one key for each of ``elements``: the key with a tensor at ``position`` that repeats this element."""
     dtype, shape, _ = key[position]
     return [with_value(key, position, (dtype, shape, element * shape.numel())) for element in elements]
 
 
 class ExpectedSchedule:
-    """The timesteps of a scheduler, in the forms in which the pipelines of diffusers pass them to the model.
+    """The timesteps of a scheduler, in the forms in which diffusers pipelines pass timesteps to the model.
 
-    The tensor is held weakly.  The forms are computed on its device, because CUDA divides by 1000 through a
-    multiplication by 1 / 1000, which may round differently.
+    The tensor of timesteps is held weakly.  The forms are computed on the device of this tensor, because CUDA implements a
+    division by 1000 as a multiplication by 1 / 1000, which may round differently.
     """
 
     def __init__(self) -> None:
@@ -50,13 +51,14 @@ class ExpectedSchedule:
         self._forms: dict[torch.dtype, list[list[bytes]]] = {}
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        """Guess from these timesteps from now on.  If they are already expected and unchanged, nothing happens."""
+        """From now on, guess from these timesteps.  Do nothing if the same tensor is already expected and was not written
+        since."""
         version = 0 if timesteps.is_inference() else timesteps._version
         if self._timesteps is None or self._timesteps() is not timesteps or version != self._version:
             self._timesteps, self._version, self._forms = TensorWeakRef(timesteps), version, {}
 
     def unread(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        """The forms of the timesteps that are still to be read, in the dtypes of these inputs: one tensor per dtype."""
+        """Return the forms of the timesteps that have not been read yet: one tensor for each dtype of ``inputs``."""
         timesteps = None if self._timesteps is None else self._timesteps()
         if timesteps is None:
             return []
@@ -64,16 +66,17 @@ class ExpectedSchedule:
         return [_forms(timesteps, dtype) for dtype in dtypes if dtype in _DTYPES and dtype not in self._forms]
 
     def learn(self, found: Sequence[Bits]) -> None:
-        """Keep the bits of the tensors that :meth:`unread` has returned."""
+        """Store the bits of the tensors that :meth:`unread` has returned."""
         for dtype, (forms, count), content in found:
             elements = split(content, dtype.itemsize)
             self._forms[dtype] = [elements[i * count : (i + 1) * count] for i in range(forms)]
 
     def guesses(self, key: Key, position: int) -> list[Key]:
-        """Keys with the other timesteps, later ones first, in the form that contains the value at ``position``.
+        """Return keys with the other timesteps at ``position``, later timesteps first, in the form that contains the value
+        of ``key``.
 
-        If several forms contain the value, the form in which it comes earliest is used.  For example, 0 may be the last
-        timestep, or the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
+        If several forms contain this value, the form in which the value has the lowest index is used.  For example, 0 may be
+        the last timestep, or the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
         """
         dtype, *shape, content = key[position]
         forms = self._forms.get(dtype, [])
@@ -88,14 +91,15 @@ class ExpectedSchedule:
 def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.no_grad():
         t = timesteps.detach().reshape(-1)
-        cast = t.to(dtype)  # Wan, SD3, HunyuanVideo; also without a cast
+        cast = t.to(dtype)  # Wan, SD3, HunyuanVideo (with or without a cast)
         scaled = cast / 1000  # FLUX, FLUX.2, Qwen-Image, LongCat-Image: t.expand(batch).to(dtype) / 1000
         inverted = (1000 - t) / 1000  # Z-Image
         return torch.stack([form.to(dtype) for form in (cast, scaled, inverted)])
 
 
 class UsedKeys:
-    """The keys of the latest calls, oldest first.  They are kept when rows are dropped, so that the schedule stays known."""
+    """The keys of the latest calls, oldest first.  The keys are kept when rows are dropped, so that the schedule stays
+    known."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[Key, None] = OrderedDict()
@@ -107,13 +111,13 @@ class UsedKeys:
             self._keys.popitem(last=False)
 
     def guesses(self, key: Key, has_row: Callable[[Key], bool]) -> list[Key]:
-        """Keys that combine this call's inputs with the values that one of them, such as the timestep, had in an earlier
-        generation.
+        """Return keys that are equal to this call's key except for one input, such as the timestep.  This input takes the
+        values that it had in an earlier generation.
 
-        The keys of a generation differ in one input.  Only an input whose present value was used before can be this input;
-        the text of a new prompt cannot.  If there are several such inputs, the one with the most values is taken.  Newer
-        generations are tried first, until one yields a key without a row.  For example, the second prompt of a generation
-        finds nothing new in the keys of the first prompt.
+        The keys of a generation differ in one input.  This must be an input whose present value was used before; it cannot
+        be the text of a new prompt, for example.  If several inputs qualify, the input with the most values is taken.  Newer
+        generations are tried first, until a generation yields a key without a row.  For example, for the second prompt of a
+        generation, the keys of the first prompt yield nothing new.
         """
         used = [old for old in self._keys if _form(old) == _form(key)]
         positions = [i for i, value in enumerate(key) if any(old[i] == value for old in used)]
@@ -140,7 +144,7 @@ def _others(key: Key, position: int) -> tuple[int, Key]:
 
 
 def _form(key: Key) -> list[Any]:
-    """The dtypes and shapes of the tensors of a key, and the types of its other inputs."""
+    """Return the dtype and shape of each tensor in a key, and the type of each other input."""
     return [value[:-1] for value in key]
 
 
@@ -152,11 +156,11 @@ def guesses(
     used: UsedKeys,
     has_row: Callable[[Key], bool],
 ) -> Iterator[Key]:
-    """Keys of the calls that may follow the call with this key, nearest first.
+    """Yield the keys of calls that are likely to follow the call with this ``key``, nearest first.
 
-    If an input is one element of a base tensor, the values come from that base (``bases``, see
-    :meth:`InputBits.elements_of_base`).  They also come from the timesteps of the scheduler.  If neither gives any, they come
-    from the calls of earlier generations.
+    If an input is one element of a base tensor, its next values come from this base (``bases``: see
+    :meth:`InputBits.elements_of_base`).  Values also come from the timesteps of the scheduler.  If there are no values from
+    these two sources, they come from the calls of earlier generations.
     """
     known = False
     for position, value in enumerate(inputs):

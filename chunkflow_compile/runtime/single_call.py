@@ -1,4 +1,4 @@
-"""Single calls: programs that run alone, or as part of a cycle that the order of their arena has found."""
+"""Single calls: programs that run alone, or as part of a cycle that the :class:`Order` of the arena has found."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 class SingleCall(BoundCycle):
-    """A program that can run alone: a cycle of one call.  It belongs to the placement of its model, and ends with it.
+    """A program that can run alone: a cycle of one call.  It belongs to the placement of its model and ends with this
+    placement.
 
-    ``call``: its call site.  ``key``: the key of the call; None if it is never part of another cycle.  ``order``: decides
-    which cycle runs the call.  ``title``: its name in errors.  ``started``: the time of its creation.  ``closed``: whether it
-    has ended.  ``table``: the table of the rows that it has computed, if it is a preamble.
+    ``call``: the call site.  ``key``: the key of the call; None if the call is never part of another cycle.  ``order``: the
+    object that decides which cycle runs the call.  ``title``: the name of the program in error messages.  ``started``: the
+    time of creation, by time.monotonic().  ``closed``: whether the program has ended.  ``table``: if the program is a
+    preamble, the table of rows that it has computed; otherwise None.
     """
 
     closed = False
@@ -60,10 +62,11 @@ class SingleCall(BoundCycle):
         self._weights = [weakref.ref(token, died) for buffer in call.buffers.values() if (token := buffer.token)]
 
     def start(self) -> None:
-        """Enter the arena and its order, and bind to the arena's memory.  The caller holds the arena's lock.
+        """Register this program with the arena and its order, and bind it to the arena's memory.  The caller holds the
+        arena's lock.
 
-        Raises ChunkflowError if the device does not have enough memory, or if the program is not safe in one arena with
-        another program.  The program then leaves the arena.
+        Raises ChunkflowError, and removes the program from the arena, if the device does not have enough memory or if this
+        program and another one are not safe in one arena.
         """
         code = self.code
         if code.verified:
@@ -71,7 +74,7 @@ class SingleCall(BoundCycle):
         self.arena.add(self, code.kind)
         try:
             self.key = self.order.add(self.call)
-            if not (self.call.part and self.key):  # else its cycle is re-planned instead
+            if not (self.call.part and self.key):  # otherwise the cycle that contains it is re-planned
                 self.replan_after = code.replan_after
             self.executor_of(self.call, 0)
         except BaseException:
@@ -89,7 +92,8 @@ class SingleCall(BoundCycle):
 
     @property
     def preamble(self) -> bool:
-        """Whether it computes inputs of a main program (hoisted.py), and is planned together with it."""
+        """Whether this program is a preamble: it computes inputs of a main program (hoisted.py) and is planned together with
+        that program."""
         return self.code.settings.preamble
 
     @property
@@ -106,28 +110,30 @@ class SingleCall(BoundCycle):
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The latest measured steps of its call, alone or in a cycle, oldest first.  Waits for steps in flight."""
+        """The latest measured steps of the call, oldest first, including steps in cycles.  Waits for steps in flight."""
         if not self.closed:
             self.arena.streams.collect(wait=True)
         return tuple(self.call.measured)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the user about the compilation, and about the CUDA graph of the call if the option asks for it."""
+        """Sentences for the user about the compilation and, if the option ``cudagraphs`` is set, about the CUDA graph of the
+        call."""
         return (*self.code.notes, self.call.captures.note) if self.code.cudagraphs else self.code.notes
 
     @property
     def executor(self) -> Executor:
-        """The executor for running alone.  Raises ChunkflowError if the program has ended."""
+        """The executor that runs the program alone.  Raises ChunkflowError if the program has ended."""
         if self.closed:
             raise ChunkflowError("This program has ended: call the compiled model again.")
         return self.executor_of(self.call, 0)
 
     def run(self, rows: Sequence[Sequence[Any]]) -> list[Any]:
-        """Run one step, as part of a cycle if one contains the call, or else alone.  The caller holds the arena's lock.
+        """Run one step; return the outputs of each row.  If a cycle contains the call, the step is part of this cycle;
+        otherwise the program runs alone.  The caller holds the arena's lock.
 
-        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError if there are several rows and the program has a collective,
-        or if the rows differ in the shape of an input.
+        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError if there are several rows and either the program has a
+        collective or the rows have an input whose shape differs.
         """
         arena, call = self.arena, self.call
         if len(rows) > 1:
@@ -151,7 +157,7 @@ class SingleCall(BoundCycle):
         return outputs
 
     def _check_rows(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Raise ChunkflowError if these rows cannot be computed in one pass."""
+        """Raise ChunkflowError if one pass cannot compute all ``rows``."""
         if self.program.problem.collectives:
             raise ChunkflowError(
                 f"A pass over {self.title} computes one row only, because its collectives are issued once per pass: run "
@@ -166,27 +172,27 @@ class SingleCall(BoundCycle):
                     )
 
     def repeats(self, other: SingleCall) -> bool:
-        """Whether this is the same program on the same weights as ``other``."""
+        """Return whether this program and ``other`` are the same program on the same weights."""
         mine, theirs = self.call.buffers, other.call.buffers
         same = mine.keys() == theirs.keys() and all(buffer is theirs[name] for name, buffer in mine.items())
-        return same and self.program.same_as(other.program)  # last, because few programs are on the same weights
+        return same and self.program.same_as(other.program)  # compared last, because few programs read the same weights
 
     def adopt(self, other: SingleCall) -> None:
-        """Take over the measurements of the program that this one replaces."""
+        """Take over the measurements of ``other``, the program that this program replaces."""
         self.call.measured.extend(other.measurements)
         self.times.whole.extend(other.times.whole)
 
     def close(self) -> None:
-        """Wait for its work in flight, free its memory, and leave the arena.
+        """Wait for work of this program in flight, free its memory, and remove it from the arena.
 
-        Cycles that copy its weights also free their memory.  Other cycles stay warm.
+        Cycles that contain weights of this program also free their memory.  Other cycles stay warm.
         """
         with self.arena.lock():
             if not self.closed:
                 try:
                     for cycle in (self, *self.order.cycles_of(self.call)):
                         self.arena.release(cycle)
-                finally:  # also after an interrupt: the memory must be released
+                finally:  # the memory must also be released after an interrupt
                     self.closed, self._weights, self.table = True, [], None
                     self.order.remove(self.call)
                     self.call.let_go()
@@ -194,17 +200,18 @@ class SingleCall(BoundCycle):
 
 
 def _shape(value: Any) -> str:
-    """The properties of an input that must be equal in all rows of a pass: for a tensor, all except its values."""
+    """Return the properties of an input that must be equal in all rows of a pass: shape, dtype and device of a tensor, the
+    value of an integer, and the type of any other input."""
     if isinstance(value, torch.Tensor):
         return f"{[*value.shape]} in {str(value.dtype).removeprefix('torch.')} on {value.device}"
     return str(value) if isinstance(value, int) else type(value).__name__
 
 
 def bind_program(call: CallSite, arena: Arena) -> SingleCall:
-    """Make a program for a call, and bind it to the memory of an arena.
+    """Make a program for a call site, and bind the program to the memory of an arena.
 
-    Raises ChunkflowError if the device does not have enough memory, or if the program is not safe in one arena with another
-    program.
+    Raises ChunkflowError if the device does not have enough memory, or if this program and another one are not safe in one
+    arena.
     """
     code = call.code
     check_kind(arena.device, code.kind)
@@ -216,20 +223,20 @@ def bind_program(call: CallSite, arena: Arena) -> SingleCall:
 
 
 def order_of(arena: Arena) -> Order | None:
-    """The order of the programs in an arena, or None if there are none.  It ends with the last program."""
+    """Return the order that the programs of an arena share; None if the arena has no programs."""
     return next((program.order for program in arena.programs if isinstance(program, SingleCall)), None)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
-    """Make the next step end the programs that have lost a weight.  This runs in the garbage collector, so it does no
-    more."""
+    """Make the next step end the programs that have lost a weight.  They are not ended here, because this function runs in
+    the garbage collector."""
     if (arena := ref()) is not None:
         arena.lose_weight()
 
 
 def _replan_if_due(cycle: BoundCycle) -> None:
-    """Re-plan from measured times at the end of a pass, if that is due."""
+    """Re-plan a cycle from measured times, if this is due at the end of a pass."""
     try:
         if (timings := cycle.timings_due()) is not None:
             replan({cycle: timings}, by_itself=True)
@@ -240,22 +247,23 @@ def _replan_if_due(cycle: BoundCycle) -> None:
 def replan(
     cycles: Mapping[BoundCycle, Timings | None], goal: Goal | None = None, *, by_itself: bool = False, **settings: Any
 ) -> None:
-    """Give cycles new plans, which are verified, from their next pass on.  The caller holds the locks of their arenas.
+    """Re-plan cycles.  The new plans are verified, and apply from the next pass on.  The caller holds the locks of the
+    arenas.
 
-    ``cycles``: the cycles with the times to plan from, which are the maxima over all ranks that run them; None keeps the
-    times that a cycle was planned with.  ``goal``: the new goal; None keeps the goal of each cycle.  ``settings``: other
-    settings to change, by name.  ``by_itself``: whether the re-planning is automatic.  In that case a plan that places the
-    weights as before is ignored, and a failure to start a new plan is logged instead of raised.
-    Raises ChunkflowError, and changes nothing, if no plan meets the goal: the BudgetError of the program that needs
-    most.
+    ``cycles``: cycle -> the times to plan from, which are maxima over all ranks that run the cycle; None keeps the times
+    with which the cycle was planned.  ``goal``: the new goal; None keeps the goal of each cycle.  ``settings``: other
+    settings to change, by name.  ``by_itself``: whether the re-planning is automatic.  If so, a new plan with an unchanged
+    placement is ignored, and a failure to start a new plan is logged instead of raised.
+    Raises ChunkflowError, and changes nothing, if no plan meets the goal.  If several programs exceed the budget, the
+    BudgetError of the program that needs most is raised.
     """
     swaps, remade = list[partial[None]](), dict[tuple[Code, Timings | None], Code]()
-    short: BudgetError | None = None  # of the program that needs most
+    short: BudgetError | None = None  # the error of the program that needs most
     for cycle, timings in cycles.items():
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
             current = cycle.call.current
-            key = current.code, timings  # blocks of one type share their code
+            key = current.code, timings  # blocks of one type share a code
             if goal is not None:
                 change["goal"] = current.code.settings.goal.aimed_at(goal)
             try:

@@ -1,8 +1,9 @@
-"""Streams and events on host threads.  A stream is a thread with a FIFO queue, which lags behind the host as a GPU does.
+"""Streams and events on host threads.  A stream is a thread with a FIFO queue; it runs behind the host, as a GPU does.
 
-Events work as in CUDA: ``record`` marks a point of a stream; ``wait`` makes another stream wait for the mark that was
-latest *when the host called wait*.  After a failure, a stream runs no more work, but it still reaches its marks, and passes
-on the error with them, so no thread waits forever.  ``synchronize`` raises the error once and makes the stream usable again.
+Events work as in CUDA: ``record`` marks a point of a stream, and ``wait`` makes another stream wait for the mark that was
+the latest *when the host called wait*.  After a failure, a stream runs no more work, but it still reaches its marks, so that
+no thread waits forever.  Each such mark passes the error on to the waiting threads.  ``synchronize`` raises the error once
+and makes the stream usable again.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .device_base import Waited, Watch
 from .host_clock import MONOTONIC, HostClock
 
-# The time in seconds that an exiting process waits for work that hangs, such as a collective whose peer is gone.
+# The maximum time in seconds for which an exiting process waits for work that hangs, such as a collective after another rank
+# has died.
 EXIT_SECONDS = 5.0
 
 _T = TypeVar("_T")
 
-# Chooses the stream to run next: gets the names of the streams that can run, and returns one of them.
+# A function that chooses the stream to run next.  It gets the names of the streams that can run, and returns one of them.
 Choose = Callable[[Sequence[str]], str]
 
 
 class Bell:
     """A condition variable: lets threads wait for a change.
 
-    It uses only simple locks, because a Ctrl-C inside threading.Condition could leave it locked forever.
-    ``now``: returns the current time in seconds.
+    It uses only simple locks, because a Ctrl-C inside threading.Condition could leave the condition locked forever.
+    ``now``: a function that returns the current time in seconds.
     """
 
     def __init__(self, clock: HostClock = MONOTONIC) -> None:
@@ -45,7 +47,8 @@ class Bell:
         self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
 
     def ring(self) -> None:
-        """Wake the waiters that are ready.  Checking first is cheaper than waking a thread in vain."""
+        """Wake the waiting threads whose ``ready`` returns True.  Calling ``ready`` here is cheaper than waking a thread in
+        vain."""
         with self.lock:
             for waiter, ready in list(self._waiting.items()):
                 if ready():
@@ -56,7 +59,7 @@ class Bell:
     def wait_for(self, ready: Callable[[], bool], take: Callable[[], _T]) -> _T:
         """Wait until ``ready`` returns True; then call ``take`` and return its result.
 
-        ``ready`` is called at once and after every ring.  Both are called under the lock.
+        ``ready`` is called immediately and after every :meth:`ring`.  Both functions are called under the lock.
         """
         while True:
             with self.lock:
@@ -69,7 +72,8 @@ class Bell:
 
 
 class HostEvent:
-    """An event between host threads.  ``recorded``: number of recorded marks.  ``reached``: number of reached marks."""
+    """An event between host threads.  ``recorded``: the number of marks recorded so far.  ``reached``: the number of the
+    latest mark that was reached."""
 
     def __init__(self, bell: Bell) -> None:
         self.recorded = 0
@@ -79,8 +83,8 @@ class HostEvent:
         self._bell = bell
 
     def mark(self) -> int:
-        """Return the number of a new mark, in the program order of the host.  Its stream calls :meth:`reach` with it
-        later."""
+        """Record a new mark; return its number.  Called in the program order of the host.  The stream later calls
+        :meth:`reach` with this number."""
         self.recorded += 1
         return self.recorded
 
@@ -90,7 +94,8 @@ class HostEvent:
             self._bell.ring()
 
     def block(self, mark: int) -> None:
-        """Block the calling thread until ``mark`` is reached.  Raises ChunkflowError if the stream failed before it."""
+        """Block the calling thread until ``mark`` is reached.  Raises ChunkflowError if the stream failed before this
+        mark."""
         self._bell.wait_for(lambda: self.reached >= mark, self.check)
 
     def check(self) -> None:
@@ -102,10 +107,10 @@ class HostEvent:
 class _Item:
     """An entry in the queue of a stream.
 
-    ``run``: the work, which is skipped if the stream has failed; it gets the time when it could have begun.
-    ``awaits``: an event, and its mark that must be reached first.  ``end``: called afterwards, with the failure of the stream
-    or None, even if the work was skipped.  ``enqueued``: the time when the host enqueued it, in seconds of the device's
-    clock.
+    ``run``: the work, or None; it is skipped if the stream has failed.  Its argument is the time when the work could have
+    begun.  ``awaits``: an event, and the number of the mark that must be reached before the work runs.  ``end``: a function
+    that is called after the work, even if the work was skipped.  Its argument is the failure of the stream or None.
+    ``enqueued``: the time when the host enqueued this entry, in seconds of the device's clock.
     """
 
     run: Callable[[float], None] | None = None
@@ -118,11 +123,12 @@ class _Item:
 
 
 class Engine:
-    """The streams of a device that run on host threads.  One lock guards all of their queues.
+    """The streams of a device that run on host threads.  One lock guards the queues of all streams.
 
-    Each stream has a thread.  With ``choose``, one thread runs all streams, and ``choose`` picks the next stream among those
-    that can run, so a schedule can be reproduced.  ``pause`` stops the threads, so the host can run ahead by any distance.
-    ``streams``: the streams by their names.  ``before``: called with the name of the stream before each piece of work.
+    Each stream has its own thread.  If ``choose`` is given, one thread runs all streams, and ``choose`` selects the next
+    stream among those that can run, so that a schedule can be reproduced.  :meth:`pause` stops the threads, so that the host
+    can run ahead by any distance.  ``streams``: the streams by name.  ``before``: a function that is called with the name of
+    the stream before each piece of work.
     """
 
     def __init__(
@@ -148,7 +154,7 @@ class Engine:
         self._running = len(self._threads)
         for thread in self._threads:
             thread.start()
-        atexit.register(self.close, EXIT_SECONDS)  # threads that still compute would abort an exiting process
+        atexit.register(self.close, EXIT_SECONDS)  # running threads would abort an exiting process
 
     @property
     def runs_here(self) -> bool:
@@ -176,15 +182,16 @@ class Engine:
             self.bell.ring()
 
     def end(self) -> None:
-        """Let the threads end once their queues are empty.  Does not wait, because the garbage collector may call it."""
+        """Let the threads end once their queues are empty.  Does not wait for them, because the garbage collector may call
+        this method."""
         if os.getpid() != self._process:
-            return  # a forked child has no threads, and one of them may have held the lock at the fork
+            return  # a forked child has no such threads, and a thread may have held the lock at the fork
         with self.bell.lock:
             self._closed, self._paused = True, False
             self.bell.ring()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the threads once their queues are empty, and wait for each thread for at most ``timeout`` seconds."""
+        """Let the threads end once their queues are empty.  Wait for each thread for at most ``timeout`` seconds."""
         self.end()
         for thread in self._threads:
             if thread is not threading.current_thread() and os.getpid() == self._process:
@@ -212,19 +219,21 @@ class Engine:
             finally:
                 if item.end is not None:
                     item.end(stream.failure)
-                del item, taken  # else their references would live until the next item comes
+                del item, taken  # otherwise their references would live until the next item comes
         with self.bell.lock:
             self._running -= 1
             if not self._running:
-                atexit.unregister(self.close)  # the registration would keep the engine alive
+                atexit.unregister(self.close)  # because the registration would keep the engine alive
 
     def _ready(self, share: Sequence[str]) -> bool:
-        """Whether there is an item that a thread may run, or no more items will come."""
+        """Return whether a thread of the streams ``share`` can go on: there is an item that it may run, or no more items
+        will come."""
         over = self._closed and not any(self.streams[name].items for name in share)
         return over or bool(not self._paused and self._able(share))
 
     def _take(self, share: Sequence[str]) -> tuple[ThreadStream, _Item] | None:
-        """The next item that a thread may run, and its stream; None if no more items will come."""
+        """Remove the next item that a thread may run from its queue; return the stream and the item.  None if no more items
+        will come."""
         if not (able := self._able(share)):
             return None
         stream = self.streams[self._choose(able)]
@@ -235,7 +244,7 @@ class Engine:
 
 
 class CallingStream:
-    """The calling thread as a stream.  Work has finished when ``run`` returns."""
+    """The calling thread as a stream.  Work is finished when ``run`` returns."""
 
     def __init__(self, clock: HostClock = MONOTONIC) -> None:
         self._now = clock.now
@@ -259,8 +268,8 @@ class CallingStream:
 class ThreadStream:
     """A stream whose work runs on a thread of its engine.
 
-    ``items``: its queue.  ``since``: the time when the running work could have begun; its thread may have woken up later.
-    ``ended``: the time when the running work ended, if it differs from the time when it returns; else None.
+    ``items``: the queue.  ``since``: the time when the running work could have begun, although the thread may have woken up
+    later.  ``ended``: the emulated time when the running work ended; None if the work ends when it returns.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -283,7 +292,7 @@ class ThreadStream:
         self._put(_Item(run))
 
     def end_work(self, at: float) -> None:
-        """Note that the running work ended at the time ``at``, although it has not returned yet."""
+        """Note that the running work counts as ended at the time ``at``, although it has not returned yet."""
         self.ended = at
 
     def record(self, event: HostEvent) -> None:
@@ -299,8 +308,8 @@ class ThreadStream:
         self._put(_Item(run, awaits=(event, event.recorded)))
 
     def recover(self) -> None:
-        """Run the work that is enqueued from here on even if earlier work fails.  Only the marks of the earlier work carry
-        its error."""
+        """Run the work that is enqueued from here on even if earlier work fails.  Only marks after the failed work and
+        before this point carry its error."""
 
         def forget(_: BaseException | None) -> None:
             self.failure = None
@@ -311,7 +320,7 @@ class ThreadStream:
         over = threading.Lock()
         over.acquire()
         self._put(_Item(end=lambda _: over.release()))
-        over.acquire()  # a simple lock, as in Bell
+        over.acquire()  # a simple lock for the same reason as in Bell
         failure, self.failure = self.failure, None  # the stream is usable again
         if failure is not None:
             raise ChunkflowError(str(failure)) from failure
@@ -332,7 +341,7 @@ def _watched(work: Callable[[], None], watch: Watch | None, now: Callable[[], fl
 
 
 def _in_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap work so that it runs in the caller's autograd modes, which torch keeps per thread."""
+    """Wrap work so that it runs in the caller's autograd modes.  torch has separate modes for each thread."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run() -> None:
@@ -351,7 +360,7 @@ _WORK = {
 
 
 def _explained(name: str, error: BaseException) -> BaseException:
-    """The error as a ChunkflowError without its traceback, which would keep the executor alive."""
+    """Return the error as a ChunkflowError without a traceback.  A traceback would keep the executor alive."""
     bare = error.with_traceback(None)
     if isinstance(error, ChunkflowError):
         return bare

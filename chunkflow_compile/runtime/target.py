@@ -24,11 +24,11 @@ from .wrapped_calls import LoweredRegion
 
 @dataclass
 class Cost:
-    """The cost of a step so far.
+    """The cost of a running step so far.
 
-    ``windows``: seconds per window; None if the step is not measured.  ``moved``: bytes copied.  ``pulled``: the part of
-    ``moved`` that came from other ranks.  ``primed``: bytes copied before a cold step.  ``collectives``: the number of
-    collectives.  ``issue_s``: seconds that the host took to issue the step.
+    ``windows``: measured seconds per window; None if the step is not measured.  ``moved``: bytes copied in the step.
+    ``pulled``: the part of ``moved`` that came from other ranks.  ``primed``: bytes that the prologue copied before the
+    step.  ``collectives``: the number of collectives.  ``issue_s``: the seconds that the host needed to issue the step.
     """
 
     windows: WindowSeconds | None = None
@@ -39,7 +39,7 @@ class Cost:
     issue_s: float = 0.0
 
     def add_copies(self, nbytes: int, pulled: int = 0) -> None:
-        """Count copies that were issued."""
+        """Count issued copies of ``nbytes`` in total, of which ``pulled`` bytes came from other ranks."""
         self.moved += nbytes
         self.pulled += pulled
 
@@ -52,7 +52,7 @@ class Cost:
         self.primed, self.moved, self.pulled = self.moved, 0, 0
 
     def end_issue(self, seconds: float) -> None:
-        """Note that the host took ``seconds`` to issue the step."""
+        """Note that the host needed ``seconds`` to issue the step."""
         self.issue_s = seconds
 
 
@@ -60,9 +60,9 @@ class Cost:
 class RunningStep:
     """One run of a program.
 
-    ``env``: the values of the program's nodes, by number.  ``cost``: the cost of the run, which is complete later than the
-    outputs.  ``number``: the number of the run.  ``earlier``: if the run computes several rows, the values of all rows except
-    the last one, whose values are in ``env``.
+    ``env``: the values of the program's nodes, indexed by number.  ``cost``: the cost of the run; it becomes complete later
+    than the outputs.  ``number``: the number of the run.  ``earlier``: if the run computes several rows, the values of all
+    rows except the last.  The values of the last row are in ``env``.
     """
 
     env: list[Any]
@@ -82,10 +82,10 @@ Issue = Callable[[RunningStep], None]
 class Target:
     """The memory that a call is bound to, and the streams of the device that its ops are issued to.
 
-    ``program``: the program of the call.  ``events``: the events of the device, by their numbers in the cycle.  ``traffic``:
-    the transfers that are issued.  ``on_drive``: names of the weights that are read from the SSD into the ring.
-    ``read_bytes``: bytes that a step reads from the SSD, as planned.  ``number``: node -> its index among the values of a
-    step.
+    ``program``: the program of the call.  ``events``: the events of the device, indexed by event number in the cycle.
+    ``traffic``: the record of issued transfers.  ``on_drive``: names of the weights that are read from the SSD into the
+    ring.  ``read_bytes``: the planned bytes that a step reads from the SSD.  ``number``: node -> its index among the values
+    of a step.
     """
 
     def __init__(
@@ -98,8 +98,9 @@ class Target:
         events: Sequence[Any],
         poison: bool = False,
     ) -> None:
-        """``cycle``: the cycle that contains the program as a call.  ``device``: the device of the arena, or a device that
-        records the call.  ``poison``: whether to overwrite the bytes of an evicted weight, so that a late reader gets NaN."""
+        """``cycle``: the cycle in which the program is a call.  ``device``: the device of the arena, or a device that
+        records the call.  ``poison``: whether to overwrite the bytes of each evicted weight, so that a late reader reads
+        NaN."""
         self.program = program
         self.cycle = cycle
         self.regions = regions
@@ -108,7 +109,7 @@ class Target:
         self.events = events
         self.poison = poison
         self.traffic = Traffic()
-        pulled = program.plan.pulled  # a pulled weight that has lost its pieces is read when it is copied
+        pulled = program.plan.pulled  # a pulled weight without pieces is read when it is copied
         self.on_drive = frozenset(
             n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
         )
@@ -116,24 +117,25 @@ class Target:
         self.read_bytes = sum(nbytes for _, nbytes in read)
         self._ring_bytes = max((op.ring + slot_bytes(nbytes) for op, nbytes in read), default=0)
         if pulled:
-            device.lane("pull")  # created now, because a step creates no streams
+            device.lane("pull")  # created now, because a step must not create streams
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         self.started, self.ended = device.event(), device.event()
 
     def copy(self, op: Copy) -> NamedCopy:
-        """The copy of an op, as the device takes it.  Adjacent chunks in a window are one copy."""
+        """Return the target, the source and the name for a Copy op.  The op may copy several adjacent chunks of a window at
+        once."""
         slot, span = self.binding.slots[op.weight], self._span(op)
         if op.window is None:
             return slot[span], self.binding.hosts[op.weight][span], f"keep {op.weight}"
         source: Bytes | InRing = self.binding.hosts[op.weight][span]
-        if op.ring is not None and op.weight in self.on_drive:  # a weight that was written is no longer on the SSD
+        if op.ring is not None and op.weight in self.on_drive:  # a written weight has left the SSD
             assert isinstance(source, DriveBytes)
             source = InRing(self.binding.arena.reader, source, op.ring)
         return slot[span], source, f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
 
     def read(self, op: Read) -> tuple[Callable[[], None], None, str]:
-        """The arguments of :meth:`Stream.run` for a read.  The work does nothing if the weight was written since, because it
-        is no longer on the SSD."""
+        """Return the arguments of :meth:`Stream.run` for a Read op.  If the weight was written after planning, it has left
+        the SSD, and the work does nothing."""
         source, name = self.binding.hosts[op.weight][self._span(op)], f"read {op.weight}[{op.first}:{op.end}]"
         if op.weight not in self.on_drive:
             return _nothing, None, name

@@ -1,4 +1,4 @@
-"""The functions of torch.cuda that the cuda device uses, for one GPU."""
+"""The functions of torch.cuda that the cuda device uses, bound to one GPU."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ _OF_NSIGHT = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "NV_NSIGHT_I
 
 
 class TorchCuda:
-    """A GPU, accessed through torch.cuda.  Tests replace it by a fake with the same methods."""
+    """A GPU, accessed through torch.cuda.  Tests replace this class by a fake with the same methods."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._traced = any(variable in os.environ for variable in _OF_NSIGHT)
 
     def stream(self, lane: Lane = "copy") -> torch.cuda.Stream:
-        """The stream of a lane.  There is one per GPU, for the lifetime of the process."""
+        """Return the stream of a lane.  Each GPU has one such stream per lane, for the lifetime of the process."""
         return _lane_stream(self._device, lane)
 
     def current(self) -> torch.cuda.Stream:
-        """The caller's current stream."""
+        """Return the caller's current stream."""
         return torch.cuda.current_stream(self._device)
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
-        """A context in which ``stream`` is the current stream."""
-        # At its end, torch.cuda.stream sets the GPU of the thread again, which initializes that GPU: GPU 0 by default.
+        """Return a context in which ``stream`` is the current stream."""
+        # When the context torch.cuda.stream ends, it selects the thread's previous GPU again.  This initializes that GPU,
+        # which is GPU 0 by default.
         here = torch.cuda.current_device() == stream.device_index
         return torch.cuda.stream(stream) if here else self._on_other(stream)
 
@@ -53,43 +54,44 @@ class TorchCuda:
             yield
 
     def event(self, timed: bool) -> torch.cuda.Event:
-        """A new event.  Recording a timed event costs more."""
+        """Return a new event.  Recording a ``timed`` event takes longer."""
         return _kept_by_children(torch.cuda.Event(enable_timing=timed))
 
     def profiled(self) -> bool:
-        """Whether a profiler that shows names is running: torch's profiler, or an NVIDIA profiler that started this
+        """Return whether a profiler is running that shows names: torch's profiler, or an NVIDIA profiler that started this
         process."""
         return self._traced or torch.autograd.profiler._is_profiler_enabled
 
     def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Name the work enqueued inside the context, for profilers."""
+        """Return a context; profilers show ``name`` for the work that is enqueued inside it."""
         named: contextlib.AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
         return named
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory, uint8.  Raises RuntimeError if there is not enough."""
+        """Allocate device memory; return it as uint8.  Raises RuntimeError if there is not enough memory."""
         return _kept_by_children(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def trim(self) -> None:
-        """Return freed memory to the device."""
+        """Empty the cache of torch's allocator, so that freed memory goes back to the device."""
         torch.cuda.empty_cache()
 
     def record_stream(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Keep the allocator from reusing ``memory`` after it is freed until the work enqueued on ``stream`` by then is
-        done."""
+        """Mark ``memory`` as used by ``stream``.  When the memory is freed, the allocator does not reuse it until all work
+        that is then enqueued on ``stream`` is done."""
         _kept_by_children(memory).record_stream(stream)
 
     def abandon(self, memory: torch.Tensor) -> None:
-        """Never free ``memory``.  If the GPU has failed, torch would abort the process when it frees the memory."""
+        """Keep ``memory`` from ever being freed.  After a failure of the GPU, torch would abort the process when it frees
+        the memory."""
         _keep_for_ever(memory)
 
     def staging(self, nbytes: int) -> torch.Tensor:
-        """Pinned host memory, uint8.  Raises RuntimeError if it cannot be allocated."""
+        """Allocate pinned host memory; return it as uint8.  Raises RuntimeError if it cannot be allocated."""
         with torch.cuda.device(self._device):
             return _kept_by_children(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor | Pieces) -> None:
-        """Enqueue a copy from the host, or from the devices of other ranks, on the current stream."""
+        """Enqueue a copy on the current stream, from the host or from the devices of other ranks."""
         if isinstance(source, Pieces):
             pull(target, source)
         else:
@@ -100,9 +102,10 @@ class TorchCuda:
         return register(host, self._device)
 
     def free(self) -> int:
-        """Free memory of the device in bytes, after work in flight has ended and caches were emptied."""
+        """Wait for work in flight, empty torch's caches, and return the free memory of the device in bytes."""
         torch.cuda.synchronize(self._device)
-        # cuBLAS keeps a workspace per stream: a captured one is in the pool, where the next graph may reuse its bytes
+        # cuBLAS keeps a workspace per stream.  The workspace of a captured stream is in the graph pool, where the next graph
+        # may reuse its bytes.
         core.free_cublas_workspaces()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
@@ -111,40 +114,40 @@ class TorchCuda:
     def capturing(
         self, shares: torch.cuda.CUDAGraph | None
     ) -> Iterator[tuple[torch.cuda.CUDAGraph, Mapping[Lane, torch.cuda.Stream]]]:
-        """A context that records the work enqueued on the current stream as a CUDA graph.
+        """A context that records the work that is enqueued on the current stream as a CUDA graph.
 
-        It yields the graph, and the streams of its lanes.
+        It yields the graph and the streams that record the copies of each lane.
         ``shares``: a graph whose memory pool the new graph shares, or None to create a pool.
         Raises RuntimeError if part of the work cannot be recorded.  The streams can still be used afterwards.
         """
         lock, compute, lanes = _capture_streams(self._device)
         graph = _kept_by_children(torch.cuda.CUDAGraph())
         pool = torch.cuda.graph_pool_handle() if shares is None else shares.pool()
-        # a finalizer may free device memory, which is not allowed during capture
+        # garbage collection is disabled: a finalizer may free device memory, which is not allowed during capture
         collects = gc.isenabled()
         with lock, torch.cuda.device(self._device), torch.cuda.stream(compute):
             gc.disable()
             try:
-                # other threads may use the device meanwhile
+                # thread_local, because other threads may use the device during capture
                 graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:
                     yield graph, lanes
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # it only says that the capture is invalid
+                    with contextlib.suppress(RuntimeError):  # only says that the capture is invalid
                         _end_capture(graph, self._device, pool)
                     raise
                 _end_capture(graph, self._device, pool)
             finally:
                 if collects:
                     gc.enable()
-                # no capture is active now: this frees the workspaces left in the pool, and those in all other streams
+                # now that no capture is active, free the workspaces in the pool and in all other streams
                 core.free_cublas_workspaces()
 
 
-# torch hands out the 32 streams of a pool round-robin.  If every arena took a new stream, it would in time get the caller's
-# stream or NCCL's, and copies would silently queue in front of compute.  torch has one pool per priority.  NCCL and the
-# caller use the pool of priority 0, NCCL with is_high_priority_stream and symmetric memory use priority -3, and FSDP uses -1.
-# No part of torch uses -2, so the lanes do.  The priority of a stream has no effect on copies.
+# torch assigns the 32 streams of a pool round-robin.  If every arena took a new stream, some arena would get the same stream
+# as the caller or NCCL, and copies would silently queue in front of compute.  torch has one pool per priority.  The caller
+# and NCCL use priority 0, NCCL with is_high_priority_stream and symmetric memory use priority -3, and FSDP uses priority -1.
+# No part of torch uses priority -2, so the lanes use it.  The priority of a stream has no effect on copies.
 _PRIORITY = -2
 
 
@@ -157,10 +160,10 @@ def _lane_stream(device: torch.device, lane: Lane) -> torch.cuda.Stream:
 def _capture_streams(
     device: torch.device,
 ) -> tuple[threading.Lock, torch.cuda.Stream, Mapping[Lane, torch.cuda.Stream]]:
-    """A lock to hold while recording, the stream on which compute is recorded, and the streams of the lanes.
+    """Return a lock to hold while recording, the stream on which compute is recorded, and the streams of the lanes.
 
-    No work ever runs on these streams.  The nodes of a graph get the priorities of the streams on which they are recorded, so
-    compute has the priority of the caller's stream.
+    No work ever runs on these streams.  Each node of a graph gets the priority of the stream on which it was recorded, so
+    compute is recorded on a stream with the same priority as the caller's stream.
     """
     lanes: dict[Lane, torch.cuda.Stream] = {lane: torch.cuda.Stream(device, priority=_PRIORITY) for lane in LANES}
     return threading.Lock(), torch.cuda.Stream(device), lanes
@@ -170,7 +173,7 @@ def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -
     try:
         graph.capture_end()
     except RuntimeError:
-        # else torch 2.11 keeps allocating from the pool, and never returns memory
+        # otherwise torch 2.11 would keep allocating from the pool, and never return memory
         with contextlib.suppress(RuntimeError):
             core.end_pool(device.index, pool)
         raise
@@ -181,13 +184,13 @@ def _keep_for_ever(owner: object) -> None:
 
 
 class _Token:
-    """Lives as long as the event or the memory that it is attached to.  In torch 2.11, a weak reference to an event itself is
-    never cleared."""
+    """An object that lives as long as the event or the memory to which it is attached.  It is needed because, in torch 2.11,
+    a weak reference to an event itself is never cleared."""
 
 
 @cache
 def _tokens() -> weakref.WeakValueDictionary[int, _Token]:
-    """The tokens of all events and memory, by the ids of their owners."""
+    """Return the tokens of all events and of all memory, by the id of the object to which each token is attached."""
     tokens: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
 
     def in_child() -> None:
@@ -199,27 +202,29 @@ def _tokens() -> weakref.WeakValueDictionary[int, _Token]:
 
 
 def _kept_by_children(owner: Object) -> Object:
-    """Keep a forked child from ever freeing a GPU event or GPU memory.  It cannot use the GPU, so torch would abort it."""
+    """Keep forked children from ever freeing ``owner``, a GPU event or GPU memory; return it.  A forked child cannot use the
+    GPU, so torch would abort the child."""
     token: Any = _Token()
     owner.__dict__["chunkflow_token"] = _tokens()[id(owner)] = token
     return owner
 
 
-# Flag of cudaHostRegister: pinned for every device.  Not combined with the read-only flag, because load_state_dict
-# writes there, also from a GPU.
+# A flag of cudaHostRegister: the memory is pinned for every device.  The read-only flag is not used, because load_state_dict
+# writes to this memory, possibly from a GPU.
 _PORTABLE = 1
 
 
 def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
     """Pin exactly the bytes of a host tensor; return a function that unpins them.  Raises OSError if that fails.
 
-    It uses the CUDA runtime that torch has loaded, because the bindings of another package may be newer than the driver.
+    This function uses the CUDA runtime that torch has loaded, because the bindings of another package may be newer than the
+    driver.
     """
-    if host.is_pinned():  # for example by torch's allocator; pinning it twice is a CUDA error
+    if host.is_pinned():  # e.g. by torch's allocator; pinning twice is a CUDA error
         return lambda: None
     address, nbytes, process = host.data_ptr(), host.numel() * host.element_size(), os.getpid()
     runtime = torch.cuda.cudart()
-    with torch.cuda.device(device):  # a thread that has not used a GPU yet would initialize GPU 0
+    with torch.cuda.device(device):  # otherwise a thread that has not used a GPU yet would initialize GPU 0
         _check(runtime.cudaHostRegister(address, nbytes, _PORTABLE), device)
 
     def undo() -> None:
@@ -234,7 +239,7 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
 def _check(error: Any, device: torch.device) -> None:
     if int(error) == 0:
         return
-    # the runtime raises the error again in the next launch, so launch a kernel here
+    # the runtime reports the error again at the next launch, so a kernel is launched here to clear the error
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
     raise OSError(f"CUDA error {int(error)}, {torch.cuda.cudart().cudaGetErrorString(error)}")

@@ -1,4 +1,4 @@
-"""Traffic: the transfers over PCIe into a rank.  It determines which of them overlapped no other transfer."""
+"""Traffic: the transfers over PCIe into a rank.  This module determines which transfers overlapped no other transfer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _UNDER_WAY = float("inf")
 
 
 class Copied(NamedTuple):
-    """Sums over copies.
+    """Sums over copies that have ended.
 
-    ``seconds``, ``nbytes``: seconds and bytes of all copies.  ``alone_s``, ``alone_bytes``: seconds and bytes of the copies
-    from the host that overlapped no collective and no pull.
+    ``seconds``, ``nbytes``: total seconds and bytes of all copies.  ``alone_s``, ``alone_bytes``: total seconds and bytes of
+    the copies from the host that overlapped neither a collective nor a pull.
     """
 
     seconds: float = 0.0
@@ -34,9 +34,10 @@ _NOTHING = Copied()
 class Transfer:
     """A transfer over PCIe.
 
-    ``log``: the list that it is added to when it begins.  ``nbytes``: the bytes of a copy.  ``windows``, ``window``: for a
-    collective or its completion, the times per window and the index of the window that its seconds are added to.
-    ``begin``, ``end``: times in seconds of the device's clock; infinite until they are known.
+    ``log``: the queue to which the transfer is added when it begins.  ``nbytes``: for a copy, its size in bytes.
+    ``windows``, ``window``: for a collective or its completion, the seconds per window and the index of the window to which
+    its duration is added.  ``begin``, ``end``: the times when the transfer began and ended, in seconds of the device's
+    clock; infinite until they are known.
     """
 
     log: deque[Transfer]
@@ -57,29 +58,29 @@ class Transfer:
 class Traffic:
     """The transfers of a program.
 
-    One thread reports copies, one reports pulls, and one reports collectives; another thread calls :meth:`drain`.
+    Copies, pulls and collectives are reported by one thread each; another thread calls :meth:`drain`.
     """
 
     def __init__(self) -> None:
         self._counted = 0
         self._lanes: dict[Lane, deque[Transfer]] = {lane: deque() for lane in LANES}
         self._collectives: deque[Transfer] = deque()
-        # collectives and pulls that may have overlapped copies still in flight
+        # collectives and pulls that have ended but may have overlapped copies that are still in flight
         self._drained: deque[Transfer] = deque()
         self._pulled: deque[Transfer] = deque()
 
     def copy(self, nbytes: int, lane: Lane = "copy") -> Transfer:
-        """A record for a copy that is about to run in a lane."""
+        """Create the record of a copy that is about to run in a lane."""
         return Transfer(self._lanes[lane], nbytes)
 
     def collective(self, windows: WindowSeconds, window: int) -> Transfer:
-        """A record for a collective, or its completion, that is about to run."""
+        """Create the record of a collective, or of its completion, that is about to run."""
         return Transfer(self._collectives, windows=windows, window=window)
 
     def drain(self, now: float) -> Copied:
-        """Add the seconds of the collectives to their windows; return the sums over the copies that had ended by ``now``.
+        """Add the duration of each collective to its window; return the sums over the copies that had ended by ``now``.
 
-        It is called when no collective is in flight.
+        No collective may be in flight when this method is called.
         """
         if not (self._collectives or self._drained or any(self._lanes.values())):
             return _NOTHING
@@ -111,7 +112,7 @@ class Traffic:
         return self._counted + sum(copy.nbytes for copy in copies if copy.end < _UNDER_WAY)
 
     def forget(self) -> None:
-        """Drop the transfers of a failed step, so that no later step counts them."""
+        """Drop all transfers of a failed step, so that no later step counts them."""
         self._counted = self.copied_bytes
         for lane in self._lanes.values():
             lane.clear()
@@ -121,18 +122,19 @@ class Traffic:
 
 
 def _ended(lane: deque[Transfer], now: float) -> Iterator[Transfer]:
-    """Remove the transfers that had ended by ``now`` from the lane, and yield them."""
+    """Remove the transfers that had ended by ``now`` from ``lane``, and yield these transfers."""
     while lane and lane[0].end <= now:
         yield lane.popleft()
 
 
 def _sums(copies: Sequence[Transfer]) -> tuple[float, int]:
-    """The total seconds and bytes of copies."""
+    """Return the total seconds and the total bytes of ``copies``."""
     return sum((copy.end - copy.begin for copy in copies), 0.0), sum(copy.nbytes for copy in copies)
 
 
 def _overlaps(transfers: Sequence[Transfer], others: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
-    """Yield each of ``transfers`` with whether it overlaps any of ``others``.  Both sequences are in order of time."""
+    """Yield a pair for each of ``transfers``: the transfer, and whether it overlaps any of ``others``.  Both sequences must
+    be in order of time."""
     position = 0
     for transfer in transfers:
         while position < len(others) and others[position].end <= transfer.begin:

@@ -1,5 +1,5 @@
-"""Wrappers for calls of regions and collectives.  They handle outputs that are stored in a slot, weights that a region
-writes, and errors of a collective."""
+"""Wrappers for calls of regions and collectives.  They handle outputs that are stored in a slot, writes of a region to
+weights, and errors of a collective."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from chunkflow_compile.passes.graph.slice_graphs import Slice
 from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.undeclared import declares
 
-# The lowered code of a region, in torch's boxed calling convention: it gets its inputs in a list, which it empties, and
-# drops each input after its last use.
+# The lowered code of a region, in torch's boxed calling convention: it gets its inputs in a list, empties this list, and
+# drops each input after the last use of the input.
 LoweredRegion = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -28,11 +28,11 @@ def owning(
 ) -> LoweredRegion:
     """Wrap a region so that its outputs own their memory.
 
-    Inductor returns an input as an output if the op does not change it (w * 1).  An output may therefore be stored in one of
-    ``values``, the copies of weights on the device.  The next weight in the slot, or new values of a resident weight, would
-    overwrite it, so such outputs are cloned.
-    The first call finds out which outputs these are.  ``settled``: called then with the function for later calls, which is
-    the region itself if there are no such outputs.
+    If an op does not change its input (w * 1), Inductor may return the input itself as an output.  So an output may be
+    stored in the memory of one of ``values``, the copies of weights on the device.  The next weight in the slot, or new
+    values of a resident weight, would overwrite this output.  Such outputs are therefore cloned.
+    The first call determines which outputs must be cloned.  It then calls ``settled`` with the function to use for later
+    calls.  This function is the region itself if no output must be cloned.
     """
     memory = frozenset(value.untyped_storage()._cdata for value in values)
 
@@ -54,10 +54,10 @@ def _cloned(outputs: Sequence[Any], inside: Collection[int]) -> Sequence[Any]:
 
 
 def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Tensor]) -> LoweredRegion:
-    """Wrap the code of a repeated region, so that it is called for one slice after the other.
+    """Wrap the lowered code of a repeated region: the wrapper calls this code for one slice after the other.
 
-    ``values``: tensors with the shapes, strides and dtypes of its outputs.  Outputs that are not written to an input are
-    allocated in each call.
+    ``values``: tensors with the shapes, strides and dtypes of the whole outputs.  Outputs that are not written into an input
+    are allocated in each call.
     """
     fresh = [value for value, (_, over) in zip(values, slicing.writes, strict=False) if over is None]
     parts = [*slicing.inputs, *(part for part, over in slicing.writes if over is None)]
@@ -77,14 +77,15 @@ def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Ten
 
 
 def _part(value: torch.Tensor, part: Slice, call: int) -> torch.Tensor:
-    """The slice of a value that one call takes.  ``call``: number of the call."""
+    """Return the slice of a value for one call.  ``call``: the number of this call, counted from 0."""
     return value.narrow(part.dim, part.offset + call * part.size, part.size)
 
 
 def separated(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-    """The outputs of several rows, such that no two rows share memory.
+    """Return the outputs of several rows, such that the outputs of different rows share no memory.
 
-    Outputs that share memory are cloned.  They are part of a constant, or of an input that several rows share.
+    Outputs that share memory with another row are cloned.  Such outputs are part of a constant, or of an input that several
+    rows share.
     """
     memory = [{o.untyped_storage()._cdata for o in outputs if isinstance(o, torch.Tensor)} for outputs in rows]
     counts = Counter(chain.from_iterable(memory))
@@ -97,16 +98,16 @@ def _lies_in(value: object, memory: Collection[int]) -> bool:
 
 
 def undeclared(region: GraphModule) -> list[str]:
-    """The ops of a region that may write arguments without declaring it in their schemas."""
+    """Return the ops of a region that may write to arguments without declaring these writes in their schemas."""
     called = (node.target for node in region.graph.nodes if node.op == "call_function")
     return sorted({str(op) for op in called if isinstance(op, torch._ops.OpOverload) and not declares(op)})
 
 
 def checked(region: LoweredRegion, weights: Mapping[str, torch.Tensor], ops: Sequence[str]) -> LoweredRegion:
-    """Wrap a region that calls ``ops``, which may write the copies of these offloaded weights on the device.
+    """Wrap a region that calls ``ops``.  These ops may write to ``weights``, the device copies of offloaded weights.
 
-    After the first call, the copies are compared with their values before it.  If they differ, the old values are restored
-    and ChunkflowError is raised.
+    After the first call, the wrapper compares these copies with their values before the call.  If they differ, it restores
+    the old values and raises ChunkflowError.
     """
     unseen = dict(weights)
 
@@ -129,9 +130,11 @@ def checked(region: LoweredRegion, weights: Mapping[str, torch.Tensor], ops: Seq
 
 
 def explained(function: Callable[..., Any], name: str, received: Callable[[], None] | None) -> Callable[..., Any]:
-    """Wrap an op of the collective ``name``.  The wrapper also takes the number of the step, for its error message.
+    """Wrap an op of the collective ``name``.  The first argument of the wrapper is the number of the step, for error
+    messages.
 
-    ``received``: called after the op if it receives data, else None.  The wrapper raises ChunkflowError if the op fails.
+    ``received``: a function to call after an op that has received data, else None.  The wrapper raises ChunkflowError if the
+    op fails.
     """
 
     def call(step: int, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +153,8 @@ def explained(function: Callable[..., Any], name: str, received: Callable[[], No
 
 
 def tuple_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that returns the elements of a sequence at ``positions``.  For several positions, it is one call into C."""
+    """Return a function that gets a sequence and returns its elements at ``positions``.  For several positions, the function
+    is a single call into C."""
     if len(positions) > 1:
         return itemgetter(*positions)
     if not positions:

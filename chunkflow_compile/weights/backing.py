@@ -33,9 +33,9 @@ class Where(Enum):
 class Backing:
     """Private memory of this process.  The subclasses override the methods that differ for other storage.
 
-    ``host``: the tensor with the weight's values.  ``stored``: the tensor from which copies to the device read; it is
-    not ``host`` if the values are ``compressed``.  ``bytes``: the file range that ``host`` maps, or None if the values
-    are in memory.
+    ``host``: the tensor with the weight's values.  ``stored``: the tensor that is copied to the device; it is not
+    ``host`` if the values are ``compressed``.  ``bytes``: the file range that ``host`` maps, or None if the values are
+    in memory.
     """
 
     compressed = False
@@ -51,7 +51,7 @@ class Backing:
 
     @property
     def file_bytes(self) -> DriveBytes | None:
-        """The file range from which copies read, or None if they read from memory."""
+        """The file range that is copied to the device, or None if memory is copied."""
         return self.bytes if self.where is Where.FILE else None
 
     @property
@@ -76,9 +76,9 @@ class Backing:
         return view.detach()
 
     def settle(self) -> bool:
-        """Return whether the values may have been changed, since the last call, by writes that no version counter
-        records (to a tensor of a state_dict).  In memory of this process such writes cannot be detected, so the base
-        class returns True."""
+        """Return whether the values may have changed since the last call through writes that no version counter
+        records, such as writes to a tensor of a state_dict.  In memory of this process, such writes cannot be detected,
+        so the base class returns True."""
         return True
 
 

@@ -147,7 +147,7 @@ class CheckpointReader:
                 copy_host_bytes(flat_bytes(target), values)
                 return
             if values.data_ptr() % dtype.itemsize:  # a weight may begin at any byte of a checkpoint
-                copy_host_bytes(buffer[: block.nbytes], values)  # memmove, because they may overlap
+                copy_host_bytes(buffer[: block.nbytes], values)  # memmove, because the two may overlap
                 values = buffer[: block.nbytes]
             cast_on_this_thread(target, values.view(dtype))
 

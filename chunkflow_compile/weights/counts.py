@@ -76,7 +76,7 @@ class Counts:
         self.row_misses += 1
 
     def add_row_fill(self, seconds: float) -> None:
-        """Add the ``seconds`` that computing rows took."""
+        """Add the ``seconds`` spent on computing rows."""
         self.row_fill_s += seconds
 
     def add_capture(self, seconds: float) -> None:

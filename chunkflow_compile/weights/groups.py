@@ -103,8 +103,8 @@ class Group:
     def count_apart(self, model: str, asks: Mapping[str, Any]) -> None:
         """Record, for ranks that wait for this one, that it places a model of class ``model`` without them.
 
-        ``asks``: the arguments of ``offload`` that caused this.  Does nothing if the store cannot be reached, because
-        this rank does not need the store.
+        ``asks``: the arguments with which this rank called ``offload``, for errors on the other ranks.  Does nothing if
+        the store cannot be reached, because this rank does not need the store.
         """
         place = _apart(model, self.rank)
         with contextlib.suppress(StoreEnded), reached():

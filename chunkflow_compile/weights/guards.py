@@ -142,8 +142,8 @@ class _Apply:
         return True
 
     def _keep_writes(self, hook: Any) -> None:
-        """Write values that the user has assigned to the cast copies back to the weights, and convert the weights to
-        the storage dtype of the hook."""
+        """If the user has changed a cast copy, store its values in the weight.  Convert all weights to the storage
+        dtype of the hook."""
         for name, weight in self._stored.items():
             copied: Any = self._module._parameters[name]
             if self._cast_versions.get(name) != _version(copied):

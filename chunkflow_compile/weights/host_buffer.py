@@ -10,7 +10,8 @@ The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are of on
 * OWN: private pages of this process.  They are written by ops on the weight, and by writes to the tensors of a
   state_dict, which no version counter records.
 * SHARED: pages of a memfd that the ranks of a machine map.  Only the loader writes them, before any weight uses them.
-* FILE: a private mapping of a checkpoint, or of a scratch file that the loader has written.  Copies read the file itself.
+* FILE: a private mapping of a checkpoint, or of a scratch file that the loader has written.  Programs copy from the
+  file itself.
 * FILE_WRITTEN: the same mapping after a write through a tensor of a state_dict; the written pages are private to this
   process.
 
@@ -238,7 +239,7 @@ class HostBuffer:
 
     @property
     def bytes_now(self) -> Bytes:
-        """The bytes that programs copy, without moving the weight first.  Drops outdated pieces, unless
+        """The bytes that programs copy.  Unlike ``bytes``, this never moves the weight.  Drops outdated pieces, unless
         ``keeps_pieces`` is set."""
         if (pieces := self.pieces) is not None and pieces.version == self.version:
             return pieces
@@ -524,7 +525,7 @@ class HostBuffer:
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
 
     def make_private(self, lazily: bool = False) -> None:
-        """Move the weight to private memory at the same address.  No copy may read it meanwhile.
+        """Move the weight to private memory at the same address.  No copy may read the weight meanwhile.
 
         ``lazily``: if host memory is short, allocate each page only when it is written.  Raises ChunkflowError as
         :meth:`write`.

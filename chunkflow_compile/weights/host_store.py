@@ -257,7 +257,7 @@ class HostStore:
 
     @contextlib.contextmanager
     def reads_meant(self) -> Iterator[None]:
-        """A context without warnings about ops outside programs, which read weights here because the user converts the
+        """A context in which ops outside programs read weights without a warning, because the user is converting the
         weights."""
         warned, fetched, self.warned = self.warned, self.counts.fetched_bytes, True
         try:

@@ -309,7 +309,7 @@ class HostWeight(torch.Tensor):
                 self.buffer.host = self.host
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a read-only view of the values, because a write through it would go unnoticed."""
+        """Return a view of the values.  It is read-only, because a write through it would go unnoticed."""
         if self.device.type != "cpu" and not force:
             raise TypeError(f"can't convert {self.device} device type tensor to numpy: call .cpu() first.")
         if self.requires_grad and not force:

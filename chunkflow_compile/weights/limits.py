@@ -65,7 +65,8 @@ class PinAllowance:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the limit that leaves the least free memory: the machine, or a control group of this process.
+    """Return the limit that leaves the least free memory: the limit of the machine, or of a control group of this
+    process.
 
     ``root``: the folder that contains ``proc`` and ``sys``; only tests set it.
 

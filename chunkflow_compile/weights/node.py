@@ -174,7 +174,8 @@ def _machine() -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the user and the PID namespace.  A process can open a file of another one if both are equal."""
+    """Return the user and the PID namespace.  A process can open the files of another process if both values are
+    equal."""
     try:
         return f"{os.getuid()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

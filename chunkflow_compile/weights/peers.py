@@ -242,8 +242,8 @@ class Peers:
         return opened
 
     def _allocated(self, nbytes: int) -> tuple[Descriptor | None, torch.Tensor]:
-        """Allocate memory (uint8) that other ranks can open.  Return its file, or None if the memory is on a GPU, and
-        the memory."""
+        """Allocate memory (uint8) that other ranks can open.  Return (file, memory); the file is None if the memory is
+        on a GPU."""
         if self._device.type == "cuda":
             return None, torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         file = memory_file("chunkflow-pieces", max(1, nbytes))

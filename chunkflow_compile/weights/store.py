@@ -24,7 +24,8 @@ class Export:
 class Store(Protocol):
     """A placed model from the viewpoint of its weights.
 
-    ``buffer`` is a HostBuffer, and ``peers`` are Peers; their modules import this one, hence the type Any.
+    ``buffer`` is a HostBuffer, and ``peers`` are Peers.  Their types here are Any, because their modules import this
+    one.
     """
 
     device: torch.device

@@ -53,13 +53,14 @@ def family_on_a_rank(rank: int, family: str, count: int) -> None:
     assert f"in {count} groups of heads" in str(chunkflow_compile.explain(model, details=True))
 
 
-FAMILIES = [
+FAMILIES = ("wan", "flux", "hunyuanvideo", "qwen-image")
+CASES = [
     pytest.param(*case, marks=[pytest.mark.long] * (case != ("wan", 2, 2)))
-    for case in [*itertools.product(("wan", "flux", "hunyuanvideo", "qwen-image"), (2, 4), (2,)), ("wan", 2, 4)]
+    for case in [*itertools.product(FAMILIES, (2, 4), (2,)), *itertools.product(FAMILIES, (2,), (4,))]
 ]
 
 
-@pytest.mark.parametrize(("family", "count", "ranks"), FAMILIES)
+@pytest.mark.parametrize(("family", "count", "ranks"), CASES)
 def test_families(family: str, count: int, ranks: int, on_ranks: Callable[..., None]) -> None:
     on_ranks(family_on_a_rank, family, count, world=ranks)
 
@@ -186,15 +187,15 @@ def test_what_groups_are_combined_with(name: str, on_ranks: Callable[..., None])
     on_ranks(combined_on_a_rank, name)
 
 
-def compiled_on_a_rank(rank: int) -> None:
+def compiled_on_a_rank(rank: int, family: str) -> None:
     """Kernels of Inductor, with and without groups."""
-    model, whole, eager = (enable_ulysses(small_model("wan", SIZE), 2) for _ in range(3))
+    model, whole, eager = (enable_ulysses(small_model(family, SIZE), 2) for _ in range(3))
     offload(model, min_bytes=EAGER["min_bytes"])
     streamed = {**EAGER, "exchange_groups": 2, "lowering": "inductor"}
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=streamed)
     resident = torch.compile(whole, backend="chunkflow", fullgraph=True, options=RESIDENT)
     for seed in range(2):
-        inputs = small_inputs("wan", SIZE, seed)
+        inputs = small_inputs(family, SIZE, seed)
         output = run(**inputs)[0]
         assert torch.equal(output, resident(**inputs)[0])
         torch.testing.assert_close(output, eager(**inputs)[0], atol=2e-5, rtol=1e-4)
@@ -202,8 +203,9 @@ def compiled_on_a_rank(rank: int) -> None:
 
 
 @pytest.mark.long
-def test_compiled_kernels(on_ranks: Callable[..., None]) -> None:
-    on_ranks(compiled_on_a_rank)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_kernels(family: str, on_ranks: Callable[..., None]) -> None:
+    on_ranks(compiled_on_a_rank, family)
 
 
 def guided_on_a_rank(rank: int) -> None:
