@@ -77,7 +77,10 @@ def _with_those_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """Return the direct submodules of a module.  The module may be incomplete if another thread is constructing it."""
+    """Return the direct submodules of a module.
+
+    This also works for a module that another thread is still constructing, and that lacks attributes.
+    """
     return [child for child in [*module.__dict__.get("_modules", {}).values()] if child is not None]
 
 
@@ -90,7 +93,10 @@ _STEPS = 5
 
 
 def _of_callers(frame: FrameType | None) -> list[object]:
-    """Return the objects in the variables of a frame and its callers, and the objects to which these refer."""
+    """Return the objects in the variables of a frame and of its callers, and all objects that these objects refer to.
+
+    At most ``_STEPS`` references are followed.
+    """
     spaces, near = dict[int, dict[str, object]](), list[object]()
     while frame is not None:
         near += [*frame.f_locals.values()]
@@ -106,7 +112,7 @@ def _of_callers(frame: FrameType | None) -> list[object]:
 
 
 def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
-    """Return the modules among objects.
+    """Return the objects that are modules.
 
     The check uses type(), because isinstance() on a lazy proxy could run arbitrary code.
     """

@@ -182,7 +182,7 @@ def describe_graph(
     fused: bool = True,
     repeats: Repeats | None = None,
 ) -> Traced:
-    """Describe an ATen graph.  The process groups that its collectives use must still exist.
+    """Describe an ATen graph.  The process groups of its collectives must still exist.
 
     ``fused``, ``repeats``: see :class:`Traced`.
     """

@@ -292,7 +292,7 @@ def _arenas(models: Mapping[str, nn.Module], budget: Budget) -> dict[str, Arena]
 
 
 def _takes_turns(name: str, model: nn.Module) -> bool:
-    """Whether a component is a denoiser or a ControlNet; these alternate in every step."""
+    """Whether a component is a denoiser or a ControlNet.  Denoisers and ControlNets alternate in every step."""
     return name in _DENOISERS or "ControlNet" in type(model).__name__
 
 

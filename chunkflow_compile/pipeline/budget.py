@@ -70,7 +70,7 @@ class Budget:
         self.pipelines = weakref.WeakKeyDictionary[
             Any, frozenset[str]
         ]()  # compiled pipeline -> names of its components
-        self.arguments: dict[str, Any] = {}  # of compile(pipe), also for components that are added later
+        self.arguments: dict[str, Any] = {}  # arguments of compile(pipe), also used for components that are added later
         self._generated = False  # whether a generation has ended since compile(pipe)
         self._allocator = Allocator(device)
         self.most: int | None = (

@@ -32,7 +32,7 @@ from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
-_KEPT_SECONDS = 32  # the times of this many calls are kept, newest calls only
+_KEPT_SECONDS = 32  # the maximum number of call times that a phase keeps; the oldest are dropped first
 
 
 class Learned(NamedTuple):
@@ -88,7 +88,7 @@ class Phase:
         self.methods: dict[str, Any] = {}
         self._warned = 0  # the maximum number of bytes for which a warning about the budget was logged
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
-        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # (program, runs) in the newest call
+        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # of the newest call: each program, how often it ran
 
     @property
     def root(self) -> nn.Module:

@@ -346,9 +346,9 @@ def _longest_part(measured: Measured) -> str:
 
 
 def _worst_prediction(figures: Sequence[Figure], hardware: str) -> str:
-    """Return a sentence that names the figure with the largest prediction error, and that says what to do.
+    """Return a sentence that names the figure with the largest prediction error and gives advice.
 
-    It is empty if the step time is close to its prediction.
+    The sentence is empty if the step time is close to its prediction.
     """
     step, *parts = figures[:5]
     if not step.predicted or step.measured is None or not is_far(step.predicted, step.measured):
