@@ -1,8 +1,8 @@
 """Forms: the ops that are issued in addition to the step of a call, or instead of it.  (step.py orders the ops of a step.)
 
 * :func:`prologue`: ops before the step.  They copy the chunks that are missing at a cold start, at a jump (a call out of
-  the planned order), and after weights were rewritten.  They also record the events that the step awaits but does not
-  record, each after the resident chunks of the weights that the wait names;
+  the planned order), and after weights were rewritten.  They also record the events that the step waits for but does not
+  record.  Each of these events is recorded after the resident chunks of the weights that its wait names;
 * :func:`captured`: the step as one CUDA graph;
 * :func:`joined`: the step with a join at its end, where compute waits for all copies.
 """

@@ -126,11 +126,11 @@ class Hardware:
     """Bytes/s that all ranks of a machine together read from host memory; 0 if no limit is known.  See
     :meth:`shared_by`."""
     pageable_bandwidth: float = 8.4e9
-    """Bytes/s of a copy to the device from host memory that is not pinned.  The default is the better of two measured
-    hosts, the host of an H200 (docs/benchmarks/h200_card.json)."""
+    """Bytes/s of a copy to the device from host memory that is not pinned.  The default was measured on the faster of
+    two hosts, the host of an H200 (docs/benchmarks/h200_card.json)."""
     new_pages_bandwidth: float = 2.1e9
     """Bytes/s at which the host writes newly allocated pages of 4 KiB, for example in a copy from the device to a new
-    tensor.  The default is the better of the same two hosts."""
+    tensor.  The default was measured on the faster of the same two hosts."""
     cards: tuple[str, ...] = ()
     """Names of the GPUs that this profile describes, as their drivers report them."""
     memory_bytes: int = 0

@@ -209,8 +209,8 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
     """Return whether hoisting is predicted to shorten the step.  Without a budget, return whether hoisting saves memory
     while the step stays short enough.
 
-    If ``settings`` contain a plan or timings, hoisting is used if they were made for main and not for the whole graph.
-    For a block, averages over several blocks that run one after another are compared.
+    If ``settings`` contain a plan or timings, the result is whether these were made for main rather than for the whole
+    graph.  For a block, averages over several blocks that run one after another are compared.
     """
     if (given := settings.plan or settings.timings) is not None:
         return choose_cut(hoisting.halves.main, hoisting.main).problem.digest == given.problem

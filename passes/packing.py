@@ -22,8 +22,8 @@ escapes, which adds to the result of the first.  If two escapes are added to the
 order.
 
 The op ``unpack_2`` precedes the reader of a packed weight in its region.  Inductor caches code by the op's name and
-arguments.  So if the layout of the packed form changes, the op needs a new name; otherwise code in the cache that reads
-the old layout would be used for the new layout.
+arguments.  So if the layout of the packed form changes, the op needs a new name.  Otherwise, cached code for the old
+layout would read the new layout.
 """
 
 from __future__ import annotations

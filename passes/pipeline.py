@@ -329,7 +329,8 @@ def goal_of_cut(traced: Traced, settings: Settings) -> Goal:
 
 
 def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], Plan] | None) -> frozenset[str]:
-    """Those that ``settings`` ask for.  ``planned``: see judged; None if a choice cannot be judged."""
+    """Return the names of the weights to pack according to ``settings``.  ``planned``: function that plans a problem, see
+    judged; None if plans cannot be compared."""
     pack = settings.goal.pack
     if not isinstance(pack, str | bool):
         return pack & packable(finest)
@@ -345,7 +346,8 @@ def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem]
 
 
 def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], Plan] | None) -> frozenset[str]:
-    """Those that ``settings`` ask for.  ``planned``: see judged; None if a choice cannot be judged."""
+    """Return the names of the weights to shard according to ``settings``.  ``planned``: function that plans a problem, see
+    judged; None if plans cannot be compared."""
     peers = settings.goal.peers
     if not isinstance(peers, str | bool):
         return peers & streamable(finest)

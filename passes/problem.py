@@ -110,8 +110,8 @@ class RegionCost:
     products.
 
     ``dtype`` and ``op``: dtype and op with the most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
-    ``tiles``: for each GEMM of a region that runs on slices, the number of tiles per call and the FLOPs of all calls.
-    ``attention_tiles``: the same pair for each attention op that computes one group of heads.
+    ``tiles``: if the region runs on slices, a pair for each GEMM: the number of tiles per call, and the FLOPs of all
+    calls.  ``attention_tiles``: such a pair for each attention op that computes one group of heads.
     """
 
     flops: int

@@ -269,7 +269,7 @@ def _by_node(kernels: Sequence[_Kernel], name: str) -> dict[Node, set[_Kernel]]:
 
 
 def _after(kernels: Sequence[_Kernel]) -> dict[_Kernel, set[_Kernel]]:
-    """For each kernel, the kernels that read its results."""
+    """Return, for each kernel, the kernels that read its results."""
     readers = _by_node(kernels, "reads")
     return {k: {r for base in k.writes for r in readers.get(base, ()) if r is not k} for k in kernels}
 

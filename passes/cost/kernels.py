@@ -25,8 +25,8 @@ INLINED = "inlined"
 
 
 def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tuple[int, Mapping[int, int]]:
-    """Return the number of kernels for ops outside ``products``, and the bytes that these kernels read and write.  The
-    bytes are grouped by the size in bytes of the tensor that they belong to.
+    """Return the number of kernels for ops outside ``products``, and the bytes that these kernels read and write.
+    These bytes are given as a mapping from a tensor size in bytes to the bytes moved in tensors of this size.
 
     ``fused``: whether ops are fused into groups as Inductor does it; otherwise each op is a kernel.
     """

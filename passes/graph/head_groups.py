@@ -232,7 +232,7 @@ class _Divided:
             raise NoRule(f"the ranks divide rows of {collective} that hold all heads")
 
     def _part_to_send(self, collective: Node, axis: _Axis, group: int) -> Node:
-        """Add the nodes that take the elements to send for a group from the operand of an exchange."""
+        """Add nodes that select the elements that a group sends from the operand of an exchange."""
         like = _unviewed(_operand(collective))
         source = like
         if source.target is _aten.clone.default and source.args[0].meta["val"].shape == source.meta["val"].shape:  # type: ignore[union-attr]
@@ -350,7 +350,7 @@ def _views_to(node: Node) -> list[Node]:
 
 
 def _unviewed(node: Node) -> Node:
-    """Return the value that a node is a reshaped view of, or the node itself if it is not a view."""
+    """Return the value of which a node is a reshaped view, or the node itself if it is not a view."""
     while op_name(node) in _VIEWS:
         node = _operand(node)
     return node

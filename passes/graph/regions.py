@@ -309,7 +309,7 @@ class _Segments:
         self.of = {node: first.get(segment, segment) for node, segment in self.of.items()}
 
     def find_symbols(self) -> None:
-        """For each segment, find the nodes whose values are the symbols in its sizes.
+        """Find, for each segment, the nodes whose values are the symbols in the segment's sizes.
 
         These nodes become inputs of the region, because Inductor can take the value of a symbol from a size of an input
         only if this size is the symbol itself.
@@ -335,7 +335,7 @@ class _Segments:
                 yield operand
 
     def skeleton(self) -> Iterable[list[Node] | Node]:
-        """Segments (as lists of nodes) and collectives, in program order."""
+        """Yield segments (as lists of nodes) and collectives, in program order."""
         members = self._members()
         for node in self.graph.graph.nodes:
             if node.op == "call_function" and self.is_top_level(node):

@@ -151,7 +151,8 @@ class Builder:
         return part is not None and part.outer != 1 and rule.args[0].node.op == "placeholder"
 
     def _note(self, operand: Operand, reader: Node) -> None:
-        """If an earlier phase must compute a value so that an operand can be read as a whole, note this value."""
+        """Note the value that an earlier phase must compute so that an operand can be read as a whole.  There may be no
+        such value."""
         node, along = operand.node, operand.along
         if (
             self.closed

@@ -14,8 +14,8 @@ These weights are selected by their position in the block, so that equal blocks 
 Shards occupy device memory under every plan, so a weight that stays on the device as a whole should not be sharded.
 Therefore all weights are sharded first, and then the weights that the plan keeps on the device lose their shards, which
 frees memory for more weights to stay.  If copies from host memory do not share an interconnect with pulls, further
-weights lose their shards, as many as can be copied from the host per step.  They are spread evenly over the step.
-These weights need no memory for shards and do not use the peers' interconnect.
+weights lose their shards.  Their number is limited by the copies from host memory that are possible per step, and they
+are spread evenly over the step.  These weights need no memory for shards and do not use the peers' interconnect.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class PlanBuilder:
     """Builds plans from placements: assigns slots, and adds predictions and reasons."""
 
     def __init__(self, planner: Planner, inside: bool = False, arena: int = 0) -> None:
-        """``inside``, ``arena``: see place."""
+        """``inside``, ``arena``: as in :func:`place`."""
         self.planner = planner
         self.inside = inside
         self.least_arena = arena

@@ -50,7 +50,7 @@ def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
 
 
 def next_block_barriers(problem: Problem, streamed: Sequence[Weight]) -> tuple[Barrier, ...]:
-    """Barriers at the first collective of each block, for the weights of the next block."""
+    """Return barriers at the first collective of each block.  They wait for the weights of the next block."""
     blocks = block_regions(problem)
     barriers = []
     for b, (first, last) in enumerate(blocks):

@@ -78,7 +78,7 @@ class Planner:
         joins: tuple[int, ...] = (),
         arena: int = 0,
     ) -> None:
-        """``outside``, ``arena``: see place.  ``joins``: joins of the plan."""
+        """``outside``, ``arena``, ``joins``: as in place."""
         self.problem = problem
         self.scheduler = Scheduler(problem, simulator.chunk_bytes)
         self.joins = joins
@@ -165,7 +165,7 @@ class Planner:
         return self.play([None] * len(self.chunks))
 
     def _nbytes(self, placed: Sequence[int | None]) -> int:
-        """Weight bytes on the device for a placement, assuming that there are no gaps between slots."""
+        """Return the weight bytes on the device for a placement, assuming that there are no gaps between slots."""
         streamed = [(c, w) for c, w in zip(self.chunks, placed, strict=True) if w is not None]
         kept = sum(c.nbytes for c, w in zip(self.chunks, placed, strict=True) if w is None)
         live = live_bytes([c for c, _ in streamed], [w for _, w in streamed], self.count) if streamed else 0

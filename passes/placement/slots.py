@@ -224,7 +224,8 @@ class ArenaSpace:
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
-        """``count``: windows per step.  Bytes without a reader so far have been free since the previous step."""
+        """``nbytes``: size of the range in bytes.  ``count``: windows per step.  Bytes that no weight has used so far
+        are free since the previous step."""
         self.nbytes = nbytes - nbytes % ALIGNMENT
         self.stretches = [(0, self.nbytes, -count)]
 

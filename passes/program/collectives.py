@@ -142,7 +142,8 @@ class _StepCollectives:
                         yield from self._check_pair(first, then, place)
 
     def _sorted(self, one: str, other: str, turns: Mapping[str, tuple[int, int, int]]) -> tuple[str, str]:
-        """Two nodes in the order of the traced graph, or in the order of issue if one of them is not in the traced graph."""
+        """Return two nodes in the order of the traced graph, or in the order of issue if one of them is not in the
+        traced graph."""
         if one in turns and other in turns:
             return (one, other) if turns[one] < turns[other] else (other, one)
         return (one, other) if self.ops[one] < self.ops[other] else (other, one)
@@ -190,7 +191,7 @@ class _StepCollectives:
 
 
 def _turns(program: Program) -> dict[str, tuple[int, int, int]]:
-    """Sort keys for the regions and collectives of a program, in the order of the traced graph."""
+    """Return sort keys that put the regions and collectives of a program in the order of the traced graph."""
     places = {r.name: (r.index, 1, 0) for r in program.problem.regions}
     places |= {c.name: (c.before, 0, i) for i, c in enumerate(program.problem.collectives)}
     sources = {node.name: source_of(node) for node in program.module.graph.nodes}

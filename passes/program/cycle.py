@@ -111,7 +111,7 @@ class Cycle:
 
     @property
     def signals(self) -> Step:
-        """The ops that record events or wait for them.  They are equal for programs that can share events."""
+        """The ops that record events or wait for them.  Cycles can share events if these ops are equal."""
         return marks(self._issued)
 
     def prologue(

@@ -37,7 +37,8 @@ from chunkflow_compile.passes.step import Evaluate, Finish, Op, Release, Run, St
 
 from .lifetimes import releases
 
-# The key in a node's meta for the name of its node in the source graph, by which verify identifies it.
+# The key in a node's metadata for the name of the corresponding node in the source graph. verify identifies nodes by
+# this name.
 SOURCE = "chunkflow_source"
 
 
@@ -86,8 +87,8 @@ class Program:
 class CyclePlace:
     """The place of a program in a cycle.
 
-    ``problem``: problem of the cut, with the names of the cycle.  ``names``: names of the weights in the cycle, by their
-    names in the cut.  ``transfers``: transfers of the whole cycle.  ``start``: first window of the program.
+    ``problem``: problem of the cut, with the weight names of the cycle.  ``names``: names of the weights in the cycle,
+    by their names in the cut.  ``transfers``: transfers of the whole cycle.  ``start``: first window of the program.
     ``collectives``: indices of the collectives in the cycle, by their names in the cut.
     """
 

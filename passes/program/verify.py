@@ -62,8 +62,8 @@ VERSION = 11
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """The extent of a proof.  ``ops``: operations of the unrolled programs.  ``edges``: edges that order them on the
-    device."""
+    """The extent of a proof.  ``ops``: number of ops of the unrolled programs.  ``edges``: number of edges that order
+    these ops on the device."""
 
     version: int
     steps: int
@@ -255,8 +255,8 @@ def _check_place(
     # other weights may have different names in the cycle
     streamed = {w.name for p in (cycle.calls[call], program) for w in p.plan.streamed}
     # The copies before a call follow from the prefetches of all calls, so they are the same if the prefetches are.
-    # Releases of values may differ, because other sizes may be inputs of regions; check_collectives has proved the releases
-    # of the program.
+    # Releases of values may differ, because the regions of the two programs may take different sizes as inputs;
+    # check_collectives has proved the releases of the new program.
     before, after = (
         [
             (each.planned and each.op, streamed.intersection(each.reads))
