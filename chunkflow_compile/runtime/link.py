@@ -78,8 +78,9 @@ class Wire:
     def add(self, lane: int, nbytes: float, late: float) -> None:
         """Add a transfer of ``nbytes`` to a lane.  A real copy engine would have begun the transfer ``late`` seconds ago.
 
-        The transfer is credited with the time for which the port has been idle since then, and with a share of the bytes
-        that other transfers have carried since then.  The other transfers must carry this share again.
+        So the port counts bytes of this transfer as already carried: those that it could have carried while it was idle
+        since then, and a fair share of those that it carried for other transfers since then.  The other transfers must carry
+        this share again.
         """
         rate, added = self.emulation.bandwidth, self.lanes[lane]
         others = [other for other in self.lanes if other.left > 0]
