@@ -251,8 +251,8 @@ def _update_slots(model: Any) -> None:
 def _discarding_exports(model: nn.Module) -> Iterator[None]:
     """Return a context for loading adapters.
 
-    While diffusers loads an adapter, it calls ``state_dict()`` on the model, which exports offloaded weights, and drops the
-    result.  The context discards these exports when it ends.  This loses no writes, because diffusers reads only the names.
+    While diffusers loads an adapter, it calls ``state_dict()`` on the model.  This call exports the offloaded weights.  When
+    the context ends, it discards these exports without writing them back, because diffusers only reads the names of weights.
     """
     before = [(placement.store, {*placement.store.exported}) for placement in placements_of(model)]
     try:
@@ -279,8 +279,8 @@ def _updating_slots(load: Callable[..., Any]) -> Callable[..., Any]:
 def unload(model: Any) -> None:
     """Unload all adapters, as diffusers' ``unload_lora`` does, but keep the layers that had slots from the start.
 
-    All other layers of PEFT become ordinary layers again.  diffusers expects ordinary layers where it has widened a layer for
-    an adapter.  Fused adapters stay in the base weights.
+    All other layers of PEFT become ordinary layers again, because diffusers expects that layers that it has widened for an
+    adapter are ordinary layers.  Fused adapters stay in the base weights.
     """
     tuned = [*tuned_layers(model)]
     stay: list[Any] = [layer for layer in tuned if isinstance(layer, Slotted) and not layer.late]
@@ -295,10 +295,11 @@ def unload(model: Any) -> None:
 
 
 def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str) -> None:
-    """Turn the layers that diffusers will widen for an adapter back into ordinary layers: diffusers widens only ordinary
-    layers.
+    """Turn layers back into ordinary layers if diffusers will widen them for an adapter.
 
-    Only layers without adapters are changed.  These layers get slots again when the adapter is loaded.
+    This is needed because diffusers can widen only ordinary layers.
+
+    Layers that have adapters are left unchanged.  The changed layers get slots again when the adapter is loaded.
     ``adapter``: the state dict of the adapter.  ``prefix``: the prefix of its keys, without the dot.
     """
     widened = list[Any]()

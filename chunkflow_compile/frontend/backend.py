@@ -98,7 +98,7 @@ from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 _log = logging.getLogger(__name__)
 
 
-# The note for pack="auto" without a memory budget: the budget would decide which weights to pack.
+# The note for pack="auto" without a memory budget.  The choice of weights to pack depends on this budget.
 _NO_GOAL = (
     "pack='auto' packs nothing: which weights to pack depends on a budget, and neither memory= nor weight_memory= was given. "
     "With memory='8GiB', or pack=True, the weights have 0.76 of their bytes in host memory and on the link"
@@ -187,7 +187,7 @@ def _compile_frame(
         guard_hooks()
     warn_if_nothing_streams(index, made)
     if index.root is not None and not offloaded and (placement is None or placement.owned_arena is None):
-        warn_of_small_weights(index.root, min_bytes)  # for a pipeline, compile warns
+        warn_of_small_weights(index.root, min_bytes)  # for a pipeline, compile() gives this warning
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in offloaded]
         if part and wanted:  # move the weights of the other blocks, too: then the guards of this block also fit those
@@ -339,7 +339,7 @@ class _GraphCompiler:
         placement = placement_of(self.index.root) if self.index.root is not None and self.survey is None else None
         preamble = preamble_of(placement, hoisting, self.chosen, traced.repeats is not None, make)
         main = self._graph(halves.main, replace(hoisting.main, goal=unhoisted.goal), moved)
-        # only weak references, so that compiled code does not keep the model alive
+        # keep only weak references, so that compiled code does not keep the model alive
         later = replace(self, weights=WeakValueDictionary(self.weights), index=ModelIndex(None, {}, {}), report=str)
         whole = partial(_compile_whole, later, traced, unhoisted)
         return HoistedGraph(aten, halves, preamble, main, tables, whole)
@@ -494,7 +494,7 @@ def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
 
 
 def _no_other_goal(_: Mapping[str, nn.Parameter]) -> None:
-    """Return None: if the goal of a model changes, the goal of its preamble stays the same."""
+    """Return None, because the goal of a preamble does not change if the goal of the model changes."""
 
 
 def _is_first_compilation() -> bool:

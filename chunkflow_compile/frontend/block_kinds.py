@@ -61,9 +61,9 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats | None:
-    """Return how often the model repeats the block that contains the given weights; None if no block contains all of them.
+    """Return how often a model repeats a block; None if no block contains all the given weights.
 
-    ``weights``: the names of the weights.  ``goal``: the goal of the model.
+    ``weights``: the names of weights in the block.  ``goal``: the goal of the model.
     """
     blocks = repeated_blocks(root)
     mine = next((b for name, b in blocks.items() if all(w.startswith(f"{name}.") for w in weights)), None)
@@ -133,9 +133,9 @@ def _hooks_inside(module: nn.Module) -> bool:
 
 
 def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
-    """Return the modules to compile, by their names.
+    """Return the modules of these blocks that should be compiled, by their names.
 
-    These are whole blocks.  For a block with caching hooks inside, they are the parts between the hooks instead.
+    If a block contains caching hooks, the modules between the hooks are returned.  Otherwise the whole block is returned.
     """
     compiled = dict[str, nn.Module]()
     for name, block in blocks.items():
@@ -150,7 +150,7 @@ def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, 
 
 
 def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
-    """The block types of these modules, in the order of their first members."""
+    """Return the block types of these modules, in the order of their first members."""
     groups: dict[object, dict[str, nn.Module]] = {}
     for name, module in modules.items():
         groups.setdefault(structure_of(module), {})[name] = module
@@ -158,9 +158,9 @@ def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
 
 
 def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, Mapping[str, nn.Module]]]:
-    """Yield the outermost lists in which a class occurs at least twice: the name of each list, and its elements by name.
+    """Yield the outermost lists in which a class occurs at least twice, as (name of the list, elements by name).
 
-    The search also enters lists in which each class occurs only once, such as a list of a model's stages.
+    The search also enters lists in which each class occurs only once, such as a list of stages.
     """
     for name, child in module.named_children():
         blocks = dict(elements(child))
@@ -193,8 +193,10 @@ def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes with simple values, as (path, value), in a module, its submodules and their helper objects, such
-    as attention processors."""
+    """Yield the attributes of a module that have simple values, as (path, value).
+
+    The attributes of submodules and of helper objects, such as attention processors, are included.
+    """
     for prefix, inner in module.named_modules():
         for name, value in inner.__dict__.items():
             path = f"{prefix}.{name}".lstrip(".")

@@ -66,8 +66,8 @@ def compile(
 ) -> nn.Module:
     """``chunkflow_compile.compile`` for a model: place it and compile each block type once, in place; return ``model``.
 
-    The calls of the compiled parts run as a cycle, with one copy schedule, as if one program contained the whole model.  But
-    only one block of each type has to be traced.
+    The calls of the compiled parts run as a cycle with one copy schedule, like a program for the whole model.  However, only
+    one block of each type has to be traced.
     """
     _check_arguments(model, dynamic)
     given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory, "peers": peers or None}
@@ -252,7 +252,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
 
 
 def uncompile(model: nn.Module) -> None:
-    """Undo :func:`compile_by_kind` and ``module.compile(backend="chunkflow")``, so that the modules run eagerly again.
+    """Undo :func:`compile_by_kind` and ``module.compile(backend="chunkflow")``, so that all modules run eagerly again.
 
     This also works if hooks were added or removed after the compilation.
     """
@@ -354,8 +354,8 @@ def _raise_largest(largest: BudgetError, first: BudgetError, error: Exception) -
     """Raise ``largest``, the error of the part that needs the most memory, unless ``largest`` is ``first``.
 
     ``first``: the error of the part that made the call fail.
-    ``error``: the error that the call has raised: ``first`` itself, or a CompilationError around it.  If it is a
-    CompilationError, ``largest`` is also raised as a CompilationError.
+    ``error``: the error that the call has raised, which is ``first`` itself or a CompilationError around ``first``.  In the
+    second case, ``largest`` is also raised as a CompilationError.
     """
     if largest is first:
         return
@@ -380,7 +380,7 @@ def _compile_module(
     backend: str | Callable[..., Any] = "chunkflow",
     levels: bool = False,
 ) -> None:
-    """Let a module be compiled, in place, at its first call.  ``levels``: see :func:`compile_by_kind`."""
+    """Prepare a module, in place, so that its first call compiles it.  ``levels``: see :func:`compile_by_kind`."""
     opened = levels and dynamic is None
     limited = "recompile_limit" in inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if limited else {}
@@ -392,8 +392,8 @@ def _compile_module(
         return
     module.compile(**more)
     if type(module).forward.__module__.startswith("torch.nn."):
-        # Dynamo does not compile the forward of torch's own modules, such as Linear, except as part of a function that calls
-        # the module.
+        # Dynamo does not compile the forward of torch's own modules, such as Linear.  It only traces such a forward when
+        # other code calls it.
         module._compiled_call_impl = torch.compile(_function_that_calls(module), **more)
     call = module._compiled_call_impl
     assert call is not None
@@ -403,7 +403,7 @@ def _compile_module(
 class EagerForNested:
     """Calls a compiled block, or runs the block eagerly if an input is a nested tensor with the strided layout.
 
-    Dynamo's guards crash on such nested tensors.  If nn.TransformerEncoder gets a padding mask, it converts its input to one.
+    Dynamo's guards crash on such nested tensors.  nn.TransformerEncoder makes them from its input if it gets a padding mask.
     """
 
     def __init__(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> None:
@@ -430,7 +430,10 @@ def _function_that_calls(module: nn.Module) -> FunctionType:
 
 @functools.cache  # per process, like Dynamo's cache, so that another model of the same class reuses the compilation
 def _copy(code: CodeType, structure: object) -> CodeType:
-    """Return a copy of ``code``, one per structure: Dynamo looks up, counts and caches compilations by code object."""
+    """Return a copy of ``code`` that is used only for modules with this structure.
+
+    Each structure needs its own copy, because Dynamo counts and caches compilations per code object.
+    """
     return code.replace()
 
 

@@ -84,7 +84,10 @@ def _occasion(traced: Traced) -> str:
 
 
 def _post_none(groups: Collection[Group], traced: Traced) -> None:
-    """Post that this rank does not divide exchanges, so that other ranks need not wait.  Do not wait for their records."""
+    """Post that this rank does not divide exchanges, without waiting for other ranks.
+
+    If another rank does divide exchanges, it reads this record and raises an error.
+    """
     for group in groups:
         with contextlib.suppress(StoreEnded):
             group.post(_occasion(traced), {_WANTED: False, _GROUPS: 1, _FAILED: None})

@@ -59,7 +59,7 @@ def preamble_of(
 def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> None:
     """Warn if hoist=True has no effect on a part of a model, or if hoist="auto" has no effect on a whole model.
 
-    If hoist=True has no effect on a whole model, an error is raised elsewhere.
+    There is no warning if hoist=True has no effect on a whole model, because this raises an error.
     ``by_kind``: whether the model is compiled block by block.  If it is, there is no warning for parts outside the blocks.
     """
     if settings.goal.hoist == "auto" and not settings.part:

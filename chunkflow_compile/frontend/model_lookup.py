@@ -73,8 +73,8 @@ def start_program(
 
     The program ends as soon as one of the placements of its weights ends.
     ``pack``: see :func:`move_weights`.  ``seen``: a function that returns the compiled model, or None.  If this model does
-    not contain the weights, their model is searched for.  ``parameters``: all weights of the program by name.  ``wanted``:
-    the names of the weights that must be in a host store.  ``start``: a function that creates the program in an arena.
+    not contain the weights, all modules are searched.  ``parameters``: all weights of the program by name.  ``wanted``: the
+    names of the weights that must be in a host store.  ``start``: a function that creates the program in an arena.
     """
     while True:
         around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()
@@ -105,16 +105,19 @@ def start_program(
 
 
 def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> list[nn.Parameter]:
-    """Return the weights to move into a host store: weights in no store that are ``wanted`` or already offloaded."""
+    """Return the weights that have to be moved into a host store.
+
+    These weights are not in a host store, and are either ``wanted`` or copies of offloaded weights.
+    """
     return [
         p for name, p in parameters.items() if buffer_of(p) is None and (name in wanted or isinstance(p, HostWeight))
     ]
 
 
 def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
-    """Raise ChunkflowError if one of the weights, which no known module contains, is a copy of an offloaded weight.
+    """Raise ChunkflowError if a weight is a copy of an offloaded weight, because no host store contains its values.
 
-    No host store contains the values of such a copy.
+    ``loose``: weights that are in no known module, by name.
     """
     for name, weight in loose.items():
         if isinstance(weight, HostWeight):

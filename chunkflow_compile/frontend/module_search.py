@@ -26,11 +26,10 @@ from chunkflow_compile.weights.leaves import leaves, quant_state_tensors
 def index_around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = (), min_bytes: int = 0) -> ModelIndex:
     """Return the index of the module that contains the parameters.
 
-    Parameters that are in no module at all are ignored.  If no module contains all other parameters, the index of the module
-    that contains all parameters of at least ``min_bytes`` bytes is returned.
+    Parameters that are in no module at all are ignored.  If no module contains all other parameters, return the index of a
+    module that contains at least the large parameters, that is, those with ``min_bytes`` bytes or more.
     ``near``: modules that are known to contain some of the parameters.
-    Raises ChunkflowError if the parameters of at least ``min_bytes`` bytes are in modules, but no single module contains all
-    of them.
+    Raises ChunkflowError if the large parameters are in several modules, and no single module contains all of them.
     """
     root, maybe_block = _holder(parameters, near, min_bytes) if parameters else (None, False)
     return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root, maybe_block)
@@ -78,20 +77,26 @@ def _with_those_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """Return the direct submodules of a module.  The module may be incomplete if another thread is constructing it."""
+    """Return the direct submodules of a module.
+
+    This also works for a module that another thread is still constructing, and that lacks attributes.
+    """
     return [child for child in [*module.__dict__.get("_modules", {}).values()] if child is not None]
 
 
 # The search does not enter objects of these types, because they refer to half of all objects in the process.
 _ENDS = (CodeType, FrameType, FunctionType, ModuleType, type)
-# The number of references to follow from a variable.  Five reach the elements of a list that is an attribute of an attribute:
-# each of the two attributes takes two references (through the __dict__), and the list takes one.  Each step takes longer than
-# the step before; five steps take 0.7 s in a compilation of 20 s.
+# The number of references to follow from a variable.  With five references, the search finds the elements of a list that is
+# an attribute of an attribute: each attribute takes two references (through the __dict__), and the list takes one.  Each step
+# takes longer than the step before; five steps take 0.7 s in a compilation of 20 s.
 _STEPS = 5
 
 
 def _of_callers(frame: FrameType | None) -> list[object]:
-    """Return the objects in the variables of a frame and its callers, and the objects to which these refer."""
+    """Return the objects in the variables of a frame and of its callers, and all objects that these objects refer to.
+
+    At most ``_STEPS`` references are followed.
+    """
     spaces, near = dict[int, dict[str, object]](), list[object]()
     while frame is not None:
         near += [*frame.f_locals.values()]
@@ -107,7 +112,7 @@ def _of_callers(frame: FrameType | None) -> list[object]:
 
 
 def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
-    """Return the modules among objects.
+    """Return the objects that are modules.
 
     The check uses type(), because isinstance() on a lazy proxy could run arbitrary code.
     """

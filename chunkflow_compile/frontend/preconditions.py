@@ -38,9 +38,9 @@ from chunkflow_compile.weights.modules import hooks_of
 
 _log = logging.getLogger(__name__)
 
-# The errors that evaluating the name of a source may raise if it needs one of Dynamo's own functions.
+# The errors that eval() may raise for the name of a source, because such a name may use one of Dynamo's own functions.
 _NO_VALUE = (AttributeError, LookupError, NameError, SyntaxError, TypeError)
-# Names of the hooks in diffusers that decide by values of activations whether blocks run.
+# The names of diffusers' hooks that compare activations in order to decide whether blocks run.
 _DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
 
 
@@ -215,7 +215,7 @@ def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: 
 
 
 def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_bytes: int, part: bool) -> int:
-    """Return the size in bytes of the model's weights that are on the device and that a frame does not read.
+    """Return the size in bytes of the weights on the device that belong to a model, but that a frame does not read.
 
     ``read``: the weights that the frame reads.  ``part``: whether the frame is a part of the model.  In this case, large
     weights are not counted, because other frames will move them.
@@ -249,7 +249,7 @@ def refuse_decisions_of_a_rank(root: nn.Module, graph: GraphModule) -> None:
 
 
 def _is_exchange(node: Node) -> bool:
-    """Whether a node of a Dynamo graph is a collective and the process runs with other ranks."""
+    """Whether a node of a Dynamo graph is a collective that more than one rank takes part in."""
     return "_c10d_functional" in str(node.target) and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -300,9 +300,9 @@ def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
 
 
 def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection[int] | None) -> list[Any]:
-    """Return the inputs of a Dynamo graph, with the sizes of slow inputs specialized: hoisted rows have a fixed size.
+    """Return the inputs of a Dynamo graph, with the sizes of slow inputs specialized, because hoisted rows have a fixed size.
 
-    For another batch size, torch then recompiles the graph.  The image size stays symbolic.
+    For another batch size, torch recompiles the graph.  The image size stays symbolic.
     ``slow``: the positions of the slow inputs that the user has named.  None stands for all inputs with one value per sample,
     such as the timestep, and for all inputs with one vector per sample, such as the timestep embedding that blocks receive.
     """

@@ -45,7 +45,7 @@ class Sizes:
 
 
 class Slotted(nn.Module):
-    """The first base class of LoRA layers with slots.  :func:`slotted` derives the other base from PEFT's class of the layer.
+    """A base class that adds slots to a LoRA layer.  :func:`slotted` combines this class with PEFT's class of the layer.
 
     ``slots``: one flat tensor, which is a single weight in a plan.  For each slot, it contains the matrices A [rank, in] and
     B [out, rank], one after the other.
@@ -84,7 +84,7 @@ class Slotted(nn.Module):
         for slot in range(len(scale)):
             a, b = self._views(self.slots, slot)
             delta = F.linear(F.linear(x, a), b)
-            # PEFT's scale is a Python number, so PEFT does not round it to the dtype either
+            # do not round the scale to the dtype: in PEFT, the scale is a Python number
             wide = delta if delta.dtype == torch.float64 else delta.float()
             result = result + (wide * scale[slot]).to(delta.dtype)
         return result.to(dtype)
@@ -175,8 +175,8 @@ class Slotted(nn.Module):
         into_a[rank:].zero_()
         into_b[:, rank:].zero_()
 
-    # Methods that change the properties on which the choice of the program depends.  They run when adapters are loaded or
-    # activated, that is, before Dynamo's guards run.
+    # Methods that set the attributes that Dynamo's guards check to choose a program.  They run when adapters are loaded or
+    # activated, before the guards run.
 
     def choose_forward(self) -> None:
         """Grow the slots if the adapters of this layer need it, and choose the forward for the active adapters."""
@@ -226,7 +226,7 @@ class Slotted(nn.Module):
             super().unmerge()  # type: ignore[misc]
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """Return the change of the base weight that an adapter makes, on the device of the base weight, for merging."""
+        """Return the values that merging an adapter adds to the base weight, on the device of the base weight."""
         peft: Any = self
         delta: torch.Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
         return delta.to(peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0])
@@ -244,7 +244,7 @@ def _values(weight: Any) -> torch.Tensor:
 
 
 def _state(weight: Any) -> tuple[int, int, int]:
-    """Return a value that changes whenever a weight is replaced, gets other memory, or is written.
+    """Return a value that changes whenever a weight is replaced, reallocated or overwritten.
 
     Writes to inference tensors do not change the value, because inference tensors have no version.
     """
@@ -261,7 +261,7 @@ def _kind(layer: Any, name: str) -> str | None:
 
 @cache
 def slotted(cls: type) -> type:
-    """Return the class of layers with slots that is derived from ``cls``.  It has the same name as ``cls``."""
+    """Return a class that is derived from ``cls`` and adds slots.  It has the same name as ``cls``."""
     return type(cls.__name__, (Slotted, cls), attributes_like(cls, slotted))
 
 

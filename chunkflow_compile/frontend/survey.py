@@ -46,7 +46,7 @@ class Survey(FakeTensorMode):
 
 
 class Unplanned:
-    """The callable that the backend returns if, in a survey, a part of a model does not fit the budget.
+    """The callable that the backend returns, during a survey, for a part of a model that does not fit the budget.
 
     Dynamo keeps the callable in its cache, so later calls and surveys may call it, too.
     """
@@ -77,7 +77,7 @@ def surveyed(
 
     ``call``: a function that calls the model.  ``args``, ``kwargs``: the inputs of the model.  ``error``: the error of the
     part that made the ordinary call fail.  ``whole``: see :class:`Survey`.
-    A model may fail on fake tensors, for example because its forward reads values.  Then the later parts are not planned.
+    If a model fails on fake tensors, for example because its forward reads values, its remaining parts are not planned.
     """
     if any(caching_hook(module) is not None for module in model.modules()):
         return error  # the hook would keep fake tensors for the next call

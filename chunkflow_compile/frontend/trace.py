@@ -100,7 +100,9 @@ def _inline(graph: GraphModule, call: Node) -> None:
             copies[node] = graph.graph.get_attr(name)
         returned: Any = graph.graph.graph_copy(region.graph, copies)
     for node, copied in copies.items():
-        if node.op.startswith("call_") and "nn_module_stack" in call.meta:  # the copy has the stack of the first call
+        if (
+            node.op.startswith("call_") and "nn_module_stack" in call.meta
+        ):  # the copied node has the stack of the first call
             copied.meta["nn_module_stack"] = call.meta["nn_module_stack"]
     for item in [*call.users]:
         item.replace_all_uses_with(returned[item.args[1]])
@@ -115,7 +117,7 @@ def lower_to_aten(
 ) -> tuple[Callable[..., Any], Any]:
     """Lower a Dynamo graph to an ATen inference graph, and pass the ATen graph to ``compiler``.
 
-    Returns a pair: the function that Dynamo should call, and the result of ``compiler``, which this function calls.
+    Returns a pair: the function that Dynamo should call, and the result of ``compiler``.  The former calls the latter.
     """
     cached = torch._functorch.config.enable_autograd_cache
     autocast = core.autocasts()  # AOTAutograd turns autocast off in compilations, and its wrapper turns it off in calls
@@ -180,7 +182,7 @@ def describe_graph(
     fused: bool = True,
     repeats: Repeats | None = None,
 ) -> Traced:
-    """Describe an ATen graph.  The process groups that its collectives use must still exist.
+    """Describe an ATen graph.  The process groups of its collectives must still exist.
 
     ``fused``, ``repeats``: see :class:`Traced`.
     """
@@ -236,7 +238,7 @@ def slow_inputs(graph: GraphModule, hoist: bool | str | Collection[str]) -> froz
 def weights_among(inputs: Sequence[Any], model: ModelIndex) -> dict[tuple[int, str], torch.Tensor]:
     """Return the weights among the inputs of a Dynamo graph.
 
-    The keys are the position of the input and, for a weight inside a tensor subclass, its path there.
+    Each key is a pair: the position of the input, and the path to the weight inside a tensor subclass (otherwise empty).
     """
     return {
         (position, inside): leaf

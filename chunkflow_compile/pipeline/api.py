@@ -73,8 +73,8 @@ def compile(
     """Place and compile a model or a diffusers pipeline, in place; return it.  :func:`restore` undoes this call.
 
     The weights stay in host memory and are copied to the device while the device computes.  Each type of repeated block is
-    compiled once, at its first call.  So is each part with large weights outside these blocks.  A model is compiled as one
-    graph instead if it has no repeated blocks, or with ``cudagraphs=True``.
+    compiled once, at its first call.  Parts outside these blocks are also compiled if they have large weights.  A model is
+    compiled as one graph instead if it has no repeated blocks, or if ``cudagraphs=True`` is passed.
 
     The components of a pipeline share one budget of device memory.  Transformers, encoders, ControlNets and the decoder of a
     VAE are compiled like single models.  Components run one after another.  If memory is short, the weights of the least
@@ -99,16 +99,17 @@ def compile(
     "default" for all other components, as in ``from_pretrained(torch_dtype=...)``.
     ``share``, ``host_memory``, ``peers``: see :func:`offload`.  ``host_memory`` covers all components together.  A model that
     is already placed keeps its placement.
-    ``mode``, ``dynamic``: as in torch.compile.  By default, sizes that change are dynamic from the second compilation on.
+    ``mode``, ``dynamic``: as in torch.compile.  By default, if an input size changes, the model is recompiled once, and this
+    size is dynamic from then on.
     ``adapters``: for pipelines only, the maximum rank of LoRA adapters, or a dict with the arguments of
     :func:`enable_adapters`.  The denoisers can then switch adapters without recompilation.
     ``options``: options of the backend.  ``arena``, ``plan``, ``policy`` and ``slowdown`` apply to models only.
 
-    Raises ChunkflowError before any weight moves.  This happens if the argument is neither a model nor a pipeline, if an
-    option is unknown or does not apply, or if the model is already compiled or belongs to a compiled pipeline.  For a
-    pipeline, it also happens if a component cannot be compiled; the message names the component.  Possible reasons are hooks
-    of accelerate or of group offloading, weights on another device or on the meta device, an earlier compilation, a weight
-    that does not fit in ``memory``, and bitsandbytes, quanto or GGUF weights that do not allow the cast to ``dtype``.
+    Raises ChunkflowError, before any weight moves, if the argument is neither a model nor a pipeline, if an option is unknown
+    or does not apply, or if the model is already compiled or belongs to a compiled pipeline.  For a pipeline, the error is
+    also raised if a component cannot be compiled; the message names the component.  Possible reasons are hooks of accelerate
+    or of group offloading, weights on another device or on the meta device, an earlier compilation, a weight that does not
+    fit in ``memory``, and bitsandbytes, quanto or GGUF weights that do not allow the cast to ``dtype``.
     """
     refuse_positional(compile, unnamed)
     given: dict[str, Any] = {

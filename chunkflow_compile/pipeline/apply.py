@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 # Components with which ControlNets alternate in every step.
 _DENOISERS = ("transformer", "unet")
-# Components that run in every denoising step.  Hoisting and splitting apply to them.
+# Components that run in every denoising step.  Hoisting and splitting apply only to these components.
 _STEPPED = (*ADAPTED, "controlnet")
 # Options that the budget sets for each component.
 _PLANNED = {"arena", "slowdown", "plan", "policy", "weight_memory"}
@@ -109,9 +109,10 @@ def apply(
 
 
 def _apply(pipe: Any, device: torch.device | str | None, total: int | None, given: Mapping[str, Any]) -> Budget | None:
-    """Add the components of a pipeline to a budget and return it; None if another thread gave them a budget meanwhile.
+    """Add the components of a pipeline to a budget; return the budget.
 
-    ``total``: bytes of the budget; None for the memory that is free on the device.
+    Returns None if another thread has meanwhile assigned the components to another budget.
+    ``total``: the size of the budget in bytes; None stands for the memory that is free on the device.
     Raises ChunkflowError if the components already belong to several budgets.
     """
     models = components_of(pipe)
@@ -128,7 +129,7 @@ def _apply(pipe: Any, device: torch.device | str | None, total: int | None, give
         budget = claim(pipe, own)
     with budget.turn(), budget.lock():
         try:
-            # True if another thread created the budget and its call has failed since
+            # whether another thread has created this budget in a call that has failed since
             failed = budget is not own and not budget.phases and not budget.pipelines
             if failed or any(claim(owner, budget) is not budget for owner in (pipe, *models.values())):
                 return None
@@ -197,7 +198,10 @@ def _add(
     adapters: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Place and compile components, with the arguments of ``compile``.  If this fails, restore them and raise the error."""
+    """Place and compile components, with the arguments of ``compile``.
+
+    If this fails for one component, restore all of them and raise the error.
+    """
     enabled = [] if adapters is None else [m for name, m in models.items() if name in ADAPTED]
     check_dynamic(dynamic)
     chosen = check_options(options, mode, apply, _PLANNED)
@@ -288,7 +292,7 @@ def _arenas(models: Mapping[str, nn.Module], budget: Budget) -> dict[str, Arena]
 
 
 def _takes_turns(name: str, model: nn.Module) -> bool:
-    """Whether a component is a denoiser or a ControlNet; these alternate in every step."""
+    """Whether a component is a denoiser or a ControlNet.  Denoisers and ControlNets alternate in every step."""
     return name in _DENOISERS or "ControlNet" in type(model).__name__
 
 
@@ -350,8 +354,8 @@ def _compile_phase(
         # The decoders of Wan and Qwen-Image keep a list of frames, which each call changes.  Dynamo would compile each block
         # for every state of this list.
         keeps_frames = "feat_cache" in inspect.signature(decoder.forward).parameters
-        # If regions run eagerly, compiling has no benefit.  Also, the group norms of AutoencoderKL then fail on a CPU, as
-        # they do with aot_eager, because they run as ATen ops.
+        # If regions run eagerly, compiling has no benefit.  Also, AutoencoderKL then fails on a CPU, because its group norms
+        # run as ATen ops; it fails with the backend aot_eager, too.
         if repeated_blocks(decoder) and not keeps_frames and chosen.lowering != "eager":
             compile_by_kind(decoder, placement, options, dynamic, name=f"pipe.{phase.name}", levels=True)
         methods = tuple(name for name in ("encode", "decode") if hasattr(model, name))
@@ -409,7 +413,7 @@ def _weight_bytes(model: nn.Module) -> int:
 
 
 def unread(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the number of bytes of the tensors that are in memory-mapped files and have not been read yet."""
+    """Return the size in bytes of the tensors that are in memory-mapped files and have not been read yet."""
     mappings, parts = Mappings(), dict[int, DriveBytes]()
     for tensor in tensors:
         with contextlib.suppress(ChunkflowError):  # a truncated file: reading it raises the error later

@@ -70,7 +70,7 @@ class Budget:
         self.pipelines = weakref.WeakKeyDictionary[
             Any, frozenset[str]
         ]()  # compiled pipeline -> names of its components
-        self.arguments: dict[str, Any] = {}  # of compile(pipe); they also apply to components that are added later
+        self.arguments: dict[str, Any] = {}  # arguments of compile(pipe), also used for components that are added later
         self._generated = False  # whether a generation has ended since compile(pipe)
         self._allocator = Allocator(device)
         self.most: int | None = (
@@ -180,7 +180,7 @@ class Budget:
         """Return a context that disables gradients, because compiled phases do not support gradients.
 
         Gradients may be enabled if a component is called directly.  They stay enabled if an input of the call requires
-        gradients; the call then raises an error.
+        gradients.
         """
         if not torch.is_grad_enabled() or any(t.requires_grad for t in given_to(call, torch.Tensor)):
             return contextlib.nullcontext()
@@ -190,7 +190,7 @@ class Budget:
         return torch.no_grad()
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
-        """Make None the result of copying or unpickling: a copy of a pipeline or component does not belong to a budget."""
+        """Replace this object by None in copies and pickles, because a copied pipeline or component belongs to no budget."""
         return type(None), ()
 
     def _run(self, phase: Phase, call: functools.partial[Any], again: bool = False) -> Any:
@@ -232,7 +232,7 @@ class Budget:
         return [other for other in self.phases if other.arena is phase.arena]
 
     def _held_by_others(self, phase: Phase, graphs: bool = False) -> int:
-        """Return the number of bytes that all arenas except the arena of ``phase`` hold.
+        """Return the number of bytes in all arenas except the arena of ``phase``.
 
         ``graphs``: whether to add the memory of their CUDA graphs, which the allocator does not count as allocated.
         """

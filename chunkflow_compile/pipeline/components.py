@@ -179,7 +179,7 @@ def check_floor(
 
 
 def _weights(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> Iterator[tuple[str, int, str | None]]:
-    """Yield, for each weight of a component, how ``offload`` will place it: (name, size in bytes, reason).
+    """Yield (name, size in bytes, reason) for each weight of a component, as ``offload`` will place the weight.
 
     The size is the size after the cast.  The reason says why the weight stays on the device.  It is an empty string for a
     small weight, and None for a weight that is streamed.

@@ -1,4 +1,4 @@
-"""Interception of calls of compiled pipelines.
+"""Intercept the calls of compiled pipelines.
 
 One generation runs at a time.  Before each generation, the components of the pipeline are checked, and components that no
 pipeline contains any more are restored.
@@ -51,7 +51,7 @@ def in_turns(cls: type) -> type:
                     free(unused(budget), budget)
                 with budget.generation():
                     return call(self, *args, **kwargs)
-        return __call__(self, *args, **kwargs)  # another thread compiled the pipeline again while this one waited
+        return __call__(self, *args, **kwargs)  # another thread compiled the pipeline again while this thread waited
 
     body = {
         "__call__": __call__,

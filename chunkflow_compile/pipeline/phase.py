@@ -32,7 +32,7 @@ from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
-_KEPT_SECONDS = 32  # the number of calls, counted back from the newest, whose times are kept
+_KEPT_SECONDS = 32  # the maximum number of call times that a phase keeps; the oldest are dropped first
 
 
 class Learned(NamedTuple):
@@ -88,7 +88,7 @@ class Phase:
         self.methods: dict[str, Any] = {}
         self._warned = 0  # the maximum number of bytes for which a warning about the budget was logged
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
-        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # programs of the newest call, and number of runs
+        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # of the newest call: each program, how often it ran
 
     @property
     def root(self) -> nn.Module:
@@ -204,9 +204,10 @@ class Phase:
         self.activations, self.steady, self._assumed = before
 
     def learn(self, activations: int, steady: bool) -> None:
-        """Record the measured activations of a call, in bytes.
+        """Record the measured activations of a call.
 
-        ``steady``: whether the call left the arena unchanged.  Such a measurement is preferred to all others.
+        ``activations``: their size in bytes.  ``steady``: whether the call left the arena unchanged.  A measurement in such a
+        call replaces measurements in calls that changed the arena.
         """
         self.measured = True
         if steady and not self.steady:

@@ -142,7 +142,7 @@ class Annotator(FlopNotes):
     def _wait(self, readable: Sequence[str], barrier: bool) -> Note | None:
         """Return the note for a wait.
 
-        It shows the minimum slack of the weights that the wait is for.  If there is only one such weight, it shows its slot.
+        The note shows the minimum slack of the awaited weights.  If only one weight is awaited, the note also shows its slot.
         """
         weights = [w for name in readable if (w := self.weights.get(name)) is not None and w.offset is not None]
         if not weights:
@@ -159,7 +159,7 @@ class Annotator(FlopNotes):
         copy = self.spans.get((item.stream, _copied(item)))
         if copy is None:
             return None
-        # if later is False, the copy ends in the same step that reads the weight
+        # ``later``: whether the weight is read in the step after the step in which the copy ends
         later = item.next_step and item.window is not None and copy.end >= self.starts[item.window]
         return self.starts[reader] - self.waits.get(reader, 0.0) + later * self.plan.predicted.step_s - copy.end
 

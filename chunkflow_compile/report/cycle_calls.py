@@ -1,6 +1,7 @@
 """A table of the calls in a cycle.
 
-It shows the bytes that each call copies for itself and for later calls, and the bytes that a jump to the call copies.
+For each call, the table shows the bytes that the call copies for itself, the bytes that it copies for later calls, and the
+bytes that have to be copied before a jump to the call.
 """
 
 from __future__ import annotations

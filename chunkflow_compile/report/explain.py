@@ -22,7 +22,7 @@ from .lanes import HELD, Lanes, lanes_of
 from .record import as_json, fine, fitted, is_far, profile_does_not_fit, prose, region_title, seconds, without_profile
 from .summary import NOTABLE, Summary, advice
 
-# The maximum number of stalls that are listed, and the maximum number of windows.
+# A report lists at most this many stalls, and at most this many windows.
 SHOWN = 5
 # A time below this number of seconds is shown as 0.0 ms.
 _SHORT = 5e-5
@@ -254,7 +254,7 @@ def explain_plan(
 
 
 def _rest(measured: Measured) -> float:
-    """Return the seconds of a step in which it neither computed, nor waited for weights, nor ran a collective.
+    """Return the seconds of a step that were not spent on compute, on waiting for weights or on collectives.
 
     The medians of these parts may add up to more than the median step.  In this case the result is 0.
     """
@@ -346,9 +346,9 @@ def _longest_part(measured: Measured) -> str:
 
 
 def _worst_prediction(figures: Sequence[Figure], hardware: str) -> str:
-    """Return a sentence that names the figure with the largest prediction error, and that says what to do.
+    """Return a sentence that names the figure with the largest prediction error and gives advice.
 
-    It is empty if the step time is close to its prediction.
+    The sentence is empty if the step time is close to its prediction.
     """
     step, *parts = figures[:5]
     if not step.predicted or step.measured is None or not is_far(step.predicted, step.measured):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# For each phase, the timer names whose seconds are added.  If a name begins with "-", its seconds are subtracted.
+# For each phase, the names of the timers whose seconds are added.  If a name begins with "-", its seconds are subtracted.
 _PHASES: Mapping[str, tuple[str, ...]] = {
     "placing weights": ("chunkflow.place",),
     "Dynamo": ("_compile.compile_inner", "-OutputGraph.call_user_compiler"),

@@ -17,7 +17,7 @@ from chunkflow_compile.weights.limits import VARIABLE, HostMemory
 from .record import fitted, prose
 
 Verdict = Literal["ok", "note", "missing"]
-# If less memory than this is free, it is reported, because a model that needs streaming is larger.
+# If less host memory than this is free, there is a finding, because a model that needs streaming is larger.
 _SMALL_HOST = 16 << 30
 
 
@@ -36,7 +36,7 @@ class Finding:
 
 
 def findings(machine: Machine, program: str = "chunkflow") -> tuple[Finding, ...]:
-    """Return all findings.  Findings on things that a run needs first come first.
+    """Return all findings, in the order in which a run uses the parts of the machine.
 
     ``program``: the name of the command-line program.
     """

@@ -58,9 +58,10 @@ class Stall:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A range of bytes, ``[begin, stop)``, in the arena.  From ``start`` to ``end``, it contains a piece of a weight.
+    """A range of bytes in the arena that contains a piece of a weight.
 
-    ``start`` is the start of the copy, and ``end`` is the end of the last reader.
+    ``begin``, ``stop``: the first byte, and the byte after the last byte.  ``start``: the time at which the copy into the
+    range starts.  ``end``: the time at which the last reader of the weight ends.
     """
 
     weight: str
@@ -135,7 +136,7 @@ def lanes_of(plan: Plan) -> Lanes:
 
 
 def around(start: float, end: float, step: float) -> Iterator[tuple[float, float]]:
-    """Divide the interval [start, end) at the boundaries of the step, and yield each part shifted into the step.
+    """Divide the interval [start, end) at the boundaries between steps, and shift each part into the first step.
 
     ``step``: the duration of the step.
     """

@@ -58,7 +58,7 @@ class Line:
 def stage_lines(stage: Stage) -> list[Line]:
     """Return the lines of a stage.
 
-    They show the program.  If there is no program yet, they show the regions, or else the traced graph.
+    The lines show the program; before there is a program, the regions; and before there are regions, the traced graph.
     """
     if stage.program is not None and stage.cut is not None:
         return [*_proof_lines(stage), *_program_lines(stage)]
@@ -143,7 +143,7 @@ def _region(
     )
     taken = zip(
         region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=False
-    )  # the rest are destinations
+    )  # the other placeholders are destinations
     names = {inside: outside.name for inside, outside in taken}
     for node in region.module.graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -163,7 +163,7 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
     regions, packed = program.problem.regions, {w.name for w in program.problem.weights if w.source.compressed}
     block_of = {r.name: r.block for r in regions}
     blocks = [*block_of.values(), ""]
-    at, computed = 0, False  # index of the current region, and whether it has run; its evicts follow
+    at, computed = 0, False  # the current region, and whether it has run (its evicts come after that)
     for node, item, barrier in _items(program):
         if node.op == "placeholder":
             name, block = names.get(node.name, ""), next((block_of.get(u.name, "") for u in node.users), "")

@@ -24,7 +24,7 @@ COLUMN = 96
 class _ListingPart:
     """Consecutive lines in one part of a listing.
 
-    ``shape``: a key that is equal for two parts if their lines are equal up to names and are connected in the same way.
+    ``shape``: a key for comparing parts.  It is equal for two parts if they differ only in names.
     """
 
     name: str

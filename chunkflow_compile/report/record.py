@@ -291,7 +291,7 @@ def _share(part: int | None, whole: int | None) -> str:
 
 
 def tiling_sentence(name: str) -> str:
-    """Return a hint for the case that the VAE needs more activation memory than all other components of a pipeline.
+    """Return a hint for pipelines in which the VAE needs more activation memory than any other component.
 
     ``name``: the name of the VAE in the pipeline.
     """

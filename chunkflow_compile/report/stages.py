@@ -34,8 +34,8 @@ REPORT_FILE = "report.txt"
 class Written:
     """A stage that was written to a file.
 
-    ``lines``: the number of lines.  ``ops``: the number of lines per op.  ``added``, ``removed``: the number of lines that
-    the stage adds to the previous stage or removes from it, as text with a sign.
+    ``lines``: the number of lines.  ``ops``: the number of lines per op.  ``added``, ``removed``: the numbers of added and
+    removed lines compared with the previous stage, as text with a sign.
     """
 
     name: str

@@ -152,7 +152,7 @@ def _detail(axes: Any, zoom: _Zoom) -> None:
 
 
 def _name_blocks(axes: Any, zoom: _Zoom, top: int) -> None:
-    """Draw the blocks above the lanes.  Write the name of each block into it if the name fits."""
+    """Draw the blocks above the lanes.  If the name of a block fits into the block, write it there."""
     for name, (start, stop) in zoom.lanes.blocks.items():
         start, stop = max(start, zoom.begin), min(stop, zoom.end)
         if stop <= start:

@@ -9,7 +9,7 @@ A captured call after a jump waits for all copies of the jump.  An eager call wa
 is enough to check the order of eager calls.
 
 Contract
-    Reads a cycle and its order only: which chunks are live at a border is derived from the ops, not from the plan.
+    Reads only a cycle and its order.  The chunks that are live at a border are derived from the ops, not from the plan.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _Uses = Mapping[tuple[str, int | None], list[int]]
 
 
 def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check that a jump to each call first copies the chunks that are in flight or in use there in the second of two
-    passes."""
+    """Check the jump to each call: it must first copy the chunks that are in flight or in use before this call in the
+    second of two passes."""
     begins: dict[int, int] = {}
     uses: dict[tuple[str, int | None], list[int]] = {}
     waits: dict[str, list[_Wait]] = {}
@@ -45,7 +45,7 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
                         waits.setdefault(weight, []).append(_Wait(i, copy))
         for weight in (*each.reads, *each.evicts):
             uses.setdefault((weight, each.step), []).append(i)
-    alive = list[tuple[int, int]]()  # copies whose last use is still to come, each after the index of this use
+    alive = list[tuple[int, int]]()  # copies whose last use is still to come: (index of this use, index of the copy)
     seen = 0
     for call in range(1, len(cycle.calls)):
         begin, first = begins[call], cycle.prologue(call, jumps=True)
@@ -72,8 +72,8 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 class _Wait(NamedTuple):
     """The index of a wait, and the index of the copy for whose arrival it waits.
 
-    A jump records the arrival of a copy again only if it copies these bytes.  The arrival of any other copy before the jump
-    does not imply the arrival of the copies of the jump.
+    A jump records the arrival of a copy again only if the jump repeats this copy.  The arrival of any other copy before
+    the jump does not imply the arrival of the copies of the jump.
     """
 
     at: int
@@ -81,13 +81,13 @@ class _Wait(NamedTuple):
 
 
 def _chunks(ops: Iterable[Op]) -> list[tuple[str, int]]:
-    """The weights and chunks of all copies among ops."""
+    """Return the weights and chunks of all copies among ops."""
     return [(op.weight, chunk) for op in copies(ops) for chunk in range(op.first, op.end)]
 
 
 def _last_use(order: HappensBefore, uses: _Uses, copy: Issued) -> int:
-    """The index of the last op that uses the chunks of a copy, or the number of ops if this op is in a pass that is not
-    unrolled."""
+    """Return the index of the last op that uses the chunks of a copy, or the number of ops if the last use is in a pass
+    that is not unrolled."""
     if copy.serves is not None and copy.serves >= order.steps:
         return len(order.ops)
     (weight,) = weights_of(copy.op)

@@ -1,11 +1,11 @@
 """Collectives: proves that compute and concurrent collectives do not conflict in memory.
 
 * Every collective is completed, unless it completes itself.
-* No op reads the result of a collective before its completion.  Two ops of which one writes never use the same memory at the
-  same time; a collective uses its operands and its results from its start to its end.  Writes of in-place ops are taken from
-  their schemas (memory.py).  Two ops on the same memory must be in the order of the traced graph.
+* No op reads the result of a collective before its completion.  If an op writes to memory, no other op uses this memory
+  at the same time.  A collective uses its operands and its results from its start to its end.  Writes of in-place ops
+  are taken from their schemas (memory.py).  Two ops on the same memory must be in the order of the traced graph.
 * No value is released while a collective may use it, and no op reads a value after its release, except the region that
-  takes it over.  The releases that are checked are the ones that the executor carries out.
+  takes it over.  The checked releases are exactly the releases that the executor carries out.
 
 Contract
     Reads a program and its order only; it does not trust the passes that made them.
@@ -27,8 +27,8 @@ from .rewrite import Program, issued, source_of
 
 
 def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
-    """The violations of a program that concern its collectives, as sentences.  ``order``: order of the program by itself,
-    if it has been computed."""
+    """Yield the violations that concern the collectives of a program, as sentences.  ``order``: order of this program
+    alone, if it has already been computed."""
     yield from _check_readers_of_released(program)
     if not any(collective_kind(node) is not None for node in program.module.graph.nodes):
         return
@@ -68,7 +68,7 @@ def _check_readers_of_released(program: Program) -> Iterator[str]:
 
 
 def _late(value: str, reader: str, at: Node) -> str:
-    """A sentence on an op that reads a value after its release.  ``at``: node at which it is released."""
+    """Return a sentence on an op that reads a value after its release.  ``at``: node at which it is released."""
     if at.op == "call_module":
         return f"{value}: {reader} reads it after {at.name} has taken it; missing edge: {reader} -> {at.name}"
     return (
@@ -101,7 +101,8 @@ class _StepCollectives:
     def check_readers(self) -> Iterator[str]:
         """Check that readers of a collective's result come after its completion.
 
-        Only the completion and nodes that take an element may come before, because they read no bytes.
+        Only the completion itself, and nodes that take an element of the results, may come earlier, because these nodes
+        read no bytes.
         """
         order = self.order
         for node in self.program.module.graph.nodes:
@@ -160,7 +161,7 @@ class _StepCollectives:
             yield f"{value}: {ops[after]} may read it before {ops[before]} has written it; {edge}"
 
     def _value(self, collective: str, place: str) -> str:
-        """The operand or result of a collective that is stored in the memory ``place``."""
+        """Return the operand or result of a collective that is stored in the memory ``place``."""
         node = next(n for n in self.program.module.graph.nodes if n.name == collective)
         return next((n.name for n in (*node.all_input_nodes, node) if place in self.memory.of[n.name]), place)
 
@@ -181,7 +182,7 @@ class _StepCollectives:
                         )
 
     def _end(self, op: int) -> str:
-        """A phrase for the end of an op.  For an op on the collective stream, this is its completion."""
+        """Return a phrase for the end of an op.  For an op on the collective stream, this is its completion."""
         used = self.order.ops[op]
         if used.stream != "collective":
             return used.label

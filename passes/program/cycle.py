@@ -6,7 +6,7 @@ last windows of a call prefetch for the next calls, and the last windows of the 
 
     problem_of  the Problem of the calls, in their order
     write       the program of each call, with the transfers of its windows
-    prologue    what a cold start at a call, a jump to it and rewritten weights copy first
+    prologue    the ops before a call at a cold start, at a jump to the call, and after weights were rewritten
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 class Call:
     """A call of a cycle: the regions of a graph, and weights that other calls may read, too.
 
-    ``names``: names of the weights in the cycle, by their names in the graph.  ``keep``: for weights that the graph could
-    stream but that must stay on the device, the reason, by name in the cycle.  ``in_files``: names in the cycle of the
-    weights in files on the SSD.  ``live``: activation bytes of the call at other sizes; each region is planned with at
-    least this number.
+    ``names``: names of the weights in the cycle, by their names in the graph.  ``keep``: reasons why some weights must
+    stay on the device although the graph could stream them, by their names in the cycle.  ``in_files``: names of the
+    weights in files on the SSD, as in the cycle.  ``live``: peak activation bytes of the call at other input sizes;
+    each region is planned with at least this number of bytes.
     """
 
     cut: Cut
@@ -50,7 +50,7 @@ class Call:
     live: int = 0
 
     def problem(self) -> Problem:
-        """The problem of the graph, with the names that weights have in the cycle."""
+        """Return the problem of the graph, with the names that weights have in the cycle."""
         problem = self.cut.problem
         regions = tuple(self._region(r) for r in problem.regions)
         return replace(problem, regions=regions, weights=tuple(self._weight(w) for w in problem.weights))
@@ -60,8 +60,8 @@ class Call:
         return replace(region, weights=weights, block=self._block(region), live=max(region.live, self.live))
 
     def _block(self, region: Region) -> str:
-        """The block of a region, derived from the names of its weights, because the graph may have been compiled for
-        another block."""
+        """Return the block of a region, derived from the names of its weights, because the graph may have been compiled
+        for another block."""
         blocks = {block_of(self.names[name]) for name in region.weights}
         return blocks.pop() if len(blocks) == 1 else region.block
 
@@ -84,7 +84,7 @@ class Cycle:
 
     @staticmethod
     def of(program: Program | Cycle) -> Cycle:
-        """A single program as a cycle of one call."""
+        """Return a single program as a cycle of one call; return a cycle unchanged."""
         if isinstance(program, Cycle):
             return program
         return Cycle(program.problem, program.plan, (program,), (0,))
@@ -117,7 +117,7 @@ class Cycle:
     def prologue(
         self, call: int, lanes: Sequence[Lane] = LANES, stale: Collection[str] | None = None, *, jumps: bool = False
     ) -> Step:
-        """The ops to issue before a call at a cold start, at a jump and after writes to weights, see
+        """Return the ops to issue before a call at a cold start, at a jump and after writes to weights, see
         :func:`forms.prologue`."""
         begin = sum(map(len, self.ops[:call]))
         return prologue(self._issued, begin, self._kept, lanes, self.events, stale, jumps=jumps)
@@ -131,18 +131,19 @@ class Cycle:
         return resident(self.plan)
 
     def at(self, call: int, program: Program) -> Cycle:
-        """The cycle with the program of a call replaced."""
+        """Return the cycle with the program of a call replaced."""
         return replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
 
 
 def block_of(weight: str) -> str:
-    """The name of the block that contains a weight, derived from the weight's name; empty if it is not in a block."""
+    """Return the name of the block that contains a weight, derived from the weight's name; empty if it is not in a
+    block."""
     prefix = _BLOCK_PREFIX.match(weight)
     return prefix[0] if prefix is not None else ""
 
 
 def problem_of(calls: Sequence[Call]) -> Problem:
-    """The problem of several calls, in order.  A weight that several calls read is a single weight of the problem."""
+    """Return the problem of several calls, in order.  A weight that several calls read occurs once in the problem."""
     regions, collectives = list[Region](), list[Collective]()
     weights: dict[str, Weight] = {}
     ranks = 1
@@ -166,7 +167,7 @@ def problem_of(calls: Sequence[Call]) -> Problem:
 
 
 def ends_of(calls: Sequence[Call]) -> tuple[int, ...]:
-    """The numbers of regions at which the calls of a cycle end."""
+    """Return, for each call of a cycle, the number of regions up to its end."""
     return tuple(accumulate(len(call.cut.regions) for call in calls))
 
 
@@ -189,12 +190,12 @@ def rewritten(cycle: Cycle, number: int, call: Call, *, share: bool = True) -> P
 
 
 def collective_name(call: int, name: str) -> str:
-    """The name of a collective of a call in the problem of its cycle."""
+    """Return the name that a call's collective has in the problem of the cycle."""
     return f"call_{call}.{name}"
 
 
 def prefetches(program: Program) -> Iterator[tuple[Node, Copy]]:
-    """The nodes of the copies of a program, in the order of issue."""
+    """Yield the prefetch nodes of a program with their copies, in the order of issue."""
     for node in program.module.graph.nodes:
         if (op := prefetch_of(node)) is not None:
             yield node, op.copy

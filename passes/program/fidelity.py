@@ -44,11 +44,11 @@ def check_order(program: Program) -> Iterator[str]:
 
 
 def check_readers(program: Program, memory: Memory) -> Iterator[str]:
-    """Check that streamed weights are read by regions only, because waits and evicts order no other readers, and that no
-    other weights are copied.
+    """Check that only regions read streamed weights, because waits and evicts order no other readers.  Also check that
+    only streamed weights are copied.
 
-    Also check that no region writes to a streamed weight, because the next copy from host memory would undo the write, and
-    that each is copied in the lane given by the plan.
+    In addition, check that no region writes to a streamed weight, because the next copy from host memory would undo the
+    write.  Check that each streamed weight is copied in the lane that the plan gives.
     """
     moved = {w.name for w in program.plan.streamed}
     streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
@@ -71,7 +71,8 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
 
 
 def _kernels(program: Program, name: str) -> str:
-    """A phrase that names the user's kernels with which a region writes to its inputs; empty if there are none."""
+    """Return a phrase that names the user's kernels with which a region writes to its inputs; empty if there are
+    none."""
     call = next(n for n in program.module.graph.nodes if n.name == name)
     region = program.regions.get(str(call.target))
     nodes = () if region is None else region.module.graph.nodes
@@ -93,7 +94,7 @@ def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) ->
     """Check that the inputs, regions, outputs, constants, collectives, completions and results are the same as in the
     traced graph.
 
-    ``keys``: structural keys of regions that are shared with other calls; new ones are added.
+    ``keys``: structural keys of regions that are shared with other calls; new keys are added.
     """
     for target, region in program.regions.items():
         held = getattr(program.module, target)
@@ -117,7 +118,7 @@ def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) ->
 
 
 def _flow(program: Program, node: Node) -> str:
-    """The line of a node, in the format of :meth:`Cut.data_flow`."""
+    """Return the line of a node, in the format of :meth:`Cut.data_flow`."""
     if node.op == "get_attr":
         return flow_line("constant", str(node.target))
     if node.op == "output":

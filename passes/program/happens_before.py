@@ -10,15 +10,15 @@ for its end at its finish.  Nothing else orders collectives: every NCCL communic
 several collectives at a time.  So two collectives are ordered only if compute completes the first before it issues the
 second.
 
-A call of a plan with joins runs in one of two *forms*, which may alternate arbitrarily: *eager*, as above, or *captured*,
-as one CUDA graph.  A captured call has its own lanes and events: its first copy in each lane waits only for the opening of
-its window.  Before a captured call, compute waits for the *tail*: all copies that any program has issued in the eager
-lanes, for a cold start, a jump, a rewritten weight or an eager call.  At the end of a captured call, the *join*, compute
-waits for all copies of the call.
+A call of a plan with joins runs in one of two *forms*, which may alternate arbitrarily: *eager*, as above, or
+*captured*, as one CUDA graph.  A captured call has its own lanes and events: its first copy in each lane waits only for
+the opening of its window.  Before a captured call, compute waits for the *tail*: all copies that any program has issued
+in the eager lanes, for a cold start, a jump, a rewritten weight or an eager call.  At the end of a captured call (the
+*join*), compute waits for all copies of the call.
 
-``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternating sequences.  A
-property that holds for these holds for every sequence, because the order between ops of two calls depends only on the forms
-of these two calls and of the calls between them:
+``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternating sequences.
+A property that holds for these four sequences holds for every sequence, because the order between ops of two calls
+depends only on the forms of these two calls and of the calls between them:
 
 * from compute to a copy: through the opening of the copy's window, which is part of the copy's call in both forms;
 * from a copy to compute in the same call: through an arrival in this call, which is the same in both forms, like the order of
@@ -28,8 +28,8 @@ of these two calls and of the calls between them:
 * between two copies: if both calls are eager, by the order of their lane; otherwise through compute, as above.
 
 With a single call per step, all four pairs of forms are unrolled in this way.  A jump or a rewritten weight before a
-captured call copies in the eager lanes, and then the tail follows.  It is equivalent to a cold start that copies less
-(borders.py).
+captured call copies in the eager lanes, and then the tail follows.  Such a jump or rewrite is equivalent to a cold
+start that copies less (borders.py).
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ FORMS: tuple[Form, ...] = (EAGER, (True,), (False, True), (True, False))
 
 
 class Issued(NamedTuple):
-    """An op of the unrolled programs.  ``label``: text in the style of the listing.  ``reads``: weights that it reads.
-    ``collectives``: nodes of the collectives that it is, completes, or takes a result from.
+    """An op of the unrolled programs.  ``label``: text in the style of the listing.  ``reads``: weights that the op
+    reads.  ``collectives``: names of the collectives that the op starts, completes, or takes a result from.
 
-    ``step``: number of the step, -1 for the prologue.  ``call``: call of a cycle that issues it.  ``captured``: whether it
-    is part of a CUDA graph.
+    ``step``: number of the step, -1 for the prologue.  ``call``: number of the call that issues the op.  ``captured``:
+    whether the op is part of a CUDA graph.
     """
 
     op: Op
@@ -104,7 +104,7 @@ class Issued(NamedTuple):
 
     @property
     def ring(self) -> int | None:
-        """The byte of the ring at which it begins, if it is a read or a copy out of the ring, or None."""
+        """The byte of the ring at which a read, or a copy out of the ring, begins; None for other ops."""
         return getattr(self.op, "ring", None)
 
     @property
@@ -114,36 +114,36 @@ class Issued(NamedTuple):
 
     @property
     def readable(self) -> tuple[str, ...]:
-        """The weights that a wait makes readable."""
+        """The weights that may be read after a wait; empty for other ops."""
         return self.op.weights if isinstance(self.op, Wait) else ()
 
     @property
     def evicts(self) -> tuple[str, ...]:
-        """The weight that it evicts."""
+        """The weight that the op evicts, as a tuple; empty for other ops."""
         return (self.op.weight,) if isinstance(self.op, Evict) else ()
 
     @property
     def releases(self) -> tuple[str, ...]:
-        """The values that it releases."""
+        """The values that the op releases; empty for other ops."""
         return self.op.values if isinstance(self.op, Release) else ()
 
     @property
     def starts(self) -> bool:
-        """Whether a collective starts."""
+        """Whether the op starts a collective."""
         return isinstance(self.op, Start)
 
     @property
     def planned(self) -> bool:
-        """Whether it is an op of the plan's step.  All other ops exist in the graph only."""
+        """Whether the op belongs to the plan's step.  All other ops exist only in the graph."""
         return not isinstance(self.op, Evaluate | Release)
 
     @property
     def is_node(self) -> bool:
-        """Whether its label is the name of a node of the traced graph."""
+        """Whether the label of the op is the name of a node of the traced graph."""
         return isinstance(self.op, Run | Start | Finish | Evaluate)
 
     def of_chunk(self, chunk: int) -> str:
-        """The label of a copy, for one of its chunks."""
+        """Return the label of a copy for one of its chunks."""
         assert isinstance(self.op, Copy)
         weight, window = self.op.weight, self.op.window
         if window is None:
@@ -151,7 +151,7 @@ class Issued(NamedTuple):
         return f"prefetch({weight!r}, chunk {chunk}, window={window})"
 
     def text(self, chunk: int | None = None) -> str:
-        """The op and its position, as text.  ``chunk``: a chunk of a copy, to name it."""
+        """Return the op and its position as text.  ``chunk``: chunk of the copy to name in the text, or None."""
         turn = f"turn {self.turn}, " if self.turn else ""
         turn += f"call {self.call}, " if self.call else ""
         form = ", captured" if self.captured else ""
@@ -163,9 +163,10 @@ class Issued(NamedTuple):
 
 
 class _Clocks(NamedTuple):
-    """The position of each op relative to compute, which runs in order.  ``before``: the newest op of compute that happens
-    before it.  ``after``: the first op of compute that happens after it.  For an op of compute, both are the op itself.
-    ``lane``: first op of its lane, or the op itself if it is not in a lane.
+    """The position of each op relative to compute, which runs in order.  ``before``: for each op, the newest op of
+    compute that happens before it.  ``after``: for each op, the first op of compute that happens after it.  For an op
+    of compute, both are the op itself.  ``lane``: for each op, the first op of its lane, or the op itself if it is not
+    in a lane.
 
     Ops of different lanes are ordered only through compute, and so are collectives, which do not run in order.  For reads,
     which wait for copies and vice versa, see :func:`newest`.
@@ -177,8 +178,8 @@ class _Clocks(NamedTuple):
 
 
 def edges(ops: Sequence[Issued]) -> Iterator[tuple[int, int]]:
-    """The order of unrolled ops as pairs of indices.  The second op of a pair is issued later than the first, and runs
-    after it."""
+    """Yield pairs of indices that define the order of unrolled ops.  The second op of a pair is issued later than the
+    first op and runs after it."""
     newest: dict[Hashable, int] = {}  # for each stream, the last op issued in it
     marks: dict[Hashable, int] = {}  # for each event, the op that recorded it last
     running: dict[str, list[int]] = {}  # for each collective, its ops that have not been completed yet
@@ -206,7 +207,8 @@ def edges(ops: Sequence[Issued]) -> Iterator[tuple[int, int]]:
 
 
 def newest(ops: Sequence[Issued], stream: Stream) -> list[int]:
-    """For each unrolled op, the newest op of a stream that happens before it or is the op itself; -1 if there is none."""
+    """Return, for each unrolled op, the newest op of a stream that happens before it or is the op itself; -1 if there
+    is none."""
     found = [i if each.stream == stream else -1 for i, each in enumerate(ops)]
     for first, then in edges(ops):  # sorted by the second op
         found[then] = max(found[then], found[first])
@@ -233,15 +235,15 @@ class HappensBefore:
         self._clocks = self._count()
 
     def ordered(self, first: int, then: int) -> bool:
-        """Whether op ``first`` has finished before op ``then`` begins, however long each op takes."""
+        """Return whether op ``first`` has finished before op ``then`` begins, however long each op takes."""
         if self.ops[first].stream == "collective":
             return any(end == then or self.ordered(end, then) for end in self.graph.successors(first))
         before, after, lane = self._clocks
         return first < then and (after[first] <= before[then] or lane[first] == lane[then])
 
     def awaited(self, wait: int) -> int | None:
-        """The index of the copy for whose arrival the wait at index ``wait`` waits, or None if the arrival was not
-        recorded."""
+        """Return the index of the copy that the wait at index ``wait`` waits for, or None if the arrival of the copy
+        was not recorded."""
         at: int | None = wait
         while at is not None and self.ops[at].copy is None:
             at = next((i for i in self.graph.predecessors(at) if self.ops[i].stream in LANES), None)
@@ -278,13 +280,13 @@ def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool], lanes: S
 
 
 def _captured(cycle: Cycle, call: Sequence[Issued]) -> list[Issued]:
-    """The ops of a call of a cycle that is captured as a CUDA graph."""
+    """Return the ops of a call of a cycle that is captured as a CUDA graph."""
     of = {each.op: each for each in call}
     return [of.get(op) or Issued(op, "join") for op in captured((each.op for each in call), cycle.events)]
 
 
 def issued_by(program: Program) -> Iterator[Issued]:
-    """The ops of one call of a program, numbered as in its first step."""
+    """Yield the ops of one call of a program, numbered as in its first step."""
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     shared = _shared(program)
     for node, ops in issued(program):
@@ -300,7 +302,7 @@ def issued_by(program: Program) -> Iterator[Issued]:
 
 
 def _label(op: Op, node: Node | None = None) -> str:
-    """The label of a transfer op.  ``node``: its node in the program, or None in a prologue."""
+    """Return the label of a transfer op.  ``node``: its node in the program, or None in a prologue."""
     if isinstance(op, Copy):
         return f"prefetch({op.weight!r})"
     if isinstance(op, Read):
@@ -316,7 +318,7 @@ def _label(op: Op, node: Node | None = None) -> str:
 
 
 def _of(node: Node) -> tuple[str, ...]:
-    """The names of the collectives that a node is, completes, or takes a result from."""
+    """Return the names of the collectives that a node is, completes, or takes a result from."""
     if collective_kind(node) is not None:
         return (node.name,)
     if (results := list_of(node)) is not None:
@@ -325,7 +327,8 @@ def _of(node: Node) -> tuple[str, ...]:
 
 
 def _shared(program: Program) -> set[str]:
-    """The values that the collective stream reads or makes.  All others are released in the order of compute."""
+    """Return the values that the collective stream reads or makes.  All other values are released in the order of
+    compute."""
     shared: set[str] = set()
     for node in program.module.graph.nodes:
         if collective_kind(node) is not None or list_of(node) is not None:

@@ -1,6 +1,6 @@
 """Lifetimes: determines at which node the executor drops each value of a step.
 
-The table is part of the program.  The executor drops values according to it, and verify checks it.
+The resulting table is part of the program.  The executor drops values according to this table, and verify checks it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from chunkflow_compile.passes.ops import transfer_of
 
 
 def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """The names of the values to drop at each node, by the name of the node.
+    """Return the names of the values to drop at each node, by the name of the node.
 
-    The compute stream drops a value at its last reader.  If this is a region, the region takes over the value, so that its
-    code frees the memory after the last use inside.  After any other node, the value is dropped.  If the collective stream
-    reads or makes the value, compute drops it at the collective's completion or later, after it has waited for the
-    collective.  Outputs of the graph are not dropped, because the caller gets them, and neither are the results of regions
-    without outputs.
+    The compute stream drops a value at its last reader.  If this is a region, the region takes over the value, so that
+    its code frees the memory after the last use inside.  After any other node, the value is dropped.  If the collective
+    stream reads or makes the value, compute drops it at the collective's completion or later, after it has waited for
+    the collective.  Outputs of the graph are not dropped, because the caller gets them.  The results of regions without
+    outputs are not dropped, either.
     """
     number = {node: i for i, node in enumerate(graph.nodes)}
     release: dict[str, list[str]] = {}
@@ -34,10 +34,11 @@ def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def over(node: Node, number: Mapping[Node, int]) -> Node:
-    """The node after which ``node`` has read its operands and made its result.  ``number``: positions of the nodes.
+    """Return the node after which ``node`` has read its operands and made its result.  ``number``: positions of the
+    nodes.
 
-    If ``node`` is a collective or takes an element of its results, it is the last completion of the collective.  Otherwise
-    it is ``node``.
+    If ``node`` is a collective, or takes an element of a collective's results, the returned node is the last completion
+    of this collective.  Otherwise it is ``node`` itself.
     """
     collective = list_of(node) or node
     if collective_kind(collective) is None:

@@ -41,8 +41,8 @@ class Uses:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of the values of a program.  ``of``: for each value, the memory in which it may be stored.  ``uses``: uses
-    by region, collective or other top-level op.
+    """The memory of the values of a program.  ``of``: for each value, the memory in which it may be stored.  ``uses``:
+    for each region, collective or other top-level op, the memory that it uses.
 
     Memory is named after the node that allocates it or, inside a region, after the region and the node.
     """
@@ -53,9 +53,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Effects:
-    """The effects of a region on memory.  Inputs are given by position, memory allocated inside by the name of a node.
+    """The effects of a region on memory.  An input is identified by its position.  Memory that the region allocates is
+    identified by the name of a node.
 
-    ``outputs``: memory of each output.  ``writes``: positions of the inputs to which it writes.
+    ``outputs``: memory of each output.  ``writes``: positions of the inputs to which the region writes.
     """
 
     outputs: tuple[frozenset[int | str], ...]
@@ -63,7 +64,7 @@ class Effects:
 
 
 def program_memory(program: Program) -> Memory:
-    """The memory of every value of a program, and its uses."""
+    """Return the memory of every value of a program, and the uses of this memory."""
     slots = {program.weight_inputs[w.name] for w in program.plan.streamed if w.name in program.weight_inputs}
     effects = {target: _effects(region) for target, region in program.regions.items()}
     of = {node.name: frozenset({node.name}) for node in program.module.graph.nodes}
@@ -91,7 +92,7 @@ def program_memory(program: Program) -> Memory:
 
 
 def _output(node: Node, effects: Mapping[str, Effects], of: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """The memory of an output of a region."""
+    """Return the memory of an output of a region."""
     call, position = node.all_input_nodes[0], node.args[1]
     outputs = effects[str(call.target)].outputs if str(call.target) in effects else ()
     if not isinstance(position, int) or position >= len(outputs):
@@ -112,7 +113,7 @@ def _effects(region: CutRegion) -> Effects:
 
 
 def effects_of(module: GraphModule) -> Effects:
-    """The effects of a region, or of a graph nested in one, on memory."""
+    """Return the effects of a region, or of a graph nested in one, on memory."""
     of: dict[Node, frozenset[int | str]] = {}
     writes: set[int] = set()
     results: Any = ()
@@ -132,7 +133,8 @@ def effects_of(module: GraphModule) -> Effects:
 
 
 def _result_memory(node: Node, own: frozenset[Any], of: Mapping[Node, frozenset[Any]]) -> frozenset[Any]:
-    """The memory of an op's result.  ``own``: memory that it may allocate.  ``of``: memory of its operands."""
+    """Return the memory of an op's result.  ``own``: memory that the op may allocate.  ``of``: memory of the op's
+    operands."""
     target: Any = node.target
     if is_view(node) or target is operator.getitem:
         return _union(of[n] for n in _marked(node) or node.all_input_nodes)
@@ -146,9 +148,10 @@ def _result_memory(node: Node, own: frozenset[Any], of: Mapping[Node, frozenset[
 
 
 def _written_operands(node: Node, module: GraphModule) -> list[Node]:
-    """The operands that an op writes to, according to its schema.
+    """Return the operands that an op writes to, according to its schema.
 
-    Without a schema, all operands if a nested graph writes to an input, otherwise none.
+    For an op with nested graphs and without a schema, return all operands if a nested graph writes to an input,
+    otherwise none.
     """
     if isinstance(node.target, torch._ops.OpOverload):
         return _marked(node, write=True)
@@ -161,8 +164,8 @@ def _written_operands(node: Node, module: GraphModule) -> list[Node]:
 
 
 def _marked(node: Node, write: bool = False) -> list[Node]:
-    """The operands with which a result may share memory, according to the op's schema.  ``write``: only the operands to
-    which the op writes."""
+    """Return the operands with which a result may share memory, according to the op's schema.  ``write``: only the
+    operands to which the op writes."""
     marked: list[Node] = []
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):

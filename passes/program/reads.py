@@ -6,10 +6,10 @@ For a cold start and the following passes, and for programs that take turns, it 
 * a read comes after every earlier copy out of its bytes, and
 * a copy out of the ring comes after its read, which is the newest read into these bytes.
 
-Reads and copies wait for each other in a fixed pattern: a read is directly followed by its event, the copy out of its bytes
-directly follows the wait for this event, and a read waits for an event that a copy has just recorded.  Because of this
-pattern, prologues can find the event of each read, captured calls and weights in host memory can leave out the reads, and a
-stream of the host can find out where the event that it waits for was recorded.
+Reads and copies wait for each other in a fixed pattern: a read is directly followed by its event, the copy out of its
+bytes directly follows the wait for this event, and a read waits for an event that a copy has just recorded.  The
+pattern has three benefits.  Prologues can find the event of each read.  Reads can be left out of captured calls, and if
+the weights are in host memory.  A stream of the host can find out where the event that it waits for was recorded.
 
 A copy that does not wait for a read reads its file itself.  A jump to a call and a cold start repeat the reads that a pass
 has issued before this call for later copies, in the same order.  All copies issued earlier come before these reads.
@@ -32,8 +32,8 @@ from .happens_before import HappensBefore, newest
 
 @dataclass
 class _Held:
-    """Bytes of the ring up to ``end``, after a read.  ``index``: index of the read.  ``copied``: indices of the copies out
-    of these bytes."""
+    """Bytes of the ring, up to ``end``, that a read has filled.  ``index``: index of the read.  ``copied``: indices of
+    the copies out of these bytes."""
 
     read: Read
     index: int
@@ -42,8 +42,8 @@ class _Held:
 
 
 def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """The violations of a cycle in the ring, as sentences.  ``order``: order of this cycle, for a cold start and its
-    steps."""
+    """Yield the violations of a cycle that concern the ring, as sentences.  ``order``: order of this cycle, for a cold
+    start and the following steps."""
     yield from _check_neighbours(cycle)
     yield from check_ring(order)
     if any(each.read for each in order.ops):
@@ -51,7 +51,7 @@ def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 
 
 def check_ring(order: HappensBefore) -> Iterator[str]:
-    """The violations of unrolled programs in the ring, as sentences."""
+    """Yield the violations of unrolled programs that concern the ring, as sentences."""
     if all(each.ring is None for each in order.ops):
         return
     weights = [{w.name: w for w in turn.plan.streamed} for turn in order.turns]
@@ -118,16 +118,16 @@ def _check_neighbours(cycle: Cycle) -> Iterator[str]:
 
 
 def _neighbours(cycle: Cycle) -> Iterator[tuple[Op | None, Op, Op | None]]:
-    """The ops that each call issues, each with its predecessor and successor."""
+    """Yield the ops that each call issues, each with its predecessor and successor."""
     for call in cycle.ops:
         yield from zip((None, *call), call, (*call[1:], None), strict=False)
 
 
 def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check that a start at each call repeats the reads that are ahead of their copies there in the second of two passes,
-    with the same events, after all copies issued earlier."""
+    """Check the reads in the prologue of each call.  They must be the reads that are ahead of their copies before this
+    call in the second of two passes, with the same events.  They must come after all copies issued earlier."""
     marks = {op: after for _, op, after in _neighbours(cycle) if isinstance(op, Read)}
-    lanes = LANES if cycle.plan.pulled else LANES[:1]  # the minimum that a device may have
+    lanes = LANES if cycle.plan.pulled else LANES[:1]  # the minimum set of lanes of a device
     ahead, expected = list[Read](), dict[int, list[Read]]()
     for each in order.ops:
         if each.step == 1:

@@ -1,9 +1,9 @@
 """Repeats: proves that the calls of a repeated region (graph/split.py) do not overwrite each other's values.
 
-* Each call takes slices inside the values.  If several calls or regions write to an output, their parts do not overlap, and
-  they cover the whole output before anything reads it.
-* Memory that a call overwrites is not read by other calls of the region: it contains no input except the overwritten one, of
-  which each call reads only the slice that it overwrites.
+* The slices of each call are inside their values.  If several calls or regions write to an output, their parts do not
+  overlap, and they cover the whole output before anything reads it.
+* Other calls of the region do not read memory that a call overwrites.  This memory contains no input except the
+  overwritten input, and each call reads only the slice of this input that the call itself overwrites.
 * Overwritten memory is not an input of the program.  Its old contents are not read by later ops, and are not results.
 
 Contract
@@ -26,7 +26,7 @@ from .rewrite import Program
 
 
 def check_repeats(program: Program, memory: Memory) -> Iterator[str]:
-    """The violations of the repeated regions of a program, as sentences."""
+    """Yield the violations that concern the repeated regions of a program, as sentences."""
     nodes = list(program.module.graph.nodes)
     number = {node: i for i, node in enumerate(nodes)}
     inputs = {node.name for node in nodes if node.op == "placeholder"}
@@ -66,7 +66,7 @@ def _check_complete(node: Node, slicing: Slicing | None, written: Mapping[Node, 
 
 
 def _check_slices(node: Node, slicing: Slicing, written: dict[Node, _Written]) -> Iterator[str]:
-    """Check that slices are within their values, and that no element is written twice.  Updates ``written``."""
+    """Check that slices are within their values, and that no element is written twice.  Update ``written``."""
     for operand, part in zip(node.args, slicing.inputs, strict=True):
         if part is not None and isinstance(operand, Node) and not _inside(operand, part, slicing.repeat):
             yield f"{operand.name}: {node.name} takes slices of it beyond its end: {part}, {slicing.repeat} times"
@@ -86,7 +86,7 @@ def _check_slices(node: Node, slicing: Slicing, written: dict[Node, _Written]) -
 
 
 def _is_all(value: Node, parts: _Written) -> bool:
-    """Whether parts, which do not overlap, cover a whole value."""
+    """Return whether parts, which do not overlap, cover a whole value."""
     dim = next(iter(parts))[0]
     size: int = value.meta["val"].shape[dim]
     return sum(end - begin for _, begin, end in parts) == size

@@ -46,9 +46,10 @@ class Program:
     """A rewritten graph.  ``module``: graph whose placeholders are the inputs of the traced graph, including weights, in
     order.
 
-    ``weight_inputs``: names of the placeholders of weights.  ``regions``: region by name of the submodule; equal regions
-    share a submodule.  ``releases``: names of the values that the executor drops at each node.  ``data_flow``: data flow of
-    the Cut, for verify.  ``start``: first window of the program in the plan, if the plan is for a cycle (cycle.py).
+    ``weight_inputs``: for each weight, the name of its placeholder.  ``regions``: region by name of the submodule;
+    equal regions share a submodule.  ``releases``: for each node, the names of the values that the executor drops at
+    it.  ``data_flow``: data flow of the Cut, for verify.  ``start``: first window of the program in the plan, if the
+    plan is for a cycle (cycle.py).
     """
 
     module: GraphModule
@@ -68,7 +69,7 @@ class Program:
         return frozenset(w.name for w in self.problem.weights if w.keep is None)
 
     def same_as(self, other: Program) -> bool:
-        """Whether two programs compute the same with the same weights and the same transfers."""
+        """Return whether two programs compute the same with the same weights and the same transfers."""
         regions, others = self.problem.regions, other.problem.regions
         return self.plan == other.plan and [r.key for r in regions] == [r.key for r in others]
 
@@ -187,10 +188,11 @@ def _identifier(name: str) -> str:
 
 
 def issued(program: Program) -> Iterator[tuple[Node, Step]]:
-    """Every node of a program with its ops.  Inputs have no ops.
+    """Yield every node of a program with the ops of the step that it stands for.  Inputs have no ops.
 
-    The indices of regions and collectives refer to the problem of the program (-1 if they are not part of it); windows and
-    events refer to its cycle.  Values are released after the node, but for a region, before it.
+    The indices of regions and collectives refer to the problem of the program (-1 if they are not part of it); windows
+    and events refer to its cycle.  A node releases values after its other ops, but a region releases them before it
+    runs.
     """
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
@@ -214,5 +216,5 @@ def issued(program: Program) -> Iterator[tuple[Node, Step]]:
 
 
 def source_of(node: Node) -> str:
-    """The name of the node in the traced graph from which this node was made."""
+    """Return the name of the node in the traced graph from which this node was made."""
     return str(node.meta.get(SOURCE, node.name))

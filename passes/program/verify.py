@@ -22,8 +22,8 @@ sequences of eager and captured calls are checked, which represent all sequences
 * The calls of a repeated region write each output completely, and do not overwrite values that are read elsewhere
   (repeats.py).
 
-:func:`verify_together` checks programs that share an arena: the readers of each read their own bytes, whatever the other
-program has left in the arena or still has in flight.
+:func:`verify_together` checks programs that share an arena: the readers in each program read the bytes of their
+weights, whatever the other programs have left in the arena or still have in flight.
 
 Contract
     Reads programs and their plans only; it does not trust the passes that made them.
@@ -77,7 +77,7 @@ class Proof:
 def verify(program: Program | Cycle) -> Proof:
     """Prove a program or a cycle safe.
 
-    Raises FindingError that names the weight, the ops and the missing edge of each violation.
+    Raises FindingError with the weight, the ops and the missing edge of each violation.
     """
     orders = orders_of((program,), CHECKED_STEPS)
     _raise_violations("The program is not safe to run", check(program, orders))
@@ -86,15 +86,15 @@ def verify(program: Program | Cycle) -> Proof:
 
 
 def verify_together(*programs: Program | Cycle) -> None:
-    """Prove that programs, each of which is safe by itself, may take turns in one arena.  Raises FindingError if they may
-    not."""
-    orders = orders_of((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
+    """Prove that programs may take turns in one arena, if each program is safe by itself.  Raises FindingError if they
+    may not."""
+    orders = orders_of((*programs, programs[0]), 1)  # from each program to the next, and from the last to the first
     violations = chain(chain.from_iterable(map(check_turns, orders)), check_ring(orders[0]))
     _raise_violations("The programs are not safe in one arena", violations)
 
 
 def orders_of(turns: Sequence[Program | Cycle], steps: int) -> list[HappensBefore]:
-    """The orders of unrolled programs: first with eager calls, then in the other forms if a plan has joins."""
+    """Return the orders of unrolled programs: first with eager calls, then in the other forms if a plan has joins."""
     cycles = [Cycle.of(turn) for turn in turns]
     forms: tuple[Form, ...] = FORMS if any(cycle.plan.joins for cycle in cycles) else (EAGER,)
     return [HappensBefore(cycles, steps, form) for form in forms]
@@ -106,10 +106,12 @@ def verify_call(
     program: Program,
     keys: MutableMapping[GraphModule, str] | None = None,
 ) -> None:
-    """Prove that a program may replace a call of a proved cycle: it copies and reads the same weights there.
+    """Prove that a program may replace a call of a proved cycle: the program must copy and read the same weights as the
+    call.
 
-    ``keys``: see check_data_flow.  Only the program and the call are unrolled, because the other calls do not change, and
-    only in eager form, because the order follows from their ops in either form.  Raises FindingError if it may not.
+    ``keys``: as in check_data_flow.  Only the program and the call are unrolled, because the other calls do not change.
+    They are unrolled only in eager form, because their ops determine the order in both forms.  Raises FindingError if
+    the program may not replace the call.
     """
     violations = _check_place(cycle, call, program, {} if keys is None else keys)
     _raise_violations("The program is not safe in its place in the cycle", violations)
@@ -124,7 +126,8 @@ def _raise_violations(what: str, sentences: Iterable[str]) -> None:
 
 
 def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Iterator[str]:
-    """The violations of a program or a cycle, as sentences.  ``orders``: its orders, if they have been computed already."""
+    """Yield the violations of a program or a cycle, as sentences.  ``orders``: orders of the program or cycle, if they
+    have already been computed."""
     cycle = Cycle.of(program)
     orders = orders or orders_of((cycle,), CHECKED_STEPS)
     order = orders[0]  # borders, reads and collectives have the same order in all forms
@@ -148,7 +151,7 @@ def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Ite
 def _check_graph(program: Program, keys: MutableMapping[GraphModule, str]) -> Generator[str, None, Memory | None]:
     """Check that a program is equivalent to the traced graph, and return its memory.
 
-    Returns None if an operand comes after its reader, because other checks follow operands and might not terminate.
+    If an operand comes after its reader, return None, because the other checks follow operands and might not terminate.
     """
     misplaced = list(check_operands(program))
     yield from misplaced
@@ -163,7 +166,7 @@ def _check_graph(program: Program, keys: MutableMapping[GraphModule, str]) -> Ge
 
 
 def check_turns(order: HappensBefore) -> Iterator[str]:
-    """The violations in the slots of unrolled programs, as sentences."""
+    """Yield the violations that concern the slots of unrolled programs, as sentences."""
     lives = _lives(order)
     for life in lives.values():
         yield from _check_life(order, life)
@@ -172,9 +175,9 @@ def check_turns(order: HappensBefore) -> Iterator[str]:
 
 @dataclass
 class _Life:
-    """The ops of one step on one streamed weight, as indices.  ``chunks``: copies for this step by chunk.
+    """The ops of one step on one streamed weight, as indices.  ``chunks``: for each chunk, its copies for this step.
 
-    ``kept``: copies by resident chunk, one per turn.
+    ``kept``: for each resident chunk, its copies, one per turn.
     """
 
     plan: WeightPlan
@@ -317,8 +320,8 @@ class _Stay:
 
 
 def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
-    """Check, in a sweep over the bytes of the arena, that each chunk is no longer in use when the next one is copied to the
-    same bytes.
+    """Check, in a sweep over the bytes of the arena, that each chunk is no longer in use when the next chunk is copied
+    to the same bytes.
 
     If this holds for neighbours in the order of issue, it holds for every pair, because each copy then happens before the
     next one.
