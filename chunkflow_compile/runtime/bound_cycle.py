@@ -189,7 +189,7 @@ class BoundCycle:
         self._binding = None
 
     def _renew(self, names: Sequence[str]) -> None:
-        """Renew resident copies outside the arena's memory if their weights were written since they were copied.
+        """Replace outdated resident copies outside the arena's memory, that is, copies of weights that were written later.
 
         ``names``: names of the weights of the call.  If the bytes of one of them have moved in host memory or are no longer
         pinned, the whole binding is released.

@@ -122,7 +122,8 @@ def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call]
 
 
 def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
-    """Return the settings of a cycle, with the largest budget of its calls; None if other settings of the calls differ."""
+    """Return the settings of a cycle: the settings of its calls, with the largest budget; None if the calls differ in other
+    ways."""
     shared = [_unbudgeted(call.code.settings) for call in calls]
     if any(settings != shared[0] for settings in shared):
         return None

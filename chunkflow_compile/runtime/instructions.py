@@ -89,7 +89,7 @@ class _Compiler:
         self._windows = len(target.program.problem.regions)
         # the index of the window that stalls are added to: the window of the next region, or of the last region at the end
         self._window = 0
-        self._taken: tuple[int, ...] = ()  # the numbers of the values that are dropped when the next region takes them
+        self._taken: tuple[int, ...] = ()  # the numbers of the values that are dropped when the next region reads them
         self._computes: list[Compute] = []
         self._picks_and_drops: PicksAndDrops | None = None  # the latest work, to which later ops may be added
         self._transfers: list[Record | Wait | Copy] = []

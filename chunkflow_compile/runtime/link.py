@@ -62,8 +62,8 @@ class Wire:
     """The state of a port at the time ``now`` in seconds.
 
     ``turn``: the index of the lane that is being served.  ``quantum``: the bytes that are left in the current quantum of
-    this lane.  ``arrivals``: the number of transfers so far.  ``idle_from``, ``idle_to``: times in seconds when the last
-    period without a transfer began and ended, excluding the part that was credited to late senders.
+    this lane.  ``arrivals``: the number of transfers so far.  ``idle_from``, ``idle_to``: the times in seconds when the last
+    idle period began and ended.  Any idle time that was credited to a late sender is excluded.
     """
 
     emulation: LinkEmulation
