@@ -1,4 +1,4 @@
-"""Coarsen: chooses which cuts inside a block to leave out.
+"""Coarsen: merges neighbouring regions of a block, so that the graph is cut at fewer places.
 
 The finest cut has one region per 64 MiB of weights or so.  With many regions, copies can start and slots become free at a
 fine granularity, but each cut costs a host call and prevents fusion across it.  Coarser cuts merge neighbouring regions of
@@ -6,8 +6,9 @@ a block.
 
 Contract
     On entry: a Cut, which is not changed.
-    On exit: groups of neighbouring regions; each group is to become one region.  No group spans two blocks, a collective or
-    its completion.  Equal runs of regions are grouped in the same way, so equal blocks are still lowered once.
+    On exit: groups of neighbouring regions; each group is to become one region.  A group never spans two blocks, nor a
+    collective or the completion of a collective.  Equal runs of regions are grouped in the same way, so equal blocks
+    are still lowered once.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def grouped(cut: Cut, most: int | None) -> Groups:
-    """The regions in as few groups as possible.  ``most``: maximum bytes of streamed weights per group, or None for one
-    group per run of regions.
+    """Return the regions in as few groups as possible.  ``most``: maximum bytes of streamed weights per group, or None
+    for one group per run of regions.
 
     A run of regions is divided so that its largest group is as small as possible.
     """
@@ -41,13 +42,13 @@ def grouped(cut: Cut, most: int | None) -> Groups:
 
 
 def apart(cut: Cut) -> Groups:
-    """Groups of one region each."""
+    """Return groups of one region each."""
     return tuple((region.index,) for region in cut.problem.regions)
 
 
 def merged(cut: Cut, groups: Groups) -> Problem:
-    """The problem of the cut with one region for each group.  The costs of its regions are added up, because the time saved
-    by fusion is not known."""
+    """Return the problem of the cut in which each group is one region.  The costs of the regions in a group are added
+    up, because the time that fusion saves is not known."""
     problem, live = cut.problem, live_of(cut.storages, cut.sequence, groups)
     number = {old: new for new, group in enumerate(groups) for old in group}
     end = len(groups)
@@ -61,7 +62,8 @@ def merged(cut: Cut, groups: Groups) -> Problem:
 
 
 def repeated(problem: Problem, count: int) -> Problem:
-    """A problem repeated ``count`` times, each time with other weights, like the blocks of one block type."""
+    """Return a problem that consists of ``count`` repetitions of ``problem``, each with its own weights, like the
+    blocks of one block type."""
     size, turns = len(problem.regions), range(count)
     of = [{w.name: f"{w.name} ({turn})" for w in problem.weights} for turn in turns]
     return replace(
@@ -91,18 +93,18 @@ def repeated(problem: Problem, count: int) -> Problem:
 
 
 def before_repeating(name: str) -> str:
-    """The original name of a weight in a problem that was :func:`repeated`."""
+    """Return the original name of a weight in a problem that was :func:`repeated`."""
     return name.rpartition(" (")[0]
 
 
 def streamed_bytes(problem: Problem) -> list[int]:
-    """For each region, the bytes of the streamed weights that it reads."""
+    """Return, for each region, the bytes of the streamed weights that it reads."""
     nbytes = {w.name: w.nbytes for w in problem.weights if w.keep is None}
     return [sum(nbytes.get(name, 0) for name in region.weights) for region in problem.regions]
 
 
 def _runs(cut: Cut) -> Iterator[list[Region]]:
-    """The runs of neighbouring regions in the same block, without a collective in between."""
+    """Yield the runs of neighbouring regions in the same block, without a collective in between."""
     run = list[Region]()
     for item in cut.sequence:
         region = item.info if isinstance(item, CutRegion) else None
@@ -126,7 +128,8 @@ def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _filled(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Divide the positions of ``sizes`` into consecutive groups with sums of at most ``most``, each as full as possible."""
+    """Divide the positions of ``sizes`` into consecutive groups with sums of at most ``most``.  Each group is as full
+    as possible."""
     groups, held = list[list[int]](), 0
     for i, size in enumerate(sizes):
         if not groups or held + size > most:

@@ -1,4 +1,5 @@
-"""Declared collectives: custom ops that communicate, which cannot be recognized by their namespace.
+"""Declared collectives: custom ops that communicate.  Their namespaces do not show that they communicate, so users
+declare them.
 
 A server's all-to-all may be one opaque op, such as ``vllm_omni_a2a::ulysses_qkv_fwd``.  If it is not declared, it is
 treated as compute: copies overlap with it, and the proof does not know that the ranks synchronize there.
@@ -20,7 +21,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 # The engine that moves the bytes: kernels ("sm"), as in NCCL, or copy engines ("copy"), which also copy weights.
 Engine = Literal["sm", "copy"]
 _ENGINES: tuple[str, ...] = get_args(Engine)
-# The names of arguments for a process group or its name.
+# The usual names of arguments that take a process group or the name of a process group.
 _GROUPS = ("group_name", "group", "process_group", "pg")
 
 
@@ -28,8 +29,9 @@ _GROUPS = ("group_name", "group", "process_group", "pg")
 class DeclaredCollective:
     """The declared properties of an op that communicates.  When it returns, compute can read its results.
 
-    ``nbytes``: function from the op's arguments to the bytes that this rank receives, or None for the formula of its kind.
-    ``group``: name of the argument for the process group or, if ``fixed``, name of the group.
+    ``nbytes``: function that takes the op's arguments and returns the bytes that this rank receives, or None to use the
+    formula for ``kind``.  ``group``: name of the process group if ``fixed``, otherwise name of the op's argument for
+    the process group.
     """
 
     kind: Kind
@@ -53,14 +55,15 @@ def register_collective(
 ) -> None:
     """Declare that a custom op communicates, before a model that calls it is compiled.
 
-    ``op``: the result of ``torch.library.custom_op``, an op of ``torch.ops``, or its name, ``"namespace::name"``.  The op
-    must return new tensors and must not write to its arguments.  When it returns, the stream that called it must be able to
-    read the results.  ``kind``: "all-to-all", "all-gather", "reduce-scatter" or "all-reduce".  ``bytes``: a function of the
-    op's arguments (tensors have no data) that returns how many bytes this rank receives.  The default is the formula of the
-    kind, applied to all tensors that the op takes.  ``group``: the name of the argument for the process group or its name,
-    or a process group.  The default is the argument named group_name, group, process_group or pg.  ``engine``: "sm" if
-    kernels move the bytes, "copy" if copy engines move them; weights cannot be copied by these engines at the same time.
-    Declaring an op again replaces the earlier declaration.
+    ``op``: the result of ``torch.library.custom_op``, an op of ``torch.ops``, or its name, ``"namespace::name"``.  The
+    op must return new tensors and must not write to its arguments.  When it returns, the stream that called it must be
+    able to read the results.  ``kind``: "all-to-all", "all-gather", "reduce-scatter" or "all-reduce".  ``bytes``: a
+    function that takes the op's arguments (with fake tensors) and returns how many bytes this rank receives.  The
+    default is the formula for the kind, applied to all tensors that the op takes.  ``group``: a process group, or the
+    name of the op's argument that takes the process group or the group's name.  The default is the argument named
+    group_name, group, process_group or pg.  ``engine``: "sm" if kernels move the bytes, "copy" if copy engines move
+    them; weights cannot be copied by these engines at the same time.  Declaring an op again replaces the earlier
+    declaration.
 
     Raises ChunkflowError for an unknown op, kind, engine or group, and for an op that writes to its arguments.
     """
@@ -83,12 +86,12 @@ def register_collective(
 
 
 def declared(target: object) -> DeclaredCollective | None:
-    """The declaration of the op that a node calls, or None."""
+    """Return the declaration of the op that a node calls, or None."""
     return _DECLARED.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
 
 def argument(target: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    """The value of an op's argument in a call.  ``name``: name of the argument."""
+    """Return the value of an op's argument in a call.  ``name``: name of the argument."""
     schema: Any = target
     arguments = schema._schema.arguments
     given = {
@@ -122,7 +125,7 @@ def _op(op: object) -> torch._ops.OpOverload:
 
 
 def _group(op: torch._ops.OpOverload, group: object) -> tuple[str, bool]:
-    """The name of the argument for the process group and False, or the name of the group and True."""
+    """Return a pair: the name of the argument for the process group, and False; or the name of the group, and True."""
     names = [a.name for a in op._schema.arguments]
     if group is None:
         group = next((name for name in _GROUPS if name in names), None)

@@ -1,10 +1,10 @@
 """Discover: finds the weights among the inputs of an ATen inference graph, their readers, and the collectives.
 
 Contract
-    On entry: an ATen inference graph from AOTAutograd, in which ``meta["desc"]`` of every placeholder identifies its input.
-    The graph is not changed.  Parameters are found by the index of their input, never by the name of a node.  Raises
-    ChunkflowError for an unknown op in a collective namespace, and for a weight to stream that is written to or is not a
-    graph input by itself.
+    On entry: an ATen inference graph from AOTAutograd, in which ``meta["desc"]`` of every placeholder identifies its
+    input.  The graph is not changed.  Parameters are found by the index of their input, never by the name of a node.
+    Raises ChunkflowError for an unknown op in a collective namespace, and for a weight to stream that is not a graph
+    input by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NO_SIZES: Mapping[str, int] = {}
 _SCHEDULED = ("_c10d_functional", "_c10d_functional_autograd")
 # All namespaces with ops that communicate.  An unknown op in one of them raises an error and is never treated as compute.
 COLLECTIVE_NAMESPACES = (*_SCHEDULED, "c10d_functional", "c10d", "_dtensor", "symm_mem")
-# The kind of each op.
+# The kind of collective for each op name.
 COLLECTIVE_KINDS: Mapping[str, str] = {
     "all_to_all_single": "all-to-all",
     "all_gather_into_tensor": "all-gather",
@@ -60,13 +60,14 @@ class DiscoveredWeight:
     keep: str | None
 
     def with_source(self, **changed: Any) -> DiscoveredWeight:
-        """The same weight with some fields of its source changed."""
+        """Return the same weight with some fields of its source changed."""
         return replace(self, parameter=replace(self.parameter, source=replace(self.parameter.source, **changed)))
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """The weights of a graph, in program order.  ``weight_views``: for each view of a weight, the weight's placeholder."""
+    """The weights of a graph, in the order of the graph's inputs.  ``weight_views``: for each view of a weight, the
+    placeholder of the weight."""
 
     weights: tuple[DiscoveredWeight, ...]
     weight_views: Mapping[Node, Node]
@@ -97,16 +98,16 @@ def discover(traced: Traced) -> Discovery:
             continue
         views.update(dict.fromkeys(chain, node))
         keep = parameter.keep or written.get(key) or _keep(parameter, node, readers)
-        raw = DiscoveredWeight(parameter, node, keep).with_source(values=0, ranks=0)  # until a pass plans another
+        raw = DiscoveredWeight(parameter, node, keep).with_source(values=0, ranks=0)  # until a pass plans a source
         weights.append(raw)
     return Discovery(tuple(weights), views)
 
 
 def collective_kind(node: Node) -> str | None:
-    """The kind of a collective node, or None for other nodes, including completions.
+    """Return the kind of a collective node, or None for other nodes, including completions.
 
-    Raises ChunkflowError for an unknown op in a collective namespace: if it were treated as compute, a compiler could
-    reorder it.
+    Raises ChunkflowError for an unknown op in a collective namespace: if such an op were treated as compute, a compiler
+    could reorder it.
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -130,22 +131,23 @@ def collective_kind(node: Node) -> str | None:
 
 
 def collective_of(completion: Node) -> Node:
-    """The collective that a completion waits for.  The completion may read the collective directly, or an element of its
-    list."""
+    """Return the collective that a completion waits for.  The completion may read the collective directly, or an
+    element of the collective's list of results."""
     node = completion.all_input_nodes[0]
     return node if collective_kind(node) is not None else node.all_input_nodes[0]
 
 
 def awaited(completion: Node) -> tuple[Node, ...]:
-    """The collectives that a completion waits for; empty if it does not read the result of a collective."""
+    """Return the collectives that a completion waits for; empty if it does not read the result of a collective."""
     operands = [list_of(operand) or operand for operand in completion.all_input_nodes]
     return tuple(dict.fromkeys(node for node in operands if collective_kind(node) is not None))
 
 
 def list_of(node: Node) -> Node | None:
-    """The coalesced collective if ``node`` is an element of its results, or None for other nodes.
+    """Return the coalesced collective if ``node`` is an element of its results; return None for other nodes.
 
-    It is also None if the collective completes itself: its results, and their elements, then belong to compute.
+    The result is also None if the collective completes itself, because the collective's results and their elements then
+    belong to compute.
     """
     if node.target is not operator.getitem:
         return None
@@ -154,7 +156,8 @@ def list_of(node: Node) -> Node | None:
 
 
 def completes_itself(node: Node) -> bool:
-    """Whether a collective node itself makes compute wait for its end, so that there is no separate completion."""
+    """Return whether a collective node itself makes compute wait for its end, so that there is no separate
+    completion."""
     target: Any = node.target
     if declared(target) is not None:
         return True
@@ -162,16 +165,17 @@ def completes_itself(node: Node) -> bool:
 
 
 def engine_of(node: Node) -> Engine:
-    """The engine that moves the bytes of a collective node."""
+    """Return the engine that moves the bytes of a collective node."""
     custom = declared(node.target)
     return "sm" if custom is None else custom.engine
 
 
 def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES) -> int:
-    """Bytes that this rank receives in a collective, for the given sizes of the graph.
+    """Return the bytes that this rank receives in a collective.  ``sizes``: values of the symbols in the graph.
 
-    For P = ``ranks`` and n input bytes on each: all-to-all and reduce-scatter n (P - 1) / P, all-gather n (P - 1),
-    all-reduce 2 n (P - 1) / P.  Raises ChunkflowError if the sizes of a declared collective contradict its kind.
+    With P = ``ranks`` and n input bytes on each rank, the formulas are: n (P - 1) / P for all-to-all and
+    reduce-scatter, n (P - 1) for all-gather, 2 n (P - 1) / P for all-reduce.  Raises ChunkflowError if the sizes of a
+    declared collective contradict its kind.
     """
     custom = declared(node.target)
     if custom is not None and custom.nbytes is not None:
@@ -187,7 +191,7 @@ def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES)
 
 
 def group_name(node: Node) -> str:
-    """The name of the process group of a collective node.
+    """Return the name of the process group of a collective node.
 
     Raises ChunkflowError if the group is an input of the graph, because its size is unknown at compile time.
     """
@@ -217,12 +221,12 @@ def _check_kind(node: Node, kind: str, taken: int, given: int, ranks: int) -> No
 
 
 def group_names(graph: Graph) -> Collection[str]:
-    """The names of the process groups that the collectives of a graph use, in the order of their first use."""
+    """Return the names of the process groups that the collectives of a graph use, in the order of their first use."""
     return dict.fromkeys(group_name(node) for node in graph.nodes if collective_kind(node) is not None).keys()
 
 
 def is_wait_tensor(node: Node) -> bool:
-    """Whether a node is the completion of a collective."""
+    """Return whether a node is the completion of a collective."""
     return (
         node.op == "call_function"
         and isinstance(node.target, torch._ops.OpOverload)
@@ -231,7 +235,7 @@ def is_wait_tensor(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node is only a view of its input's memory: a view op, or an element of a view op's list."""
+    """Return whether a node is only a view of its input's memory: a view op, or an element of a view op's list."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -243,15 +247,16 @@ def is_view(node: Node) -> bool:
 
 
 def nbytes(node: Node, sizes: Mapping[str, int] = _NO_SIZES) -> int:
-    """Bytes of the tensor or tensors that a node returns, according to its metadata, for the given sizes of the graph."""
+    """Return the bytes of the tensors that a node returns, according to its metadata.  ``sizes``: values of the symbols
+    in the graph."""
     return tensor_bytes(concrete(node.meta["val"], sizes))
 
 
 def input_key(desc: Any) -> tuple[int, str]:
-    """The index of the Dynamo graph's input that a description from AOTAutograd stands for, or -1 if it stands for several
-    or none.
+    """Return the index of the Dynamo graph's input that a description from AOTAutograd stands for, or -1 if the
+    description stands for several inputs or for none.
 
-    Also returns the attribute path inside this input, if the input is a tensor subclass.
+    Also return the attribute path inside this input, if the input is a tensor subclass.
     """
     inside = ""
     while isinstance(desc, SubclassGetAttrAOTInput):
@@ -262,14 +267,16 @@ def input_key(desc: Any) -> tuple[int, str]:
 
 
 def _is_itself(desc: Any) -> bool:
-    """Whether a placeholder is an input itself, or a tensor inside one, and not a view of it."""
+    """Return whether a placeholder is an input itself, or a tensor inside an input.  A view of an input does not
+    count."""
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, PlainAOTInput)
 
 
 def mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
-    """For each input that forward writes, a clause on the op or kernel that writes it."""
+    """Return a clause for each input that forward writes.  The clause describes the op or kernel that writes the
+    input."""
     (output,) = graph.graph.find_nodes(op="output")
     descs: Any = output.meta.get("desc") or ()
     results: Any = output.args[0]
@@ -278,8 +285,8 @@ def mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
 
 
 def _writer(result: Any) -> str:
-    """A clause on the op or kernel that writes an input.  ``result``: new values that the graph returns for it, or a view
-    of them."""
+    """Return a clause that describes the op or kernel that writes an input.  ``result``: new values that the graph
+    returns for this input, or a view of these values."""
     while isinstance(result, Node) and result.all_input_nodes:
         if is_kernel_call(result):
             return f"the kernel {kernel_name(result)} writes it"
@@ -290,8 +297,8 @@ def _writer(result: Any) -> str:
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
-    """Raise ChunkflowError if the parameter would be streamed, because a part of a tensor subclass or memory that inputs
-    share cannot leave the device."""
+    """Raise ChunkflowError if the parameter would be streamed.  It cannot leave the device, because it is a part of a
+    tensor subclass, or because inputs share its memory."""
     if parameter.keep is None:
         raise ChunkflowError(
             f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it "
@@ -301,7 +308,7 @@ def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
 
 
 def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """The users of a placeholder that are not views, and the views between the placeholder and these users."""
+    """Return the users of a placeholder that are not views, and the views between the placeholder and these users."""
     readers: dict[Node, None] = {}
     chain: dict[Node, None] = {}
     todo = [placeholder]
@@ -317,7 +324,7 @@ def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
 
 
 def viewed(node: Node) -> Node:
-    """The node of which ``node`` is a view, or ``node`` itself if it is not a view."""
+    """Return the node of which ``node`` is a view, or ``node`` itself if it is not a view."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,12 +1,13 @@
-"""Exchanges: the attention of a graph whose heads the ranks divide, and the all-to-alls before and after it.
+"""Exchanges: finds attention ops whose heads are divided among the ranks, with the all-to-alls before and after each of
+them.
 
-With Ulysses each rank holds a part of the tokens.  All-to-alls give it all tokens of a part of the heads; it computes their
-attention, and another all-to-all returns the result.
+With Ulysses, each rank holds a part of the tokens.  All-to-alls give each rank all tokens for a part of the heads.  The
+rank computes attention for these heads, and another all-to-all returns the result.
 
 Contract
     On entry: an ATen inference graph, which is not changed.
-    On exit: one :class:`Exchange` for each attention between all-to-alls, in the order of the graph.
-    Raises NoGroups, with the reason in a sentence, if the exchange of one of them cannot be divided by heads in any case.
+    On exit: one :class:`Exchange` for each attention op between all-to-alls, in the order of the graph.  Raises
+    NoGroups, with the reason as a sentence, if one of the exchanges can never be divided by heads.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .discover import collective_kind, completes_itself, is_wait_tensor
 from .slice_rules import is_attention, op_name, shape_of
 
-# Ops that compute the inputs of an exchange, or read its results.  Nothing between attention and its exchanges is one.
+# Ops that compute the inputs of an exchange, or read its results.  There are no such ops between attention and its
+# exchanges.
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "linear", "convolution"))
-# The all-to-all whose operands and results are known by the sizes of its parts.
+# The only all-to-all that can be divided: its arguments give the sizes of the parts that it sends and receives.
 ALL_TO_ALL = "_c10d_functional::all_to_all_single"
-# In the metadata of the nodes that compute the attention of a group of heads: the number of groups.
+# The key in a node's metadata for the number of groups, if the node computes the attention of one group of heads.
 GROUPS = "exchange_groups"
 
 
@@ -36,11 +38,11 @@ class NoGroups(ChunkflowError):
 
 @dataclass(frozen=True)
 class Exchange:
-    """An attention between all-to-alls.
+    """An attention op between all-to-alls.
 
-    ``attention``: the op.  ``sent``: the all-to-alls that give it queries, keys and values, in the order of the graph.
-    ``back``: the all-to-all of its result.  ``heads``: the number of heads of this rank.
-    ``inside``: the nodes between, that is, those that depend on what was received and that ``back`` depends on.
+    ``attention``: attention op.  ``sent``: all-to-alls that give this rank queries, keys and values, in the order of
+    the graph.  ``back``: all-to-all that returns the result.  ``heads``: number of heads of this rank.  ``inside``:
+    nodes between ``sent`` and ``back``: they depend on the received values, and ``back`` depends on them.
     """
 
     attention: Node
@@ -51,19 +53,20 @@ class Exchange:
 
 
 def groups_of(nodes: Iterable[Node]) -> int:
-    """The number of groups of heads if nodes compute the attention of one, else 1."""
+    """Return the number of groups of heads if the nodes compute the attention of one group, otherwise 1."""
     return max((node.meta.get(GROUPS, 1) for node in nodes), default=1)
 
 
 def exchanges(graph: Graph) -> tuple[Exchange, ...]:
-    """The attention of a graph that is between all-to-alls."""
+    """Return the attention ops of a graph that are between all-to-alls."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     found = (_exchange(node, place) for node in graph.nodes if collective_kind(node) == "all-to-all")
     return tuple(exchange for exchange in found if exchange is not None)
 
 
 def completion(collective: Node) -> Node:
-    """The op that completes an all-to-all.  Raises NoGroups if there is not exactly one, which all its readers follow."""
+    """Return the op that completes an all-to-all.  Raises NoGroups if the result is read in any other way than through
+    one completion."""
     users = [*collective.users]
     if len(users) != 1 or not is_wait_tensor(users[0]):
         raise NoGroups(f"The result of {collective.name} is read before its completion.")
@@ -71,7 +74,8 @@ def completion(collective: Node) -> Node:
 
 
 def _exchange(back: Node, place: Mapping[Node, int]) -> Exchange | None:
-    """The exchange that ends with an all-to-all; None if that follows no attention whose operands were exchanged."""
+    """Return the exchange that ends with the all-to-all ``back``.  Return None if ``back`` does not follow an attention
+    op whose operands were exchanged."""
     before = [*_before(back)]
     attention = [node for node in before if is_attention(node) or "attn" in str(node.target)]
     sent = {node for node in before if collective_kind(node) == "all-to-all"}
@@ -109,7 +113,8 @@ def _check_known(node: Node) -> None:
 
 
 def _before(back: Node) -> Iterator[Node]:
-    """The nodes from which an all-to-all gets its operand, up to products and other collectives, which are among them."""
+    """Yield the nodes from which an all-to-all gets its operand, going back to products (which are left out) and other
+    collectives (which are included)."""
     todo, seen = [*back.all_input_nodes], set[Node]()
     while todo:
         node = todo.pop()
@@ -124,7 +129,7 @@ def _before(back: Node) -> Iterator[Node]:
 
 
 def _between(received: Collection[Node], back: Node, place: Mapping[Node, int]) -> set[Node]:
-    """The nodes that depend on what was received, and that an all-to-all depends on."""
+    """Return the nodes that depend on the received values and on which the all-to-all ``back`` depends."""
     first, inside = min(place[node] for node in received), set[Node]()
     todo, above = [back], set[Node]()
     while todo:

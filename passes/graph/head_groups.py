@@ -1,15 +1,18 @@
-"""Head groups: the exchanges around attention in groups of heads, so that one group is exchanged while another computes.
+"""Head groups: divides the exchanges around attention into groups of heads, so that one group is exchanged while
+another computes.
 
-Attention computes each head by itself.  With Ulysses, the all-to-alls before and after it are otherwise exposed: nothing else
-can be computed while they run.
+Attention computes each head separately.  Without groups, the all-to-alls of Ulysses before and after attention are
+exposed: nothing else can be computed while they run.
 
 Contract
     On entry: a Traced, which is not changed, and the number of groups.
-    Preserved: the values that the graph computes, to the bit in eager mode.  All ranks must divide the heads alike.
-    On exit: a Traced of the same inputs and results.  All groups are sent first, one group after the other.  For each group
-    in turn, compute awaits what it has received, computes attention, and starts to return the result after the next group has
-    received its values.  It awaits the results of all groups after the last one.
-    Raises NoGroups, with the reason in a sentence, if the heads cannot be divided so.
+    Preserved: the values that the graph computes, bit for bit in eager mode.  All ranks must use the same number of
+    groups.
+    On exit: a Traced of the same inputs and results.  All groups are sent first, one group after the other.  Then
+    compute handles one group after the other: it waits for the values that the group has received, computes attention,
+    and starts to return the result after the next group has received its values.  After the last group, compute waits
+    for the results of all groups.
+    Raises NoGroups, with the reason as a sentence, if the heads cannot be divided in this way.
 
 Method
     The slice rules (slice_rules.py) give, op by op, the parts of the received values that a group of heads needs.  If each
@@ -39,9 +42,10 @@ _VIEWS = ("view", "_unsafe_view", "reshape")
 
 
 def possible_groups(traced: Traced) -> tuple[int, ...]:
-    """The numbers of groups, above 1, that divide the heads of every exchanged attention; empty if there is none.
+    """Return the numbers of groups, above 1, that divide the heads of every exchanged attention op; empty if there is
+    no such op.
 
-    Raises NoGroups if an exchange cannot be divided in any case.
+    Raises NoGroups if an exchange can never be divided.
     """
     found = exchanges(traced.graph.graph)
     if not found:
@@ -51,7 +55,7 @@ def possible_groups(traced: Traced) -> tuple[int, ...]:
 
 
 def in_head_groups(traced: Traced, groups: int) -> Traced:
-    """The same graph with its exchanges divided into ``groups`` groups of heads."""
+    """Return the same graph with its exchanges divided into ``groups`` groups of heads."""
     if groups == 1:
         return traced
     graph, copies = Graph(), dict[Node, Node]()
@@ -78,14 +82,16 @@ def _check_heads(exchange: Exchange, groups: int) -> None:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Where the heads are in the elements of an exchanged tensor, in order: ``outer`` times ``length`` elements, of which a
-    group is a range."""
+    """The position of the heads among the elements of an exchanged tensor.  In the order of memory, the tensor consists
+    of ``outer`` runs with ``length`` elements each.  All heads are in every run, and a group of heads is a range of
+    each run."""
 
     outer: int
     length: int
 
     def within(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """The dimension of a shape, and how often it occurs there; None if it is not a part of one dimension."""
+        """Return the dimension of ``shape`` that contains the axis, and how often the axis occurs in this dimension.
+        Return None if the axis is not inside a single dimension."""
         for dim, size in enumerate(shape):
             before, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
             if before <= self.outer < before * size and self.outer % before == 0:
@@ -95,7 +101,8 @@ class _Axis:
 
 
 class _GroupBuilder(Builder):
-    """Builds the graph of a group's attention.  ``received``: the completions of its exchanges, of which it takes parts."""
+    """Builds the graph that computes the attention of one group.  ``received``: completions of the exchanges; the graph
+    takes parts of their results."""
 
     def __init__(self, values: Collection[Node], received: Collection[Node], fake: FakeTensorMode | None) -> None:
         super().__init__(values, fake=fake, closed=True)
@@ -103,7 +110,7 @@ class _GroupBuilder(Builder):
         self.taken: dict[Node, tuple[Part, Node]] = {}
 
     def is_by_heads(self, attention: Node) -> bool:
-        """Whether what is built is the attention of some heads, for all samples and all queries."""
+        """Return whether the graph computes attention for some of the heads, with all samples and all queries."""
         parts = [part for node, part in self._steps if node is attention or node.args[:1] == (attention,)]
         heads = len(shape_of(attention.all_input_nodes[0])) - 3
         return bool(parts) and all(part is not None and (part.dim, part.outer) == (heads, 1) for part in parts)
@@ -129,7 +136,7 @@ class _GroupBuilder(Builder):
 
 
 class _Divided:
-    """One exchange of a graph, which is divided in place."""
+    """Divides one exchange of a graph in place."""
 
     def __init__(self, graph: Graph, exchange: Exchange, groups: int, fake: FakeTensorMode) -> None:
         self.graph, self.exchange, self.groups, self.fake = graph, exchange, groups, fake
@@ -158,7 +165,8 @@ class _Divided:
             received = self._awaited(sent[0])
             for (builder, result), ahead in zip(built, [*sent[1:], ()], strict=True):
                 mine = self._inlined(builder, result, dict(zip(self.received, received, strict=True)))
-                # Exchanges run one after the other, so the result of this group is sent after what the next one receives.
+                # Exchanges run one after the other, so the result of this group is sent after the next group has
+                # received its values.
                 received = self._awaited(ahead)
                 returned.append(self._start(exchange.back, back, mine))
         with self.graph.inserting_before(self.returned):
@@ -171,7 +179,7 @@ class _Divided:
         return [self._made(wait.target, (start,), wait) for wait, start in zip(self.received, sent, strict=False)]
 
     def _found(self) -> tuple[int, int]:
-        """The dimension of the result that is the heads, and how often it occurs there."""
+        """Find the dimension of the result that contains the heads, and how often the heads occur in this dimension."""
         failed = f"they are no dimension of {self.result}"
         for dim, size in enumerate(shape_of(self.result)):
             for outer in dict.fromkeys((1, _ranks_of(self.exchange.back))):
@@ -195,7 +203,7 @@ class _Divided:
         )
 
     def _part(self, dim: int, outer: int, group: int) -> Part:
-        """The part of the result that a group computes."""
+        """Return the part of the result that a group computes."""
         length = shape_of(self.result)[dim] // outer
         count = length // self.groups
         return Part(dim, length, group * count, count, outer)
@@ -208,7 +216,8 @@ class _Divided:
         return builder, builder.root(self.result, self._part(dim, outer, group))
 
     def _axes(self, builder: _GroupBuilder) -> dict[Node, _Axis]:
-        """Where the heads are in the operand of each exchange, which is where they are in what it returns."""
+        """Return the axis of the heads in the operand of each exchange.  The result of the exchange has the heads at
+        the same position."""
         axes = dict[Node, _Axis]()
         for wait, collective in self.received.items():
             if wait not in builder.taken:
@@ -218,12 +227,12 @@ class _Divided:
         return axes
 
     def _check_rows(self, collective: Node, axis: _Axis) -> None:
-        """Check that what goes to each rank is whole rows of an axis."""
+        """Check that each rank gets whole rows of an axis."""
         if any(size % axis.length for sizes in _splits(collective) for size in sizes) or axis.length % self.groups:
             raise NoRule(f"the ranks divide rows of {collective} that hold all heads")
 
     def _part_to_send(self, collective: Node, axis: _Axis, group: int) -> Node:
-        """The elements that a group sends, from the operand of an exchange."""
+        """Add the nodes that take the elements to send for a group from the operand of an exchange."""
         like = _unviewed(_operand(collective))
         source = like
         if source.target is _aten.clone.default and source.args[0].meta["val"].shape == source.meta["val"].shape:  # type: ignore[union-attr]
@@ -238,7 +247,7 @@ class _Divided:
         return self._made(_aten.clone.default, (part,), like, memory_format=torch.contiguous_format)
 
     def _start(self, collective: Node, axis: _Axis, part: Node) -> Node:
-        """Start the exchange of a group.  ``part``: what it sends."""
+        """Start the exchange of a group.  ``part``: node with the values to send."""
         taken, given = ([size // self.groups for size in sizes] for sizes in _splits(collective))
         if not part.meta["val"].is_contiguous():
             part = self._made(_aten.clone.default, (part,), part, memory_format=torch.contiguous_format)
@@ -250,7 +259,7 @@ class _Divided:
         return self._made(collective.target, (flat, given, taken, named["group_name"]), collective, value=result)
 
     def _inlined(self, builder: _GroupBuilder, result: Node, received: dict[Node, Node]) -> Node:
-        """Copy the graph of a group's attention to here."""
+        """Copy the graph of a group's attention into the graph at the insertion point."""
         copies = dict[Node, Node]()
         for wait, (_, given) in builder.taken.items():
             copies[given] = self._view(received[wait], given.meta["val"].shape)
@@ -264,8 +273,8 @@ class _Divided:
         return copies[result]
 
     def _join(self, waits: Sequence[Node], axis: _Axis) -> None:
-        """Join the results of the groups.  If the whole result is only copied in another layout, the joined value replaces
-        that copy."""
+        """Join the results of the groups.  If the undivided result is only read by a copy to another layout, the joined
+        value replaces this copy."""
         chain, axes = _moves_to_copy(self.returned, axis)
         last = chain[-1]
         dim, outer = axes[-1]
@@ -282,7 +291,8 @@ class _Divided:
             self.graph.erase_node(node)
 
     def _moved(self, piece: Node, chain: Sequence[Node], axes: Sequence[tuple[int, int]]) -> Node:
-        """The result of a group, moved by the ops of ``chain`` as the whole is, except for the last op, which copies."""
+        """Apply the views in ``chain`` to the result of a group, in the same way as to the whole result.  The last op
+        of ``chain``, which copies, is left out."""
         for node, (dim, _) in zip(chain[:-1] or chain, axes, strict=False):
             shape = [size // self.groups if d == dim else size for d, size in enumerate(shape_of(node))]
             if node is chain[0] or op_name(node) in _VIEWS:
@@ -300,7 +310,7 @@ class _Divided:
         return self._made(_aten.view.default, (node, [*shape]), node)
 
     def _made(self, target: Any, args: tuple[Any, ...], like: Node, *, value: Any = None, **kwargs: Any) -> Node:
-        """A call, with the metadata of ``like`` but for its value."""
+        """Add a call with the metadata of ``like``, except for the value."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta = {name: each for name, each in like.meta.items() if name != "val"}
         if value is None:
@@ -311,7 +321,7 @@ class _Divided:
         return node
 
     def _erase(self) -> None:
-        """Erase what the groups replace, and what only that read."""
+        """Erase the nodes that the groups replace, and the nodes that are then unused."""
         gone = [self.returned, self.exchange.back, *self.exchange.inside, *self.received, *self.exchange.sent]
         todo = [*gone, *(node for collective in self.exchange.sent for node in _views_to(_operand(collective)))]
         while unread := [node for node in todo if not node.users]:
@@ -331,7 +341,7 @@ def _operand(node: Node) -> Node:
 
 
 def _views_to(node: Node) -> list[Node]:
-    """A node, and those that it views or copies."""
+    """Return a node and the nodes before it, up to the value that they view or copy.  This value is left out."""
     found = [node]
     while op_name(node) in (*_VIEWS, "permute", "transpose", "clone"):
         node = _operand(node)
@@ -340,15 +350,17 @@ def _views_to(node: Node) -> list[Node]:
 
 
 def _unviewed(node: Node) -> Node:
-    """The value whose elements a node has, in the same order and another shape."""
+    """Return the value that a node is a reshaped view of, or the node itself if it is not a view."""
     while op_name(node) in _VIEWS:
         node = _operand(node)
     return node
 
 
 def _moves_to_copy(node: Node, axis: _Axis) -> tuple[list[Node], list[tuple[int, int]]]:
-    """A node, the views that alone read it one after the other, and the contiguous copy that alone reads the last of them;
-    or the node alone.  With each of them the dimension of an axis, and how often it occurs there."""
+    """Return the chain of views that leads from a node to a contiguous copy, including the node and the copy.  Each
+    value in the chain must have the next one as its only reader; if there is no such chain, it contains only the node.
+    For each value in the chain, also return the dimension that contains the axis, and how often the axis occurs in this
+    dimension."""
     place = axis.within(shape_of(node))
     assert place is not None, "the axis is one of the node"
     chain, axes = [node], [place]
@@ -382,7 +394,7 @@ def _axis_of(node: Node, dim: int, outer: int) -> _Axis:
 
 
 def _splits(collective: Node) -> tuple[list[int], list[int]]:
-    """The elements that go to each rank, and that come from each."""
+    """Return the number of elements that go to each rank, and the number of elements that come from each rank."""
     named: dict[str, Any] = dict(zip(_ARGUMENTS, collective.args, strict=False)) | collective.kwargs
     value = _operand(collective).meta["val"]
     row = value.numel() // value.shape[0]

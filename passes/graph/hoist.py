@@ -1,16 +1,17 @@
-"""Hoist: splits a traced graph into a preamble, which depends on small inputs only, and main, which computes the rest.
+"""Hoist: splits a traced graph into two halves.  The preamble depends only on small inputs, and main computes the rest.
 
-A diffusion transformer computes its modulations from the timestep, the guidance and the pooled text.  These *slow* inputs
-are small and take few values, whereas the latent changes in every step.  The preamble computes the matrix products that
-depend on slow inputs only.  Their results *cross* into main, which takes them as inputs.  The results for one set of slow
-inputs are a *row*.  A caller that caches the rows need not stream the weights of the preamble in each step.
+A diffusion transformer computes its modulations from the timestep, the guidance and the pooled text.  These *slow*
+inputs are small and take few values, whereas the latent changes in every step.  The preamble computes the matrix
+products that depend on slow inputs only.  The results of these products *cross* into main, which takes them as inputs.
+The results for one set of slow inputs form a *row*.  A caller that caches the rows need not stream the weights of the
+preamble in each step.
 
 Contract
-    On entry: a Traced.  It is not changed.
+    On entry: a Traced, which is not changed.
     On exit: preamble and main together are equivalent to the traced graph (:func:`check_halves`).  The preamble reads
-    weights and slow inputs only.  It contains no collectives, random ops, ops that write in place, or symbolic sizes.  Only
-    results of matrix products cross, because a pointwise result would be rounded when it is stored, but Inductor's fused
-    kernel does not round it.
+    weights and slow inputs only.  It contains no collectives, random ops, ops that write in place, or symbolic sizes.
+    Only results of matrix products cross.  A pointwise result would be rounded when it is stored between the halves,
+    whereas a fused kernel of Inductor does not round it.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ _PRODUCTS = frozenset(
 class Halves:
     """A graph that is split in two.  Positions refer to the inputs of the whole graph.
 
-    ``preamble_inputs``, ``main_inputs``: positions of the inputs of each half.  Main takes the outputs of the preamble
-    after its own inputs, in order.  ``slow``: positions of the preamble's inputs that are not weights.  ``hoisted``: names
-    of the weights that only the preamble reads.  ``hoisted_bytes``: size of the streamed weights among them.
-    ``row_bytes``: size of the outputs of the preamble.  ``key``: equal for preambles with the same ops on inputs of the
-    same shapes.
+    ``preamble_inputs``, ``main_inputs``: positions of the inputs of each half.  Main takes its own inputs first, and
+    then the outputs of the preamble, in order.  ``slow``: positions of the preamble's inputs that are not weights.
+    ``hoisted``: names of the weights that only the preamble reads.  ``hoisted_bytes``: total bytes of the hoisted
+    weights that can be streamed.  ``row_bytes``: total bytes of the outputs of the preamble.  ``key``: equal for
+    preambles with the same ops on inputs of the same shapes.
     """
 
     preamble: Traced
@@ -81,9 +82,10 @@ class Halves:
 def split(traced: Traced) -> Halves | None:
     """Split a graph; return None if there is nothing to hoist.
 
-    The slow inputs are taken from the Traced.  If it does not name them, they are the inputs of at most
-    :data:`MOST_SLOW_BYTES` that are smaller than the largest result, which is as large as the latent.  In a block, they
-    must be smaller than every result, because text passes through the block as well, and a short prompt is small.
+    The slow inputs are taken from the Traced.  If the Traced does not name them, they are the inputs of at most
+    :data:`MOST_SLOW_BYTES` bytes that are smaller than the largest result, which is as large as the latent.  In a
+    block, slow inputs must be smaller than every result, because text passes through the block as well, and a short
+    prompt is small.
     """
     found = _Slow(traced)
     crossing = found.crossing()
@@ -152,7 +154,7 @@ class _Slow:
         }
         self._inputs = inputs
         self._slow, self._constant = set[Node](), set[Node]()
-        latent = set[Node]()  # nodes that read slow values only, but share a weight with a node that does not
+        latent = set[Node]()  # nodes that read only slow values, but share a weight with a node that reads other values
         while True:
             self._classify(latent)
             shared = {reader for reader in self._readers_of_shared() if reader in self._slow}
@@ -174,14 +176,14 @@ class _Slow:
                 self._slow.add(node)
 
     def _readers_of_shared(self) -> Iterator[Node]:
-        """The readers of all streamed weights that are not read by slow nodes only."""
+        """Yield the readers of each streamed weight that has a reader outside the slow nodes."""
         for node, parameter in self.parameters.items():
             readers = self._readers(node)
             if parameter.keep is None and any(r not in self._slow for r in readers):
                 yield from readers
 
     def _readers(self, weight: Node) -> set[Node]:
-        """The nodes that read a weight (or a value computed from weights only) together with other values."""
+        """Return the nodes that read a weight (or a value computed from weights only) together with other values."""
         readers, todo = set[Node](), [weight]
         while todo:
             for user in todo.pop().users:
@@ -192,8 +194,8 @@ class _Slow:
         return readers
 
     def crossing(self) -> list[Node]:
-        """The products whose results cross, in program order.  Main reads each of them, and each replaces enough bytes of
-        weights."""
+        """Return the products whose results cross, in program order.  Main reads each of these results, and each
+        product replaces enough bytes of weights."""
         replaced: dict[Node, int] = {}
         for node, parameter in self.parameters.items():
             for reader in self._readers(node) if parameter.keep is None else ():
@@ -210,7 +212,7 @@ class _Slow:
             hoisted -= dropped
 
     def _computed_from(self, weights: Iterable[Node]) -> set[Node]:
-        """The slow nodes that depend on any of these weights."""
+        """Return the slow nodes that depend on any of these weights."""
         needing = {reader for weight in weights for reader in self._readers(weight)}
         for node in self.nodes:
             if node in self._slow and not needing.isdisjoint(node.all_input_nodes):
@@ -218,13 +220,13 @@ class _Slow:
         return needing
 
     def in_main(self, hoisted: Collection[Node]) -> set[Node]:
-        """The nodes of main if these products are hoisted.  Slow values other than products are computed in each half that
-        needs them."""
+        """Return the nodes of main if these products are hoisted.  Slow values that are not products are computed in
+        each half that needs them."""
         kept = {n for n in self.nodes if n.op != "placeholder" and n not in self._slow and n not in self._constant}
         return self._with_operands(kept, hoisted)
 
     def ancestors(self, crossing: Iterable[Node]) -> set[Node]:
-        """The nodes of the preamble, including inputs and constants."""
+        """Return the nodes of the preamble, including inputs and constants."""
         return self._with_operands(set(crossing), ())
 
     def _with_operands(self, nodes: set[Node], but: Collection[Node]) -> set[Node]:
@@ -238,7 +240,8 @@ class _Slow:
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether a node only computes its result: it is not random, does not write to tensors, and does not communicate."""
+    """Return whether a node only computes its result: it is not random, does not write to tensors, and does not
+    communicate."""
     if node.target is operator.getitem or is_size(node):
         return True
     target = node.target
@@ -249,7 +252,7 @@ def _is_pure(node: Node) -> bool:
 
 
 def _is_random(node: Node) -> bool:
-    """Whether a node is random.  Attention without dropout is not random, although torch tags it as such."""
+    """Return whether a node is random.  Attention without dropout is not random, although torch tags it as such."""
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -261,14 +264,15 @@ def _is_random(node: Node) -> bool:
 
 
 def _is_concrete(node: Node) -> bool:
-    """Whether the value of a node consists of tensors without symbolic sizes."""
+    """Return whether the value of a node consists of tensors without symbolic sizes."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, (list, tuple)) else [value]
     return all(isinstance(t, FakeTensor) and all(type(s) is int for s in (*t.shape, *t.stride())) for t in tensors)
 
 
 def _is_returned(node: Node) -> bool:
-    """Whether a value, or a view of it, is a result of the graph, to which the caller may write."""
+    """Return whether a value, or a view of the value, is a result of the graph.  The caller may write to such a
+    result."""
     return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
@@ -286,7 +290,7 @@ def _part(
 
 
 def _preamble(traced: Traced, nodes: Iterable[Node], crossing: Iterable[Node]) -> GraphModule:
-    """The graph of the preamble.  ``nodes``: its nodes, in program order."""
+    """Return the graph of the preamble.  ``nodes``: its nodes, in program order."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -308,7 +312,8 @@ def _main(traced: Traced, inputs: Iterable[Node], crossing: Iterable[Node], kept
 
 
 def _key(preamble: GraphModule, weights: Sequence[str]) -> str:
-    """A digest of the ops and inputs of a preamble.  ``weights``: for each input, a label if it is a weight, or ""."""
+    """Return a digest of the ops and inputs of a preamble.  ``weights``: for each input, a label if it is a weight, or
+    ""."""
     numbers: dict[Any, int] = {}
     results = _numbered(preamble, range(len(weights)), numbers).results
     values = [str(n.meta["val"]) for n in preamble.graph.find_nodes(op="placeholder")]
@@ -355,8 +360,8 @@ class _Numbered:
 
 
 def _numbered(graph: GraphModule, inputs: Iterable[int], numbers: dict[Any, int]) -> _Numbered:
-    """Number the values of a graph.  ``inputs``: numbers of its inputs.  ``numbers``: numbers of the ops seen so far; new
-    ones are added."""
+    """Number the values of a graph.  ``inputs``: numbers of its inputs.  ``numbers``: numbers of the ops seen so far;
+    numbers of new ops are added."""
     given, of, effects = iter(inputs), dict[Node, int](), list[str]()
     mine = list[int]()
     results: Any = None

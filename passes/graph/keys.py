@@ -12,10 +12,11 @@ from chunkflow_compile.passes.kernel_calls import is_kernel_call, operands_of, s
 
 
 def structural_key(module: GraphModule, index: int, slicing: object = None) -> str:
-    """A digest of a region's ops, constants, wiring and tensor metadata.  It does not depend on the names of nodes.
+    """Return a digest of a region's ops, constants, wiring and tensor metadata.  It does not depend on the names of
+    nodes.
 
-    A region that contains anything but ATen ops (a nested graph, a user's function) never equals another one, because its
-    key includes ``index``.  ``slicing``: slicing of the region, if it is repeated.
+    If a region contains anything but ATen ops (such as a nested graph or a user's function), its key includes
+    ``index``, so the region never equals another region.  ``slicing``: slicing of the region, if it is repeated.
     """
     number: dict[Node, int] = {}
     lines: list[str] = [] if slicing is None else [repr(slicing)]

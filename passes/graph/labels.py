@@ -9,14 +9,14 @@ from chunkflow_compile.passes.problem import Problem, Region
 
 
 def region_labels(problem: Problem) -> tuple[RegionLabel, ...]:
-    """One label per region: the names of its large weights inside their block or, without such weights, the type of its
-    main op."""
+    """Return one label per region.  It contains the names of the region's large weights inside their block or, without
+    such weights, the type of the region's main op."""
     large = {w.name for w in problem.weights if w.keep is None}
     return tuple(RegionLabel(r.block, _what(r, large)) for r in problem.regions)
 
 
 def weight_label(name: str, block: str) -> str:
-    """The name of a weight inside its block."""
+    """Return the name of a weight inside its block."""
     return name.removeprefix(f"{block}.").removesuffix(".weight")
 
 

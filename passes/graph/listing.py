@@ -18,13 +18,14 @@ SLICING = "chunkflow_slicing"
 
 
 def listing(module: GraphModule) -> str:
-    """All nodes as text, except unused inputs."""
+    """Return all nodes except unused inputs as text."""
     nodes = (n for n in module.graph.nodes if n.op != "placeholder" or n.users)
     return "\n".join(node_text(n) for n in nodes) + "\n"
 
 
 def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
-    """One node as a line: ``name: dtype[shape] = target(operands)``.  ``names``: other names of operands."""
+    """Return one node as a line: ``name: dtype[shape] = target(operands)``.  ``names``: names to show for operands
+    instead of the names of their nodes."""
     renamed = names or {}
     if node.op == "placeholder":
         return f"{node.name}: {_shape(node)}"
@@ -52,7 +53,7 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
 
 
 def target_name(node: Node) -> str:
-    """The name of a node's target: ``aten.mm``, ``lowered_3``, ``prefetch``."""
+    """Return the name of a node's target: ``aten.mm``, ``lowered_3``, ``prefetch``."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target).removesuffix(".default").removeprefix("chunkflow.")
     if callable(node.target):
@@ -61,7 +62,7 @@ def target_name(node: Node) -> str:
 
 
 def _slice_text(part: Slice | None) -> str:
-    """The slice of a value in call ``i`` of a repeated region, as an index: ``[:, i * 4 : 4 + i * 4]``."""
+    """Return the slice of a value in call ``i`` of a repeated region, as an index: ``[:, i * 4 : 4 + i * 4]``."""
     if part is None:
         return ""
     ends = (part.offset, part.offset + part.size)

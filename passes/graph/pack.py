@@ -1,11 +1,11 @@
-"""Pack: regions take selected weights in packed form and unpack them before they are read.
+"""Pack: changes regions so that they take selected weights in packed form and unpack them before their first use.
 
 Contract
     On entry: a Cut, and names of weights that :func:`packable` returns for it.  The Cut is not changed.
     Preserved: the results of each region.  Regions that read none of the weights are not replaced.
-    On exit: the size of a packed weight is the size of its packed form.  The region that reads it takes this form, and
-    contains an ``unpack`` (passes/packing.py) before its readers, whose cost is included.  Equal regions that unpack the
-    same inputs stay equal.
+    On exit: the size of a packed weight is the size of its packed form.  The region that reads the weight takes the
+    packed form.  It contains an ``unpack`` (passes/packing.py) before the readers of the weight, and its cost includes
+    the ``unpack``.  Equal regions that unpack the same inputs stay equal.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .regions import Cut, CutRegion, cost_at, problem_at
 
 
 def takes_packed(cut: Cut) -> frozenset[str]:
-    """The weights that a graph can take in packed form: streamed bfloat16 weights that are contiguous, read by one region,
-    and not small.
+    """Return the weights that a graph can take in packed form: streamed bfloat16 weights that are contiguous, read by
+    one region, and not small.
 
     A weight that several regions read would be unpacked by each of them.
     """
@@ -36,12 +36,12 @@ def takes_packed(cut: Cut) -> frozenset[str]:
 
 
 def packable(cut: Cut) -> frozenset[str]:
-    """The weights from :func:`takes_packed` that are packed already, or can be packed where they are stored."""
+    """Return the weights from :func:`takes_packed` that are packed already, or can be packed where they are stored."""
     return takes_packed(cut) & {w.parameter.name for w in cut.discovery.weights if w.parameter.compressible}
 
 
 def packed(cut: Cut, names: Collection[str]) -> Cut:
-    """The cut with exactly these weights packed."""
+    """Return the cut with exactly these weights packed."""
     cut = cut.raw or cut
     if not names:
         return cut
@@ -78,7 +78,7 @@ def packed(cut: Cut, names: Collection[str]) -> Cut:
 
 
 def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:
-    """A region that takes packed inputs at these positions."""
+    """Return a copy of a region's graph that takes packed inputs at these positions."""
     graph, copies = Graph(), dict[Node, Node]()
     inputs = module.graph.find_nodes(op="placeholder")
     chosen = [inputs[place] for place in places]

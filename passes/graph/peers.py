@@ -16,12 +16,12 @@ from .regions import Cut
 
 
 def streamable(cut: Cut) -> frozenset[str]:
-    """The weights that can be sharded: all that may be streamed."""
+    """Return the weights that can be sharded, which are all weights that may be streamed."""
     return frozenset(w.name for w in cut.problem.weights if w.keep is None and w.uses and w.nbytes)
 
 
 def on_peers(cut: Cut, names: Collection[str], ranks: int) -> Cut:
-    """The cut with exactly these weights sharded over the devices of ``ranks`` ranks."""
+    """Return the cut with exactly these weights sharded over the devices of ``ranks`` ranks."""
     sharded = dict.fromkeys(names, ranks)
     if {w.name: w.source.ranks for w in cut.problem.weights if w.source.sharded} == sharded:
         return cut

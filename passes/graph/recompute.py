@@ -1,16 +1,16 @@
-"""Recompute: finds values that are recomputed in each region that reads them, because that is cheaper than passing them
-between regions.
+"""Recompute: finds values that are cheaper to recompute in each region than to pass between regions.
 
-A value that is passed on is written once, read by each region, and live in between.  For example, Wan2.2 with one timestep
-per token adds a table to 6 vectors per token, in float32.  The result takes 1.9 GiB for 121 frames, but it is computed from
-half as many bytes, which all blocks read anyway.
+A value that is passed between regions is written once, read by each region that needs it, and live in between.  For
+example, Wan2.2 with one timestep per token adds a table to 6 vectors per token, in float32.  The result takes 1.9 GiB
+for 121 frames, but it is computed from half as many bytes, which all blocks read anyway.
 
 Contract
     On entry: a graph, and the segment of each node.  Neither is changed.
-    On exit: the values to recompute, and the nodes between their sources and them.  The sources take fewer bytes than the
-    value and are not streamed weights.  Each op is elementwise in float32 or float64, so the value is not rounded when it
-    is stored, and recomputing it gives the same result.  The last op is not a product, which a GPU would fuse with an
-    addition.  Only pointwise ops read the value, so their kernels compute it and it is not stored.
+    On exit: the values to recompute, and the nodes from which each value is computed, up to its *sources*, which are
+    read instead.  The sources take fewer bytes than the value and are not streamed weights.  Each op is elementwise in
+    float32 or float64, so storing the value would not round it, and recomputing it gives the same result.  The last op
+    is not a multiplication, because a GPU would fuse it with an addition.  Only pointwise ops read the value, so their
+    kernels compute it and it is not stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .slice_rules import is_pointwise
 
 # For smaller values, moving them takes less time than starting a kernel.
 LEAST_BYTES = 1 << 20
-_PRODUCTS = frozenset(("aten::mul", "aten::neg"))  # a product is fused even if its sign is changed
+_PRODUCTS = frozenset(("aten::mul", "aten::neg"))  # a multiplication is fused even if its sign is changed
 # Ops whose results do not depend on the code around them.
 _OPS = frozenset(("aten::_to_copy", "aten::add", "aten::sub", "aten::div", "aten::where")) | _PRODUCTS
 
@@ -37,12 +37,13 @@ _STORED = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "a
 def to_recompute(
     graph: Graph, of: Mapping[Node, int], lazy: Collection[Node], streamed: Collection[Node], sizes: Mapping[str, int]
 ) -> dict[Node, None]:
-    """The nodes to recompute in each segment that reads them.  ``of``: segments of the nodes that are computed in one.
-    ``lazy``: nodes that each segment repeats anyway.  ``streamed``: streamed weights.  ``sizes``: values of the symbols."""
+    """Return the nodes to recompute in each segment that reads them.  ``of``: segment of each node that is computed in
+    a segment.  ``lazy``: nodes that each segment repeats anyway.  ``streamed``: streamed weights.  ``sizes``: values of
+    the symbols."""
     found = dict[Node, None]()
 
     def is_inside(node: Node) -> bool:
-        """Whether a node is read only inside segments."""
+        """Return whether a node is read only inside segments."""
         return all(user in of or user in lazy or user in found for user in node.users)
 
     for value in graph.nodes:
@@ -71,7 +72,7 @@ def to_recompute(
 
 
 def _views(value: Node, of: Mapping[Node, int], lazy: Collection[Node]) -> Iterator[Node]:
-    """The views of a value in its own segment, or that each segment repeats."""
+    """Yield the views of a value that are in the value's segment or that each segment repeats."""
     todo = [value]
     while todo:
         for user in todo.pop().users:
@@ -81,7 +82,8 @@ def _views(value: Node, of: Mapping[Node, int], lazy: Collection[Node]) -> Itera
 
 
 def _is_exact(node: Node) -> bool:
-    """Whether a node computes a full-precision tensor element by element, with the same result wherever it is fused."""
+    """Return whether a node computes a full-precision tensor element by element, with the same result in every fused
+    kernel."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype not in _FULL:
         return False
@@ -91,7 +93,7 @@ def _is_exact(node: Node) -> bool:
 
 
 def _is_rounded(node: Node) -> bool:
-    """Whether storing a value would round it, which a fused kernel does not do."""
+    """Return whether storing a value would round it, whereas a fused kernel would not round it."""
     value = node.meta["val"]
     full = isinstance(value, torch.Tensor) and value.dtype in _FULL
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""

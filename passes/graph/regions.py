@@ -2,12 +2,13 @@
 
 Contract
     On entry: an ATen inference graph and its Discovery.  The graph is not changed.
-    Preserved: every node is computed once, with two exceptions.  Views of weights and of collective results are repeated in
-    each region that reads them: they cost nothing, and a view that outlived its region would outlive its slot.  Values that
-    are cheaper to recompute than to pass between regions are repeated, too (recompute.py).  The order of collectives does
-    not change.
-    Cuts: at collectives, where the block changes, and before a weight with which a region would exceed ``group_bytes`` of
-    weights.  If ``groups`` are given, each group of these regions becomes one region (coarsen.py chooses the groups).
+    Preserved: every node is computed once, with two exceptions.  Views of weights and of collective results are
+    repeated in each region that reads them: they cost nothing, and a view that outlived its region would outlive its
+    slot.  Values that are cheaper to recompute than to pass between regions are also computed in several regions
+    (recompute.py).  The order of collectives does not change.
+    Cuts: the graph is cut at collectives, at the borders of blocks, and before an op whose weights would make a region
+    exceed ``group_bytes`` bytes of weights.  If ``groups`` are given, each group of these regions becomes one region
+    (coarsen.py chooses the groups).
 
 Steps
     assign        give every compute node a segment number, in program order
@@ -59,12 +60,12 @@ from .traced import Traced
 
 @dataclass(frozen=True)
 class Slicing:
-    """How the calls of a repeated region slice its values.  ``repeat``: number of calls.  ``inputs``: slice of each input,
-    or None for an input that every call takes as a whole.
+    """How the calls of a repeated region slice the region's values.  ``repeat``: number of calls.  ``inputs``: slice of
+    each input, or None for an input that every call takes as a whole.
 
-    ``writes``: for each output, its slice, and the position of the input that it overwrites, or None if it has separate
-    memory.  After its inputs, the region's code takes the slices of the outputs that have separate memory, and it returns
-    nothing.  Code that is called once may return its outputs; then ``writes`` is empty.
+    ``writes``: a pair for each output: its slice, and the position of the input that it overwrites (None if it has
+    separate memory).  After its inputs, the region's code takes the slices of the outputs that have separate memory,
+    and it returns nothing.  Code that is called once may return its outputs; then ``writes`` is empty.
     """
 
     repeat: int
@@ -76,8 +77,8 @@ class Slicing:
 class CutRegion:
     """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the module's order.
 
-    ``slicing``: how its values are sliced, if its code is called once per slice (split.py).  ``module`` is then the graph
-    of one call.
+    ``slicing``: how the region's values are sliced, if its code is called once per slice (split.py).  In this case,
+    ``module`` is the graph of one call.
     """
 
     info: Region
@@ -89,11 +90,11 @@ class CutRegion:
 
 @dataclass(frozen=True)
 class Cut:
-    """A graph that was cut, its regions and its top-level nodes.
+    """A graph that was cut, with its regions and its top-level nodes.
 
     ``sequence``: regions, collectives and completions, in program order.  ``storages``: memory of the graph's values.
-    ``raw``: the same cut with no weight packed, if any is packed.  ``recomputed``: nodes that each region repeats, except
-    views of weights.  ``whole``: the same cut with no region split, if any is split.
+    ``raw``: the same cut with no weight packed, or None if no weight is packed.  ``recomputed``: nodes that each region
+    repeats, except views of weights.  ``whole``: the same cut with no region split, or None if no region is split.
     """
 
     traced: Traced
@@ -122,7 +123,8 @@ class Cut:
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
-        """The same cut for other sizes, with other costs and activation sizes.  The graph is not replaced."""
+        """Return the same cut for other input sizes, with new costs and activation sizes.  The graph is not
+        replaced."""
         if traced.graph is not self.traced.graph:
             traced = replace(traced, graph=self.traced.graph)
         regions = {region.info.key: region for region in self.regions}
@@ -139,8 +141,8 @@ class Cut:
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
-        """Lines for each input, region, output, constant and top-level node, by name.  A line names the function that is
-        called and its operands.
+        """A line for each input, region, output, constant and top-level node, by name.  The line contains the function
+        that is called and its operands.
 
         A program must have the same lines.
         """
@@ -162,7 +164,7 @@ class Cut:
 
 
 def flow_line(target: str, operands: object) -> str:
-    """One line of :meth:`Cut.data_flow`."""
+    """Return one line of :meth:`Cut.data_flow`."""
     return f"{target} {operands!r}"
 
 
@@ -179,8 +181,9 @@ def cut(
 
     ``group_bytes``: maximum bytes of streamed weights per region; only the weights of a single op may exceed it.
     ``dissolve_views``: whether segments that contain only views are moved into neighbouring regions.  ``recompute``:
-    whether values that are cheaper to recompute are not passed between regions.  ``groups``: groups of region indices, each
-    of which becomes one region; empty to merge nothing.  Raises ChunkflowError if the graph contains no compute.
+    whether values are recomputed if this is cheaper than to pass them between regions.  ``groups``: groups of region
+    indices, each of which becomes one region; empty to merge nothing.  Raises ChunkflowError if the graph contains no
+    compute.
     """
     graph = traced.graph
     segments = _Segments(graph, discovery, traced.blocks, group_bytes)
@@ -227,7 +230,7 @@ def cut_into(
 
 
 class _Segments:
-    """The segment in which each node of the source graph is computed.  Top-level nodes have none."""
+    """The segment in which each node of the source graph is computed.  Top-level nodes belong to no segment."""
 
     def __init__(self, graph: GraphModule, discovery: Discovery, blocks: Mapping[str, str], group_bytes: int) -> None:
         self.graph = graph
@@ -308,7 +311,8 @@ class _Segments:
     def find_symbols(self) -> None:
         """For each segment, find the nodes whose values are the symbols in its sizes.
 
-        Inductor can take the value of a symbol from a size of an input only if the size is the symbol itself.
+        These nodes become inputs of the region, because Inductor can take the value of a symbol from a size of an input
+        only if this size is the symbol itself.
         """
         nodes = symbol_nodes(self.graph)
         needed: dict[int, set[str]] = {}
@@ -321,7 +325,8 @@ class _Segments:
             self.sent |= {n for n in self.symbols[segment] if n in self.of}
 
     def _with_operands(self, node: Node) -> Iterable[Node]:
-        """A node and its operands, and recursively the operands of the operands that its segment recomputes."""
+        """Yield a node and its operands.  If the node's segment recomputes an operand, yield the operands of this
+        operand instead, recursively."""
         yield node
         for operand in node.all_input_nodes:
             if operand in self.recomputed:
@@ -339,7 +344,7 @@ class _Segments:
                 yield nodes
 
     def _members(self) -> dict[int, list[Node]]:
-        """The nodes of each segment, in program order."""
+        """Return the nodes of each segment, in program order."""
         members: dict[int, list[Node]] = {}
         for node, segment in self.of.items():
             members.setdefault(segment, []).append(node)
@@ -348,12 +353,13 @@ class _Segments:
     def is_top_level(self, node: Node) -> bool:
         if node.op != "call_function":
             return True
-        if node.target is operator.getitem:  # an element of the list of a coalesced collective
+        if node.target is operator.getitem:  # an element of a coalesced collective's list of results
             return self.is_top_level(node.all_input_nodes[0]) and node.all_input_nodes[0].op == "call_function"
         return collective_kind(node) is not None or is_wait_tensor(node)
 
     def _home_of_view(self, node: Node, segment: int) -> int | None:
-        """The earlier segment to which a view can be moved, or None if each region that reads it must repeat it."""
+        """Return the earlier segment to which a view can be moved, or None if each region that reads the view must
+        repeat it."""
         home = self.of.get(node.all_input_nodes[0])
         return home if home != segment else None
 
@@ -366,10 +372,10 @@ class _Segments:
 
 
 def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, str]:
-    """The block of each call.
+    """Return the block of each call node.
 
-    A node without a module stack belongs to the root module or comes from functionalization.  It counts as part of a block
-    if the nearest nodes with a stack, before and after it, are both in this block.
+    A node without a module stack belongs to the root module or comes from functionalization.  Such a node counts as
+    part of a block if the nearest nodes with a stack, before and after it, are both in this block.
     """
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
     by_stack: dict[Node, str] = {}
@@ -450,7 +456,8 @@ def _build(
 
 
 def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None) -> RegionCost:
-    """The cost of a region at the sizes of a traced graph.  For a repeated region, it includes all calls."""
+    """Return the cost of a region at the sizes of a traced graph.  For a repeated region, the cost includes all
+    calls."""
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}
     cost, repeat = region_cost(values, traced.fused), 1 if slicing is None else slicing.repeat
     tiles = () if slicing is None else _times(gemm_tiles(values), repeat)
@@ -463,8 +470,8 @@ def _times(tiles: tuple[tuple[int, int], ...], repeat: int) -> tuple[tuple[int, 
 
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
-    """The memory of the values of a traced graph, at its sizes, including values that exist only in regions of this
-    sequence."""
+    """Return the memory of the values of a traced graph, at its sizes.  This includes values that exist only in regions
+    of ``sequence``."""
     regions = [item for item in sequence if isinstance(item, CutRegion)]
     nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
@@ -473,7 +480,7 @@ def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutReg
 
 
 def _allocated(region: CutRegion) -> Iterable[Node]:
-    """The outputs of a split region that have separate memory, even if they are views in the traced graph."""
+    """Return the outputs of a split region that have separate memory, even if they are views in the traced graph."""
     if region.slicing is None:
         return ()
     if region.slicing.writes:
@@ -491,7 +498,7 @@ def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> 
 def problem_at(
     traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
-    """The problem of a sequence of regions and collectives, at the sizes of a traced graph."""
+    """Return the problem of a sequence of regions and collectives, at the sizes of a traced graph."""
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.weights:

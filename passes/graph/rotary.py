@@ -1,20 +1,21 @@
 """Rotary: replaces the complex products of rotary embeddings by real arithmetic.
 
-Qwen-Image, Z-Image, Lumina and others rotate queries and keys by a product of complex numbers.  Inductor does not generate
-code for complex products: it calls torch's kernels, each of which writes its result to memory, in float32 or larger.  The
-same product in real arithmetic is fused with the ops before and after it.
+Qwen-Image, Z-Image, Lumina and others rotate queries and keys by a product of complex numbers.  Inductor does not
+generate code for complex products: it calls torch's kernels, and each of them writes its result to memory, in float32
+or a larger dtype.  The same product in real arithmetic is fused with the ops before and after it.
 
 Contract
     On entry: a Traced, which is not changed.
-    On exit: a Traced with the same inputs and results.  If Inductor will compile it, products of a complex view of real
-    numbers are replaced by real arithmetic, if only the real view of the product is read and the result is bit-identical.
+    On exit: a Traced with the same inputs and results.  If Inductor will compile the graph, products of a complex view
+    of real numbers are replaced by real arithmetic.  A product is replaced only if nothing but the real view of the
+    product is read, and if the result is bit-identical.
 
 The operations are in the same order as in torch's kernel, ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``.  The last bit
-depends on which multiplications are fused with the following addition.  On a CPU, Inductor fuses none, and neither does
-torch in whole vectors.  torch fuses some in the remainder of a row, so rows that do not fill whole vectors stay complex.
-If several threads divide a row at other positions, torch's own result depends on the number of threads; real arithmetic
-gives the result of a single thread.  On a GPU, both torch's kernel and Inductor's kernel fuse ``ac`` and ``ad`` (verified
-by comparing their machine code for an H100, with torch 2.11).
+depends on which multiplications are fused with the following addition.  On a CPU, Inductor fuses none of them, and
+torch fuses none in whole vectors.  In the remainder of a row, torch fuses some, so rows that do not fill whole vectors
+stay complex.  If several threads divide a row at other positions, torch's own result depends on the number of threads;
+real arithmetic gives the result of a single thread.  On a GPU, both torch's kernel and Inductor's kernel fuse ``ac``
+and ``ad`` (verified by comparing their machine code for an H100, with torch 2.11).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from torch.fx import Graph, GraphModule, Node
 from .traced import Traced
 
 _aten = torch.ops.aten
-# A row whose length is a multiple of this many complex numbers fills whole vectors in torch's CPU code, whatever their
-# width.
+# If the length of a row is a multiple of this number of complex numbers, the row fills whole vectors in torch's CPU
+# code, for every vector width.
 _FULL = 8
 
 
@@ -49,7 +50,7 @@ def in_real_arithmetic(traced: Traced) -> Traced:
 
 
 def _is_rotation(node: Node) -> bool:
-    """Whether a node is a complex product that can be replaced by real arithmetic."""
+    """Return whether a node is a complex product that can be replaced by real arithmetic."""
     if node.target is not _aten.mul.Tensor or not all(map(_is_complex, (node, *node.args))):
         return False
     if not node.users or any(user.target is not _aten.view_as_real.default for user in node.users):
@@ -62,13 +63,14 @@ def _is_rotation(node: Node) -> bool:
 
 
 def _is_complex(operand: Any) -> bool:
-    """Whether an operand is a complex tensor that is stored as it is, not as a lazy conjugate."""
+    """Return whether an operand is a complex tensor that is not a lazy conjugate."""
     value = operand.meta.get("val") if isinstance(operand, Node) else None
     return isinstance(value, FakeTensor) and value.is_complex() and value.dim() > 0 and not value.is_conj()
 
 
 def _rotated(product: Node) -> Node | None:
-    """The real tensor that is rotated, or None if it does not have the shape and the layout of the result."""
+    """Return the real tensor that is rotated, or None if this tensor does not have the shape and layout of the
+    result."""
     (result, *_) = (user.meta["val"] for user in product.users)
     for operand in product.all_input_nodes:
         if operand.target is _aten.view_as_complex.default:
@@ -89,8 +91,8 @@ def _replace(graph: Graph, product: Node) -> None:
         c, d = (call(_aten.select.int, second, -1, i) for i in range(2))
         ac, bd, ad, bc = (call(_aten.mul.Tensor, *each) for each in ((a, c), (b, d), (a, d), (b, c)))
         real, imaginary = call(_aten.sub.Tensor, ac, bd), call(_aten.add.Tensor, ad, bc)
-        # Inductor compiles this to one kernel, without intermediate memory.  On a CPU, it would not do so for a
-        # concatenation.
+        # Inductor compiles these scatters to one kernel, without intermediate memory.  On a CPU, it would not do this
+        # for a concatenation.
         pairs = call(_aten.clone.default, rotated)
         for i, part in enumerate((real, imaginary)):
             pairs = call(_aten.select_scatter.default, pairs, part, -1, i)
@@ -105,14 +107,14 @@ def _replace(graph: Graph, product: Node) -> None:
 
 
 def _pairs(call: Callable[..., Node], operand: Any) -> Node:
-    """The real view of a complex tensor: pairs of real numbers."""
+    """Return the real view of a complex tensor: pairs of real numbers."""
     if operand.target is _aten.view_as_complex.default:
         return operand.all_input_nodes[0]  # type: ignore[no-any-return]
     return call(_aten.view_as_real.default, operand)
 
 
 def _caller(graph: Graph, product: Node) -> Callable[..., Node]:
-    """A function that adds a call of an op before ``product``, in the same block."""
+    """Return a function that adds a call of an op before ``product``, in the same block."""
     mode = product.meta["val"].fake_mode
     place: dict[str, Any] = {
         key: product.meta[key] for key in ("nn_module_stack", "stack_trace") if key in product.meta

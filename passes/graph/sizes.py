@@ -1,7 +1,8 @@
 """Sizes: the symbols in the metadata of a graph that was traced for several sizes, and their values.
 
 The value of an input's symbol is known in each call.  A symbol that depends on data, as after ``nonzero``, has no value
-when the graph is planned.  It is estimated by an upper bound or, without a bound, by the largest of the other sizes.
+when the graph is planned.  Its value is estimated by an upper bound or, without a bound, by the largest of the other
+sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _LARGEST = 1 << 31
 
 
 def symbols_of(value: Any) -> set[str]:
-    """The names of the symbols in a value: in the sizes of a tensor, in a number, or in several of them."""
+    """Return the names of the symbols in a value, which is a tensor with symbolic sizes, a symbolic number, or a
+    container of them."""
     if isinstance(value, torch.Tensor):
         return {n for s in (*value.shape, *value.stride(), value.storage_offset()) for n in symbols_of(s)}
     if isinstance(value, (list, tuple)):
@@ -31,7 +33,7 @@ def symbols_of(value: Any) -> set[str]:
 
 
 def symbol_nodes(graph: GraphModule) -> dict[str, Node]:
-    """For each symbol, the first node with its value: an input, or the size of a tensor."""
+    """Map each symbol to the first node that has its value: an input, or the size of a tensor."""
     holders: dict[str, Node] = {}
     for node in graph.graph.nodes:
         value = node.meta.get("val")
@@ -41,21 +43,22 @@ def symbol_nodes(graph: GraphModule) -> dict[str, Node]:
 
 
 def hints(graph: GraphModule) -> dict[str, int]:
-    """The values of the inputs' symbols in the traced call, if known."""
+    """Return the values that the inputs' symbols have in the traced call, as far as they are known."""
     symbols = {name: node.meta["val"].node for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
     return {name: int(size.hint) for name, size in symbols.items() if size.has_hint()}
 
 
 def bounds(graph: GraphModule) -> dict[str, int | None]:
-    """The upper bounds of the symbols that are not given by the inputs of a call, or None if tracing has found no
-    meaningful bound."""
+    """Return the upper bounds of the symbols that are not given by the inputs of a call, or None if tracing has found
+    no meaningful bound."""
     inputs = {name for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
     metas = [node.meta.get("val") for node in graph.graph.nodes]
     return {name: _bound(name, metas) for name in sorted(symbols_of(metas) - inputs)}
 
 
 def estimated(values: Mapping[str, int], unknown: Mapping[str, int | None]) -> dict[str, int]:
-    """The value of each symbol.  ``values``: values of the inputs' symbols.  ``unknown``: upper bounds of all others.
+    """Return the value of each symbol.  ``values``: values of the inputs' symbols.  ``unknown``: upper bounds of all
+    other symbols.
 
     All unknown symbols get the same value, because a model combines them: query, key and value of attention must have
     matching sizes.
@@ -65,7 +68,8 @@ def estimated(values: Mapping[str, int], unknown: Mapping[str, int | None]) -> d
 
 
 def is_size(node: Node) -> bool:
-    """Whether a node computes a number from numbers, such as the product of two sizes.  Such nodes cost nothing."""
+    """Return whether a node computes a number from numbers, such as the product of two sizes.  Such nodes cost
+    nothing."""
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
@@ -75,7 +79,8 @@ def is_size(node: Node) -> bool:
 
 
 def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
-    """A value from a node's metadata with symbols replaced by ``sizes``.  Tensors have no data.  No guards are added."""
+    """Replace the symbols in a value from a node's metadata by ``sizes``.  The resulting tensors have no data.  No
+    guards are added."""
     if not sizes:
         return value
     if isinstance(value, torch.Tensor):
@@ -95,7 +100,7 @@ def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _bound(name: str, values: Iterable[Any]) -> int | None:
-    """The upper bound that tracing has found for a symbol, or None if it is meaningless."""
+    """Return the upper bound that tracing has found for a symbol, or None if this bound is meaningless."""
     for value in values:
         if isinstance(value, torch.SymInt) and name in symbols_of(value):
             symbol = next(s for s in value.node.expr.free_symbols if s.name == name)

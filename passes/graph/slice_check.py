@@ -1,4 +1,5 @@
-"""The proof that phases compute the same as the graph of their region, in whatever order the calls of each phase run."""
+"""Slice check: proves that phases compute the same as the graph of their region, for every order of the calls of each
+phase."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def _wrong(number: int, fault: str) -> NoReturn:
 
 
 def _covered(number: int, node: Node, phase: Phase, phases: tuple[Phase, ...]) -> bool:
-    """Whether the phases so far write all of a value.  Raises FindingError if an element is written twice."""
+    """Return whether the phases so far write all elements of a value.  Raises FindingError if an element is written
+    twice."""
     writes = [(w, p.repeat) for p in phases for w in p.writes if w.value is node]
     if len({w.slice.dim for w, _ in writes}) > 1 or len({w.over for w, _ in writes}) > 1:
         _wrong(number, f"writes {node} along another dimension, or elsewhere, than an earlier phase")
@@ -67,7 +69,7 @@ def _covered(number: int, node: Node, phase: Phase, phases: tuple[Phase, ...]) -
 
 
 def _viewed(phase: Phase) -> set[Node]:
-    """The inputs whose views a phase returns."""
+    """Return the inputs of which a phase returns views."""
     if phase.writes:
         return set()
     sources = dict(zip(phase.module.graph.find_nodes(op="placeholder"), phase.inputs, strict=False))
@@ -83,7 +85,7 @@ def _check_overwritten(
     later: Collection[Node],
     owned: Collection[int] | None,
 ) -> None:
-    """Check that the input that a result overwrites may be overwritten."""
+    """Check that a result may overwrite the input that it overwrites, if any."""
     if write.over is None:
         return
     source = placeholders[write.over]
@@ -101,7 +103,8 @@ def _check_overwritten(
 
 
 def _check_graph(number: int, phase: Phase, sources: list[Node], fake: FakeTensorMode) -> None:
-    """Check that the graph of a phase takes its inputs, and that it returns or writes its results only at its end."""
+    """Check that the graph of a phase takes the inputs of the phase, and that the graph returns or writes results only
+    at its end."""
     placeholders = phase.module.graph.find_nodes(op="placeholder")
     metas = [part_of(n, part, fake) for n, part in zip(phase.inputs, phase.slices, strict=True)]
     metas += [part_of(w.value, w.slice, fake) for w in phase.writes if w.over is None]
@@ -126,7 +129,7 @@ def _check_graph(number: int, phase: Phase, sources: list[Node], fake: FakeTenso
 
 
 def _targets(phase: Phase, sources: list[Node]) -> list[Node | None]:
-    """The placeholders of a phase to which it writes.  ``sources``: placeholders of the region's graph."""
+    """Return the placeholders to which a phase writes.  ``sources``: placeholders of the region's graph."""
     given = phase.module.graph.find_nodes(op="placeholder")
     fresh = iter(given[len(phase.inputs) :])
     taken = dict(zip(zip(phase.inputs, phase.slices, strict=True), given, strict=False))
@@ -134,7 +137,8 @@ def _targets(phase: Phase, sources: list[Node]) -> list[Node | None]:
 
 
 def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
-    """Check that a phase computes the same as the region's graph for its slices, from the inputs that it declares."""
+    """Check that a phase computes the same values as the region's graph for the phase's slices, from the inputs that
+    the phase declares."""
     table: dict[object, int] = {}
     given = phase.module.graph.find_nodes(op="placeholder")[: len(phase.inputs)]
     leaves = dict(zip(given, zip(phase.inputs, phase.slices, strict=True), strict=True))
@@ -155,8 +159,8 @@ def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
 
 
 def _parts(node: Node, part: Slice | None) -> list[Part | None]:
-    """The equivalent parts of a node for a slice.  For the whole node, these are None and the full range of each
-    dimension."""
+    """Return the parts of a node that are equivalent to a slice.  For the whole node, these are None and the full range
+    of each dimension."""
     shape = shape_of(node)
     if part is None or part.size == shape[part.dim]:
         return [None, *(Part(d, size, 0, size) for d, size in enumerate(shape))]
@@ -166,7 +170,8 @@ def _parts(node: Node, part: Slice | None) -> list[Part | None]:
 def _number_of(
     node: Node, part: Part | None, values: Collection[Node], fake: FakeTensorMode, table: dict[object, int]
 ) -> int:
-    """The number of a part of a node as computed by the rules, or -1 if they cannot compute it."""
+    """Return the number of a part of a node, computed by the slice rules, or -1 if the rules cannot compute the
+    part."""
     builder = Builder(values, fake=fake, closed=True)
     try:
         made = builder.root(node, part)
@@ -176,7 +181,8 @@ def _number_of(
 
 
 def _numbered(graph: Graph, leaves: Mapping[Node, object], table: dict[object, int]) -> dict[Node, int]:
-    """A number for each node.  Equal ops on equal operands have the same number.  ``leaves``: keys of the placeholders."""
+    """Assign a number to each node.  Equal ops on equal operands have the same number.  ``leaves``: keys of the
+    placeholders."""
     numbers: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op == "placeholder":

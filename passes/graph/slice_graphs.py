@@ -1,4 +1,5 @@
-"""Builds the graph of a phase: the ops of a region's graph that compute parts of some values, following the slice rules."""
+"""Slice graphs: builds the graph of a phase, which computes parts of some values of a region's graph according to the
+slice rules."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a value for call ``i`` of a phase: ``narrow(dim, offset + i * size, size)``."""
+    """The part of a value that call ``i`` of a phase uses: ``narrow(dim, offset + i * size, size)``."""
 
     dim: int
     offset: int
@@ -32,8 +33,9 @@ class Slice:
 class Walk:
     """The result of a walk from a root back to the inputs.
 
-    ``taken``: inputs, by node and part (None for the whole).  ``needs``: values that earlier phases must compute, each with
-    the dimensions along which it can be split, and the reason why it is needed as a whole.
+    ``taken``: placeholders of the inputs, by node and slice (None for the whole value).  ``needs``: values that earlier
+    phases must compute.  For each value, it contains the dimensions along which the value can be split, and the reason
+    why the whole value is needed.
     """
 
     taken: dict[tuple[Node, Slice | None], Node] = field(default_factory=dict)
@@ -42,11 +44,11 @@ class Walk:
 
 @dataclass(frozen=True)
 class _Step:
-    """How a builder computes a node, or a part of it.
+    """How a builder computes a node or a part of a node.
 
-    ``reads``: nodes and parts that it reads.  ``call``: the op, or None if the value is an input.  ``item``: index of the
-    node among the results of the op.  ``operands``: arguments of the op, with an Operand for each node; or the single
-    Operand that is the value.
+    ``reads``: nodes and parts that the step reads.  ``call``: the op, or None if the value is an input.  ``item``:
+    index of the node among the results of the op.  ``operands``: arguments of the op, in which each node is replaced by
+    an Operand.  If the value is equal to a single Operand, it is this Operand.
     """
 
     reads: tuple[tuple[Node, Part | None], ...]
@@ -58,9 +60,9 @@ class _Step:
 class Builder:
     """Builds the graph of a phase.
 
-    ``values``: nodes that earlier phases compute.  ``streams``: inputs that are split; empty if unknown.  ``fake``: mode in
-    which metadata is computed, or None to find only the needed values.  ``closed``: whether earlier phases compute nothing
-    but ``values``, so that everything else is computed here.
+    ``values``: nodes that earlier phases compute.  ``streams``: inputs that are split; empty if unknown.  ``fake``:
+    mode in which metadata is computed, or None if only the needed values are to be found.  ``closed``: whether earlier
+    phases compute nothing but ``values``, so that everything else is computed here.
     """
 
     def __init__(
@@ -84,8 +86,8 @@ class Builder:
         self._inline = False
 
     def root(self, node: Node, part: Part | None) -> Node:
-        """Add the computation of a root, or of a part of it.  A whole root is computed from the inputs and ``values``
-        alone."""
+        """Add the computation of a root, or of one of its parts.  A whole root is computed only from the inputs and
+        ``values``."""
         self._making, self._inline = node, part is None
         todo: list[tuple[Node, Part | None]] = [(node, part)]
         while todo:  # not recursive, because a graph may be deeper than Python's stack
@@ -102,7 +104,7 @@ class Builder:
         return self._copies[node, part]
 
     def _step(self, node: Node, part: Part | None) -> _Step:
-        """How a node, or a part of it, is computed."""
+        """Return how a node, or a part of it, is computed."""
         if node.op == "placeholder" or (self._is_given(node) and self._can_take(node, part)):
             return _Step(())
         call, item = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
@@ -136,8 +138,7 @@ class Builder:
         return _Step(tuple(reads), call, item, given)
 
     def _is_merged(self, node: Node, rule: Sliced | Operand) -> bool:
-        """Whether a node is a view of an input such that parts of the view can be taken, but not the corresponding parts of
-        the input."""
+        """Return whether a node is a view of an input for which a part of the view is not a slice of the input."""
         if (
             self.closed
             or self._inline
@@ -150,8 +151,7 @@ class Builder:
         return part is not None and part.outer != 1 and rule.args[0].node.op == "placeholder"
 
     def _note(self, operand: Operand, reader: Node) -> None:
-        """Note the value that an earlier phase must compute so that an operand can be read as a whole, if there is such a
-        value."""
+        """If an earlier phase must compute a value so that an operand can be read as a whole, note this value."""
         node, along = operand.node, operand.along
         if (
             self.closed
@@ -186,11 +186,11 @@ class Builder:
         return node.op == "placeholder" or node in self.values or node in self.found.needs
 
     def _is_split(self, node: Node, along: tuple[int, ...]) -> bool:
-        """Whether a whole node is computed from split inputs, in slices."""
+        """Return whether a whole node is computed in slices, because it depends on split inputs."""
         return bool(along) and (not self.streams or depends_on(node, self.streams))
 
     def _is_heavy(self, node: Node) -> bool:
-        """Whether computing a node in each call would repeat more than pointwise ops."""
+        """Return whether computing a node in each call would repeat ops that are more expensive than light ops."""
         todo, seen = [node], set[Node]()
         while todo:
             n = todo.pop()
@@ -203,10 +203,11 @@ class Builder:
         return False
 
     def _base(self, node: Node, along: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
-        """The value to pass between phases instead of a node, and the dimensions that correspond to ``along`` in it.
+        """Return the value to pass between phases instead of a node, and the dimensions of this value that correspond
+        to ``along``.
 
-        For a view, it is the base of the view.  For a value that is computed once, it is the last value on the way that
-        needs more than light ops.
+        For a view, the value is the base of the view.  For a node that is computed once, it is the last value on the
+        way to the node that needs more than light ops.
         """
         while not self._is_given(node) and len(node.all_input_nodes) == 1:
             if along:
@@ -222,7 +223,8 @@ class Builder:
         return node, along
 
     def _behind(self, view: Node, dim: int) -> int | None:
-        """The dimension of a view's operand that corresponds to ``dim`` of the view, or None if no single dimension does."""
+        """Return the dimension of a view's operand that corresponds to ``dim`` of the view, or None if no single
+        dimension does."""
         size = shape_of(view)[dim]
         try:
             rule = sliced(view, Part(dim, size, 0, size))
@@ -233,7 +235,7 @@ class Builder:
         return part.dim if part is not None and alone else None
 
     def _can_take(self, node: Node, part: Part | None) -> bool:
-        """Whether a part of an input, or of a value from an earlier phase, is a slice of it."""
+        """Return whether a part of an input, or of a value from an earlier phase, can be taken as a slice."""
         return part is None or part.outer == 1
 
     def _take(self, node: Node, part: Part | None) -> Node:
@@ -252,7 +254,7 @@ class Builder:
         """Add a placeholder for the memory of a slice of a node."""
         with self.graph.inserting_after(self._anchor):
             self._anchor = self.graph.placeholder(f"out_{node.name}")
-        self._anchor.target = self._anchor.name  # if there are several for one node, their names differ
+        self._anchor.target = self._anchor.name  # if one node has several placeholders, their names differ
         self._anchor.meta = {"val": part_of(node, part, self.fake)}
         return self._anchor
 
@@ -277,36 +279,37 @@ class Builder:
         return made
 
     def _contiguous(self, operand: Any) -> Node:
-        """A contiguous copy of an operand."""
+        """Return a contiguous copy of an operand."""
         return self._made(operand, torch.ops.aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
 
     def _computed(self, node: Node) -> Any:
-        """The metadata of a call."""
+        """Return the metadata of a call."""
         assert self.fake is not None and callable(node.target)
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])  # type: ignore[misc]
         with self.fake:
             value = node.target(*args, **kwargs)
             if isinstance(value, torch.Tensor) and value.storage_offset() and not is_view(node):
-                # Because of its cache, FakeTensorMode returns some results with the offset of an earlier one; then keys
-                # would differ.
+                # Because of its cache, FakeTensorMode returns some results with the offset of an earlier result; then
+                # keys would differ.
                 value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return value
 
 
 def _is_spread(operand: Any) -> bool:
-    """Whether the elements of a head are not adjacent in an operand of attention, which no kernel supports."""
+    """Return whether the elements of a head are not adjacent in an operand of attention.  No attention kernel supports
+    such operands."""
     return isinstance(operand, Node) and operand.meta["val"].dim() > 0 and operand.meta["val"].stride(-1) != 1
 
 
 def is_view_of_input(node: Node) -> bool:
-    """Whether a node is an input, or an input in another shape."""
+    """Return whether a node is an input, or an input in another shape."""
     while is_reshape(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
 
 
 def depends_on(node: Node, inputs: Collection[Node]) -> bool:
-    """Whether a node is one of these inputs, or is computed from one."""
+    """Return whether a node is one of these inputs, or is computed from one of them."""
     seen, todo = set[Node](), [node]
     while todo:
         if (n := todo.pop()) in inputs:
@@ -318,7 +321,7 @@ def depends_on(node: Node, inputs: Collection[Node]) -> bool:
 
 
 def part_of(node: Node, part: Slice | None, fake: FakeTensorMode | None) -> Any:
-    """The metadata of a node, or of a slice of it.
+    """Return the metadata of a node, or of a slice of it.
 
     If slices start at unaligned addresses, the metadata has an offset, so that Inductor does not use vector loads.
     """

@@ -1,9 +1,10 @@
-"""Slice rules: which parts of its operands an ATen op reads to compute a part of its result.  There is one rule per op.
+"""Slice rules: define which parts of its operands an ATen op must read to compute a part of its result.  There is one
+rule per op.
 
-A *part* is a range of one dimension of a value, such as some of the tokens.  If the batch and the tokens are merged into
-one dimension, a part is the same range in each sample.  A rule returns the operands with which the same op computes the
-part: slices of some operands, and other operands as a whole, such as the weights of a product, or the keys and values of
-attention.
+A *part* is a range of one dimension of a value, such as some of the tokens.  If the batch and the tokens are merged
+into one dimension, a part is the same range in each sample.  A rule returns the operands with which the same op
+computes the part.  Some of these operands are slices.  Others are needed as a whole, such as the weights of a product,
+or the keys and values of attention.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Part:
-    """A range of ``count`` elements from ``start`` on, of an axis with ``length`` elements.
+    """A range of ``count`` elements, beginning at ``start``, of an axis with ``length`` elements.
 
-    Dimension ``dim`` of the value consists of ``outer`` repetitions of this axis: more than one if the axis is merged with
-    the batch.
+    Dimension ``dim`` of the value consists of ``outer`` repetitions of this axis.  There are several repetitions if the
+    axis is merged with the batch.
     """
 
     dim: int
@@ -57,8 +58,8 @@ class NoRule(Exception):
 
 
 class Boundary(Exception):
-    """A part spans several operands of a concatenation.  ``count``: elements of the part.  ``before``: how many of them are
-    before the boundary."""
+    """A part spans several operands of a concatenation.  ``count``: number of elements in the part.  ``before``: number
+    of these elements before the boundary."""
 
     def __init__(self, before: int, count: int) -> None:
         super().__init__(before, count)
@@ -116,7 +117,7 @@ _RESHAPES = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "un
 
 
 def op_name(node: Node) -> str:
-    """The name of an ATen op without its overload.  For any other node, its target as text."""
+    """Return the name of an ATen op without its overload.  For any other node, its target as text."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
         return str(target._opname)
@@ -124,7 +125,7 @@ def op_name(node: Node) -> str:
 
 
 def is_light(node: Node) -> bool:
-    """Whether an op is pointwise, or only moves, selects or creates values."""
+    """Return whether an op is pointwise, or only moves, selects or creates values."""
     return op_name(node) in _MOVES or is_pointwise(node)
 
 
@@ -138,7 +139,7 @@ def is_attention(node: Node) -> bool:
 
 
 def is_reshape(node: Node) -> bool:
-    """Whether a node is a view of its whole operand, so that the operand can be passed on instead."""
+    """Return whether a node is a view of its whole operand, so that the operand can be passed instead of the node."""
     return node.op == "call_function" and op_name(node) in _RESHAPES
 
 
@@ -147,9 +148,10 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 
 def sliced(node: Node, part: Part, item: int | None = None) -> Sliced | Operand:
-    """The operands of ``node`` for a part of its result, or the operand of which the result is a part.
+    """Return the operands with which the op of ``node`` computes a part of its result.  If this part is itself a part
+    of one operand, return that operand.
 
-    ``item``: index of the result to which the part belongs, if there are several.  Raises NoRule or Boundary.
+    ``item``: index of the result to which the part belongs, if the op has several results.  Raises NoRule or Boundary.
     """
     name = op_name(node)
     if name in _RULES:
@@ -168,14 +170,14 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def _named(node: Node) -> dict[str, Any]:
-    """The arguments of an op by their names in its schema, including defaults."""
+    """Return the arguments of an op by their names in its schema, including defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     values = {a.name: a.default_value for a in schema if a.has_default_value()}
     return {**values, **dict(zip((a.name for a in schema), node.args, strict=False)), **node.kwargs}
 
 
 def _with(node: Node, **changed: Any) -> Sliced:
-    """The operands of an op with some arguments changed by name.  All other tensors are read as a whole."""
+    """Return the operands of an op, with some arguments replaced by name.  All other tensors are read as a whole."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     args = tuple(changed.pop(name, given) for name, given in zip(names, node.args, strict=False))
     return Sliced(args, {**node.kwargs, **changed})
@@ -186,12 +188,13 @@ def _dim(dim: int, rank: int) -> int:
 
 
 def _size(part: Part) -> int:
-    """The size of the dimension of a part."""
+    """Return the size that a part has along its dimension."""
     return part.outer * part.count
 
 
 def _aligned(operand: Any, result: Node, part: Part) -> Any:
-    """The part of an operand that is broadcast to the result; the whole operand if it is repeated along the dimension."""
+    """Return the part of an operand that is broadcast to a part of the result.  If the operand is repeated along the
+    dimension, return the whole operand."""
     if not isinstance(operand, Node) or not isinstance(operand.meta.get("val"), torch.Tensor):
         return operand
     dim = part.dim - len(shape_of(result)) + len(shape_of(operand))
@@ -206,7 +209,8 @@ def _pointwise(node: Node, part: Part) -> Sliced:
 
 
 def _first(node: Node, part: Part) -> Sliced:
-    """The operands of an op that reads the same part of its first operand, and its other operands as a whole."""
+    """Return the operands of an op that reads the same part of its first operand and the whole of its other
+    operands."""
     return Sliced((Operand(_operand(node), part), *node.args[1:]), dict(node.kwargs))
 
 
@@ -234,7 +238,7 @@ def _created(node: Node, part: Part, item: int | None) -> Sliced:
 
 
 def _resized(node: Node, part: Part) -> list[int]:
-    """The shape of the part of a result."""
+    """Return the shape of a part of a node's result."""
     return [_size(part) if i == part.dim else size for i, size in enumerate(shape_of(node))]
 
 
@@ -261,7 +265,8 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
 
 
 def _rescaled(part: Part, length: int) -> Part | None:
-    """The same part on an axis of ``length`` larger or smaller elements, or None if it does not consist of whole elements."""
+    """Return the same part on an axis with ``length`` larger or smaller elements, or None if the part does not consist
+    of whole elements."""
     numbers = [n * length for n in (part.start, part.count)]
     if any(n % part.length for n in numbers) or max(length, part.length) % min(length, part.length):
         return None
@@ -404,8 +409,8 @@ def _embedding(node: Node, part: Part, item: int | None) -> Sliced:
 
 @_rule("mm", "_int_mm", "addmm", "bmm", "baddbmm")
 def _product(node: Node, part: Part, item: int | None) -> Sliced:
-    """Rule for matrix products: a part consists of rows of the first factor or, for batched products, of some of the
-    batch."""
+    """Rule for matrix products: a part consists of rows of the first factor or, for batched products, of some elements
+    of the batch."""
     rows = len(shape_of(node)) - 2
     if part.dim > rows:
         raise NoRule(f"{op_name(node)} reads all rows of a weight for some of its columns")

@@ -1,16 +1,17 @@
-"""Slices: divides the graph of a region into phases, smaller graphs that are called for one slice of the tokens at a time.
+"""Slices: divides the graph of a region into phases.  A phase is a smaller graph that is called for one slice of the
+tokens at a time.
 
 Contract
-    On entry: the ATen graph of a region, or of several regions that are merged.  It is not changed.
+    On entry: the ATen graph of a region, or of several merged regions.  The graph is not changed.
     On exit: phases in the order in which they run.  Together they compute the outputs of the graph; ``slice_check`` proves
     this.
     Raises Whole if the graph cannot be computed in slices.
 
 Method
-    The largest output is split along one of its dimensions.  The rules in ``slice_rules`` determine, op by op, which slices
-    of the inputs are needed for a slice of an output.  If an op needs a whole value that depends on the split inputs, as
-    attention needs all keys and values, an earlier phase computes this value, also in slices.  Products that do not depend
-    on the split inputs are computed once.
+    The largest output is split along one of its dimensions.  The rules in ``slice_rules`` determine, op by op, which
+    slices of the inputs are needed for a slice of an output.  An op may need a whole value that depends on the split
+    inputs, just as attention needs all keys and values.  Then an earlier phase computes this value, also in slices.
+    Products that do not depend on the split inputs are computed once.
 
 Terms
     root     a value that a phase computes: an output of the graph, or a value that a later phase needs whole
@@ -46,9 +47,9 @@ class Whole(ChunkflowError):
 class Write:
     """A result that a phase writes, one slice per call.
 
-    ``value``: node of the region's graph that is written in parts.  ``over``: position of the placeholder in the region's
-    graph whose memory is overwritten, or None for new memory.  New memory has the strides of the value's metadata and is
-    allocated in the first phase that writes a part of the value.
+    ``value``: node of the region's graph that is written in parts.  ``over``: position of the placeholder in the
+    region's graph whose memory is overwritten, or None for new memory.  New memory has the strides from the value's
+    metadata.  It is allocated in the first phase that writes a part of the value.
     """
 
     value: Node
@@ -60,11 +61,11 @@ class Write:
 class Phase:
     """A graph that is called ``repeat`` times.
 
-    ``module``: graph whose placeholders are ``inputs`` and then the destinations of all writes to new memory.  With
-    ``writes``, it copies each result to its destination, or over the input that it replaces, and returns ().  Without
-    ``writes``, it returns ``outputs``, and ``repeat`` is 1.  ``inputs``: nodes of the region's graph, either placeholders
-    or values that an earlier phase computes.  ``slices``: for each input, the slice that a call takes, or None for the
-    whole.
+    ``module``: graph whose placeholders are ``inputs``, followed by the destinations of all writes to new memory.  With
+    ``writes``, the graph copies each result to its destination, or over the input that the result replaces, and returns
+    ().  Without ``writes``, the graph returns ``outputs``, and ``repeat`` is 1.  ``inputs``: nodes of the region's
+    graph, either placeholders or values that an earlier phase computes.  ``slices``: for each input, the slice that a
+    call takes, or None for the whole input.
     """
 
     module: GraphModule
@@ -76,7 +77,7 @@ class Phase:
 
 
 def phases(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[Phase, ...]:
-    """The phases of a region's graph.  The longest stream of tokens is computed in ``repeat`` calls.
+    """Return the phases of a region's graph.  The longest stream of tokens is computed in ``repeat`` calls.
 
     ``owned``: positions of the placeholders whose memory may be overwritten, because nothing else reads it, not even
     through a view.  Raises Whole with the reason if the graph cannot be computed in slices.
@@ -104,15 +105,15 @@ def phases(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[Ph
 
 
 def _outputs(module: GraphModule) -> list[Node]:
-    """The tensors that a graph computes and returns."""
+    """Return the tensors that a graph computes and returns."""
     (returned,) = module.graph.output_node().args
     nodes = [n for n in dict.fromkeys(returned) if isinstance(n, Node) and n.op == "call_function"]  # type: ignore[arg-type]
     return [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
 def _unflattened(node: Node) -> Node:
-    """The value of which a one-dimensional output is a view (as are values that are sent to other ranks), or the output
-    itself."""
+    """Return the value of which a one-dimensional output is a view, or the output itself if it is not such a view.
+    Values that are sent to other ranks are such outputs."""
     base = node
     while is_reshape(base) and len(shape_of(node)) == 1:
         base = base.all_input_nodes[0]
@@ -120,14 +121,14 @@ def _unflattened(node: Node) -> Node:
 
 
 def fake_mode(module: GraphModule) -> FakeTensorMode:
-    """The FakeTensorMode of a graph's metadata."""
+    """Return the FakeTensorMode of a graph's metadata."""
     modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in module.graph.nodes)
     return next((mode for mode in modes if mode is not None), None) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _dims(node: Node) -> list[int]:
-    """The dimensions along which a value may be split, longest first.  The last dimension, the features of a token, is not
-    split."""
+    """Return the dimensions along which a value may be split, longest first.  The last dimension (the features of a
+    token) is not split."""
     shape = shape_of(node)
     dims = range(len(shape) - 1) if len(shape) > 1 else range(len(shape))
     return sorted((d for d in dims if shape[d] > 1), key=lambda d: -shape[d])
@@ -135,8 +136,8 @@ def _dims(node: Node) -> list[int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece of a root.  ``part``: its part of the root, or None for the whole root, which is computed by the unchanged
-    ops of the graph."""
+    """A piece of a root.  ``part``: part of the root that the piece computes.  None means the whole root, computed by
+    the unchanged ops of the graph."""
 
     part: Part | None
     repeat: int
@@ -144,7 +145,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Root:
-    """A value that a phase computes.  ``depends``: values that it needs from earlier phases."""
+    """A value that a phase computes.  ``depends``: values from earlier phases that the root needs."""
 
     node: Node
     pieces: tuple[_Piece, ...]
@@ -165,8 +166,8 @@ class _Plan:
             raise Whole(f"{self.longest} tokens cannot be divided into {repeat} slices of one size.")
 
     def find(self, outputs: list[Node], flat: dict[Node, Node]) -> None:
-        """Find the roots: the outputs and, recursively, the values that they need.  ``flat``: outputs that are views, with
-        their base."""
+        """Find the roots: the outputs and, recursively, the values that the roots need.  ``flat``: base of each output
+        that is a one-dimensional view."""
         _, walk = self._split(self.largest, self.dim)
         split = [n for n, part in walk.taken if part is not None and is_view_of_input(n)]
         self.streams = {m for n in split for m in self.placeholders if depends_on(n, (m,))}
@@ -210,11 +211,12 @@ class _Plan:
         self.roots[node] = _Root(node, pieces, frozenset(n for n, _ in walk.taken if n.op == "call_function"))
 
     def _depends_on_streams(self, node: Node) -> bool:
-        """Whether computing a node as a whole would need split inputs."""
+        """Return whether computing a node as a whole would need split inputs."""
         return depends_on(node, self.streams) and not is_view_of_input(node)
 
     def _split(self, node: Node, dim: int) -> tuple[tuple[_Piece, ...], Walk]:
-        """The pieces of a root that is split along a dimension, and the inputs and values that they read."""
+        """Return the pieces of a root that is split along a dimension, and the inputs and values that these pieces
+        read."""
         pieces, found = list[_Piece](), Walk()
         for part in self._ranges(node, dim):
             repeat = self.repeat if part.count >= self.longest else 1
@@ -228,7 +230,7 @@ class _Plan:
         return tuple(pieces), found
 
     def _ranges(self, node: Node, dim: int) -> list[Part]:
-        """The parts of a root that are concatenated along a dimension."""
+        """Return the parts of a root that are concatenated along a dimension."""
         size = shape_of(node)[dim]
         found, todo = list[Part](), [Part(dim, size, 0, size)]
         while todo:
@@ -246,13 +248,13 @@ class _Plan:
         return found
 
     def builds(self, fake: FakeTensorMode) -> list[_Build]:
-        """The graphs of the phases, in the order in which they run.  Values are computed as late as possible, so that they
-        are short-lived."""
+        """Return the graphs of the phases, in the order in which the phases run.  Values are computed as late as
+        possible, so that they are short-lived."""
         readers = {n: [r.node for r in self.roots.values() if n in r.depends] for n in self.roots}
         heights: dict[Node, int] = {}
 
         def height(node: Node) -> int:
-            """The number of phases after the one that computes a root."""
+            """Return the number of phases after the one that computes a root."""
             if node not in heights:
                 heights[node] = max((1 + height(reader) for reader in readers[node]), default=0)
             return heights[node]
@@ -262,7 +264,8 @@ class _Plan:
             for piece in root.pieces:
                 once = _is_all(node, piece)
                 count = 0 if once or piece.part is None else piece.part.count
-                # The longest stream comes last, so that it can overwrite its input.  Shorter-lived values come before it.
+                # The longest stream comes last, so that it can overwrite its input.  Shorter-lived values are computed
+                # before it.
                 order = int(once and height(node) > 0)
                 groups.setdefault((-height(node), order, piece.repeat, count), []).append((root, piece))
         return [
@@ -272,14 +275,14 @@ class _Plan:
 
 
 def _is_all(node: Node, piece: _Piece) -> bool:
-    """Whether a piece covers its whole root in one call."""
+    """Return whether a piece covers its whole root in one call."""
     return piece.part is None or (piece.repeat == 1 and piece.part.count == shape_of(node)[piece.part.dim])
 
 
 @dataclass
 class _Build:
-    """The graph of a phase before writes are added.  ``results``: for each result, the root, its node in the graph, and its
-    slice or None for the whole root."""
+    """The graph of a phase before writes are added.  ``results``: for each result, the root, the result's node in the
+    graph, and the slice of the root (None for the whole root)."""
 
     builder: Builder
     repeat: int
@@ -291,13 +294,14 @@ class _Build:
 
     @property
     def returned(self) -> set[Node]:
-        """The inputs whose views are results."""
+        """The inputs of which results are views."""
         sources = {placeholder: n for (n, _), placeholder in self.builder.found.taken.items()}
         bases = [viewed(made) for _, made, part in self.results if part is None]
         return {sources[base] for base in bases if base in sources}
 
     def overwritten(self, index: int, fixed: Collection[Node]) -> Node | None:
-        """The input that result ``index`` can overwrite, or None.  ``fixed``: inputs that must keep their values."""
+        """Return the input that result ``index`` can overwrite, or None.  ``fixed``: inputs that must keep their
+        values."""
         node, _, part = self.results[index]
         value = node.meta["val"]
         if part is None or part.size * self.repeat != value.shape[part.dim]:
@@ -311,7 +315,7 @@ class _Build:
         return None
 
     def finished(self, module: GraphModule, over: dict[int, Node]) -> Phase:
-        """The finished phase.  ``over``: inputs that results overwrite, by index of the result."""
+        """Return the finished phase.  ``over``: inputs that results overwrite, by index of the result."""
         graph, taken = self.builder.graph, self.builder.found.taken
         outputs = tuple(node for node, _, _ in self.results)
         positions = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
@@ -349,7 +353,7 @@ def _build(group: Iterable[tuple[_Root, _Piece]], builder: Builder) -> _Build:
 
 
 def _finished(module: GraphModule, builds: list[_Build], owned: Collection[int]) -> tuple[Phase, ...]:
-    """The finished phases.  An input may be overwritten only in the last phase that reads it."""
+    """Return the finished phases.  An input may be overwritten only in the last phase that reads it."""
     placeholders = module.graph.find_nodes(op="placeholder")
     fixed = {n for i, n in enumerate(placeholders) if i not in owned} | set(module.graph.output_node().all_input_nodes)
     fixed |= {n for build in builds for n in build.returned}
@@ -366,7 +370,7 @@ def _finished(module: GraphModule, builds: list[_Build], owned: Collection[int])
 
 
 def layout_of(value: torch.Tensor) -> tuple[object, ...]:
-    """Shape, strides, dtype and device.  Strides of dimensions with one element are left out."""
+    """Return the shape, strides, dtype and device of a tensor.  Strides of dimensions with one element are left out."""
     strides = tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1)
     return tuple(value.shape), strides, value.dtype, value.device
 

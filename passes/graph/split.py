@@ -1,15 +1,16 @@
-"""Split: divides selected regions into phases (such as a prologue, K and V, and a body) that are called once per slice of
-the tokens.
+"""Split: divides selected regions into phases, such as a prologue, K and V, and a body.  Phases are called once per
+slice of the tokens.
 
-On a small GPU, activations limit which models fit, and most activations are inside a block.  If the tokens of a block are
-split into k slices, it needs memory only for its residual stream, K and V, and 1/k of everything else (slices.py).
+On a small GPU, activations limit which models fit, and most activations are inside a block.  If the tokens of a block
+are split into k slices, the block needs memory only for its residual stream, K and V, and 1/k of all other activations
+(slices.py).
 
 Contract
-    On entry: a Cut, and the number of slices by the key of a region.  The Cut is not changed.
+    On entry: a Cut, which is not changed, and the number of slices for each region key.
     Preserved: the results of each region, bit for bit in eager mode.  Other regions, collectives and their order do not
     change.
     On exit: each split region is replaced by its phases, which are regions.  A repeated region overwrites the residual
-    stream if nothing else reads it: neither the caller of the graph nor a later region or collective.
+    stream if nothing else reads the old values: neither the caller of the graph nor a later region or collective.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.con
 
 
 def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
-    """The cut with some of its regions split.  ``repeats``: number of slices of the tokens, by the key of a region.
+    """Return the cut with some of its regions split.  ``repeats``: number of slices of the tokens for each region key.
 
     Raises Whole if a region cannot be split into this number of slices, and FindingError if the slices are wrong.
     """
@@ -61,7 +62,7 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
 
 
 def why_whole(region: CutRegion, repeat: int) -> str:
-    """A sentence on why a region cannot be split into ``repeat`` slices; empty if it can."""
+    """Return a sentence that explains why a region cannot be split into ``repeat`` slices; empty if it can be split."""
     try:
         _ = [*_calls(region.module, phases(region.module, repeat, ()))]
     except Whole as error:
@@ -70,10 +71,11 @@ def why_whole(region: CutRegion, repeat: int) -> str:
 
 
 def _split(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[GraphModule, tuple[_Calls, ...]]:
-    """The graph of a region, perhaps with a changed input layout, and the calls that compute it.
+    """Return the graph of a region, perhaps with a changed input layout, and the calls that compute this graph.
 
-    If a stream could be overwritten except that it is transposed, it is copied first.  This costs one more pass over it,
-    but saves memory: otherwise two tensors of its size would be live at the same time as K and V.
+    If only a transposed layout prevents a stream from being overwritten, the stream is copied first.  The copy takes
+    one more pass over the stream, but saves memory: without it, two tensors of the stream's size would be live at the
+    same time as K and V.
     """
     found, copies = phases(module, repeat, owned), list[_Calls]()
     for place in _transposed(module, found, owned):
@@ -89,13 +91,13 @@ def _split(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[Gr
 
 
 def _overwritten(found: Sequence[Phase]) -> int:
-    """The number of inputs that the phases overwrite."""
+    """Return the number of inputs that the phases overwrite."""
     return sum(write.over is not None for phase in found for write in phase.writes)
 
 
 def _transposed(module: GraphModule, found: Sequence[Phase], owned: Collection[int]) -> list[int]:
-    """The positions of inputs that are not contiguous, and that, if they were, would have the layout of a result in new
-    memory."""
+    """Return the positions of inputs that are not contiguous and whose contiguous copies would have the layout of a
+    result in new memory."""
     fresh = [w.value for phase in found if phase.repeat > 1 for w in phase.writes if w.over is None]
     results = {layout_of(node.meta["val"]) for node in fresh}
     given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
@@ -107,7 +109,8 @@ def _transposed(module: GraphModule, found: Sequence[Phase], owned: Collection[i
 
 
 def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
-    """The graph with a contiguous input ``place``, and the call that copies this input."""
+    """Return the graph with a contiguous input at position ``place``, and the call that makes this input contiguous by
+    a copy."""
     graph, copy = Graph(), Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     stream, given = graph.find_nodes(op="placeholder")[place], copy.placeholder("in_0")
@@ -122,7 +125,8 @@ def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
 
 
 def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Calls]) -> Iterator[CutRegion]:
-    """The regions that replace a region.  ``like``: an equal graph, whose values are the operands of the calls."""
+    """Yield the regions that replace a region.  ``like``: graph that is equal to the region's graph, and whose nodes
+    are the operands of the calls in ``made``."""
     source = {node.name: node for node in cut.source.graph.nodes}
     theirs, mine = like.graph.nodes, region.module.graph.nodes
     inputs = zip(like.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
@@ -153,8 +157,8 @@ def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Cal
 
 @dataclass(frozen=True)
 class _Calls:
-    """A phase in the form of a region.  ``parts``: outputs that are incomplete, because later phases write the rest, with
-    the values to which they belong."""
+    """A phase in the form of a region.  ``parts``: outputs that are incomplete because later phases write the rest.
+    Each is mapped to the value to which it belongs."""
 
     module: GraphModule
     inputs: tuple[Node, ...]
@@ -164,7 +168,8 @@ class _Calls:
 
 
 def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
-    """The phases of a region's graph.  If several phases write a value, each intermediate state gets a separate node."""
+    """Yield the phases of a region's graph in the form of regions.  If several phases write a value, each intermediate
+    state gets a separate node."""
     placeholders = module.graph.find_nodes(op="placeholder")
     left = Counter(write.value for phase in found for write in phase.writes)
     begun, states = dict[Node, Node](), Graph()
@@ -180,7 +185,7 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
         for write in phase.writes:
             if write.over is not None:
                 over.append(list(zip(inputs, slices, strict=True)).index((placeholders[write.over], write.slice)))
-            elif write.value in begun:  # also an input, which the calls overwrite
+            elif write.value in begun:  # the incomplete value is also an input, which the calls overwrite
                 over.append(len(inputs))
                 inputs.append(begun[write.value])
                 slices.append(write.slice)
@@ -197,8 +202,8 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
 
 
 def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
-    """The graph of a phase with destinations that are inputs before destinations in new memory.  ``over``: for each write,
-    the position of the overwritten input, or None for new memory."""
+    """Return the graph of a phase in which destinations that are inputs come before destinations in new memory.
+    ``over``: for each write, the position of the overwritten input, or None for new memory."""
     given = [place is not None for write, place in zip(phase.writes, over, strict=True) if write.over is None]
     if not any(given) or all(given):
         return phase.module
@@ -213,7 +218,8 @@ def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
 
 
 def _owned(cut: Cut) -> list[frozenset[int]]:
-    """For each region, the positions of its inputs that were allocated by a region and whose memory is not read later."""
+    """Return, for each region, the positions of the inputs that a region has allocated and whose memory is not read
+    later."""
     last = dict[Node, int]()
     for place, item in enumerate(cut.sequence):
         for node in item.inputs if isinstance(item, CutRegion) else item.all_input_nodes:
@@ -229,10 +235,10 @@ def _owned(cut: Cut) -> list[frozenset[int]]:
 
 
 def _allocates(node: Node) -> bool:
-    """Whether an op is guaranteed to allocate its result.  For an op that changes nothing, such as ``x * 1``, Inductor
-    returns the operand.
+    """Return whether an op is guaranteed to allocate its result.  If an op changes nothing, such as ``x * 1``, Inductor
+    returns the operand instead.
 
-    An op on two tensors of the size of the result cannot be such an op, nor can a matrix product.
+    An op with two operands as large as the result always changes something, and so does a matrix product.
     """
     if node.op != "call_function" or collective_kind(node) is not None or is_wait_tensor(node):
         return False

@@ -2,8 +2,8 @@
 
 Contract
     On entry: a Traced of fixed sizes.  Its graph may contain inputs, small constants, torch ops and elements of their
-    results.  Everything else raises ValueError: symbols, nested graphs, Triton kernels, and inputs that are written to or
-    are parts of tensor subclasses.
+    results.  Anything else raises ValueError: symbols, nested graphs, Triton kernels, inputs that the graph writes to,
+    and inputs that are parts of tensor subclasses.
     On exit: a body of JSON-compatible values, or a Traced that is equivalent to the original for all passes.  Stack traces
     are not stored.  Reading a body does not execute code from it: ops are looked up by name among the ops registered in
     torch.
@@ -32,8 +32,8 @@ _CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": tor
 
 
 def body_of(traced: Traced) -> dict[str, Any]:
-    """A body from which :func:`traced_from` makes an equal Traced.  Raises ValueError if the Traced cannot be stored
-    completely."""
+    """Return a body from which :func:`traced_from` makes an equal Traced.  Raises ValueError if the Traced cannot be
+    stored completely."""
     if traced.sizes or traced.unknown or traced.repeats is not None:
         raise ValueError("The graph has symbols, or is one block of a model.")
     writer = _BodyWriter(traced)
@@ -50,8 +50,8 @@ def body_of(traced: Traced) -> dict[str, Any]:
 
 
 def traced_from(body: Mapping[str, Any]) -> Traced:
-    """The Traced from a body.  Raises KeyError, ValueError, TypeError or AttributeError if the body is invalid, and
-    RuntimeError (from torch) for tensors that cannot exist."""
+    """Return the Traced from a body.  Raises KeyError, ValueError, TypeError or AttributeError if the body is invalid,
+    and RuntimeError (from torch) for tensors that cannot exist."""
     reader, graph = _BodyReader(body["tensors"]), Graph()
     for row in body["nodes"]:
         reader.add(graph, row)
@@ -79,8 +79,8 @@ class _BodyWriter:
         self._numbers = {node: number for number, node in enumerate(traced.graph.graph.nodes)}
 
     def node(self, node: Node) -> list[Any]:
-        """A node as a row: operation, name, target, arguments, value and block.  The block is None if no module is known,
-        and "" outside blocks."""
+        """Return a node as a row: operation, name, target, arguments, value and block.  The block is None if the module
+        of the node is not known, and "" if the node is outside blocks."""
         users = [self._numbers[user] for user in node.users]
         if users != sorted(users):
             raise ValueError(f"The users of {node.name} are not in program order.")
@@ -102,8 +102,8 @@ class _BodyWriter:
         return [*row, _name_of(node), *arguments, self.value(node.meta["val"]), self._block(node)]
 
     def value(self, value: Any) -> Any:
-        """An argument or a result as a JSON-compatible value.  Types that JSON lacks become an object with one key, the
-        type."""
+        """Return an argument or a result as a JSON-compatible value.  If JSON lacks the type of a value, the value
+        becomes an object with one key, which names the type."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, Node):
@@ -167,7 +167,7 @@ class _BodyReader:
         self._nodes.append(node)
 
     def value(self, written: Any) -> Any:
-        """The value from its form written by :meth:`_BodyWriter.value`."""
+        """Return the value from the form that :meth:`_BodyWriter.value` has written."""
         if isinstance(written, list):
             return [self.value(v) for v in written]
         if not isinstance(written, dict):
@@ -207,7 +207,7 @@ def _tensor(shape: Sequence[int], stride: Sequence[int], offset: int, dtype: str
 
 
 def _constant(node: Node) -> tuple[str, Any]:
-    """The dtype and the values of a constant of the graph."""
+    """Return the dtype and the values of a constant of the graph."""
     value = getattr(node.graph.owning_module, str(node.target))
     if type(value) is not torch.Tensor or not 0 < value.numel() <= _SMALL or value.device.type != "cpu":
         raise ValueError(f"{node.name} is a {type(value).__name__}, not a small tensor on the CPU.")
@@ -224,7 +224,7 @@ def _name_of(node: Node) -> str:
 
 
 def _op(name: str) -> Any:
-    """The op with a name from :func:`_name_of`."""
+    """Return the op for a name from :func:`_name_of`."""
     if name == "getitem":
         return operator.getitem
     namespace, op, overload = name.split(".")

@@ -13,9 +13,9 @@ from chunkflow_compile.passes.problem import Parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """``count`` blocks of the same structure, whose programs run one after the other.  ``goal``: goal for the whole model.
-    ``share``: their share of the model's weights.  ``tables``: bytes on the device for the tables of their hoisted
-    products."""
+    """``count`` blocks of the same structure, whose programs run one after the other.  ``goal``: goal for the whole
+    model.  ``share``: the blocks' share (0 to 1) of the model's weights.  ``tables``: bytes on the device for the
+    tables of the blocks' hoisted products."""
 
     count: int
     goal: Goal = DEFAULT_GOAL
@@ -23,7 +23,8 @@ class Repeats:
     tables: int = 0
 
     def weights(self, live_bytes: int = 0) -> int:
-        """The part of the budget for their weights in bytes, if there are ``live_bytes`` bytes of activations."""
+        """Return the part of the budget, in bytes, for the weights of these blocks if there are ``live_bytes`` bytes of
+        activations."""
         assert self.goal.memory is not None, "there is a budget"
         return int(self.share * (self.goal.memory - self.goal.counted(live_bytes))) - self.tables
 
@@ -32,13 +33,14 @@ class Repeats:
 class Traced:
     """An ATen inference graph from AOTAutograd, and facts that are not stored in its nodes.
 
-    ``blocks``: names of blocks by their module key in ``nn_module_stack``.  ``ranks``: sizes of the process groups that the
-    graph's collectives use, by name.  ``sizes``: values of the symbols in its metadata (sizes.py); ``unknown``: bounds of
-    the symbols that are not given by a call.  ``large``: names and bytes of the offloaded weights, used or not, in the
-    order of the model; empty if the model is not known.  ``fused``: whether Inductor will fuse its ops.  ``repeats``:
-    blocks with the same structure if the graph is a block of a model, otherwise None.  ``together``: number of ranks that
-    run it at the same time, see :class:`Problem`.  ``slow``: indices of the inputs of the Dynamo graph that take few values
-    (hoist.py), or None to find them.
+    ``blocks``: names of blocks by their module key in ``nn_module_stack``.  ``ranks``: sizes of the process groups that
+    the graph's collectives use, by name.  ``sizes``: values of the symbols in its metadata (sizes.py); ``unknown``:
+    bounds of the symbols whose values a call does not give.  ``large``: names and bytes of the offloaded weights, in
+    the order of the model, including weights that the graph does not use; empty if the model is not known.  ``fused``:
+    whether Inductor will fuse the graph's ops.  ``repeats``: blocks with the same structure if the graph is a block of
+    a model, otherwise None.  ``together``: number of ranks that run the graph at the same time, see :class:`Problem`.
+    ``slow``: indices of the slow inputs of the Dynamo graph, which take few values (hoist.py); None if they are to be
+    found.
     """
 
     graph: GraphModule
