@@ -77,8 +77,8 @@ class CompileProgress:
     def compiling(self) -> Iterator[None]:
         """A context that shows the progress line while the backend works.
 
-        It also works if the model is called outside the context of this object.  Only that outer context would show Dynamo's
-        tracing; without it, the elapsed time does not include the tracing.
+        It also works if the model is called outside the context of this object.  In that case, Dynamo's tracing is not
+        shown, and the elapsed time does not include it.
         """
         with self:
             with self._lock():

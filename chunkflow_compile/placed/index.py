@@ -18,10 +18,10 @@ from chunkflow_compile.weights.leaves import leaves, named_leaves, tensors_of
 class ModelIndex:
     """The names of a model's weights, the model's blocks, and the weights that share memory.
 
-    ``root``: the compiled module; if that is not known, the smallest module that contains all parameters.  If a block in a
-    ``ModuleList`` was compiled, the model that contains the block.  None if no module contains all parameters.
-    ``names``: id of a tensor -> the names of this tensor.  The tensors are parameters, buffers, and the inner tensors of
-    tensor subclasses.  ``shared``: ids of the tensors that share memory with another tensor.  ``blocks``: key in
+    ``root``: the compiled module; if that is not known, the smallest module that contains all parameters.  If the compiled
+    module is a block in a ``ModuleList``, ``root`` is the model that contains this block.  None if no module contains all
+    parameters.  ``names``: id of a tensor -> the names of this tensor.  The tensors are parameters, buffers, and the inner
+    tensors of tensor subclasses.  ``shared``: ids of the tensors that share memory with another tensor.  ``blocks``: key in
     ``nn_module_stack`` (the id of a module) -> name of the block.  A block is an element of an outermost ``ModuleList`` (see
     :func:`elements`).  ``maybe_block``: True if no module was found that contains ``root``, but ``gc.freeze()`` may have
     hidden such a module.  ``filled``: ids of the buffers that :func:`filled_by` returns.

@@ -85,6 +85,6 @@ def _slices_wanted(program: SingleCall) -> int:
 
 
 def activation_note(predicted: int, measured: int | None) -> str:
-    """Return a note on the maximum bytes of activations.  ``predicted``, ``measured``: these bytes; ``measured`` is None if
-    the device does not count activations."""
+    """Return a note on the maximum bytes of activations.  ``predicted``: the predicted bytes.  ``measured``: the measured
+    bytes; None if the device does not count activations."""
     return f"activations: {size(predicted)} predicted" + ("" if measured is None else f", {size(measured)} measured")

@@ -66,7 +66,7 @@ def offload(
     (:class:`HostWeight`).  Smaller parameters and buffers are moved to ``device``, which is also the compute device
     (default: the device of the parameters).  For a tensor subclass, such as a quantized weight, the inner tensors are moved.
     After ``from_pretrained``, a weight may still be mapped from its safetensors file.  Such a weight is read from the file.
-    On a terminal, a progress bar shows how long the reading will take.
+    On a terminal, a progress bar shows the expected duration of the move.
 
     ``dtype``: the dtype to cast floating-point weights to, or None.  The weights are cast one by one.  The result is the
     same as with ``from_pretrained(torch_dtype=dtype)``: modules that the class of the model keeps in float32 stay in
@@ -86,10 +86,10 @@ def offload(
     sixteen consecutive exponents.  With "auto", plans choose the weights to compress.
 
     ``peers``: True shards the weights over the devices of a group of ranks on one machine.  As long as the model is placed,
-    each device stores an equal piece of each weight, and the other ranks pull the piece from this device.  The weights also
-    stay in host memory, for ops outside programs and for ranks that write to a weight.  All ranks of the group must call
-    ``offload`` and run the same model.  The group is the process group passed as ``share``, or else the default group.  With
-    "auto", plans choose the weights to shard.
+    each device stores one piece of each weight, and all pieces have equal size.  Each rank pulls the other pieces from the
+    devices of the other ranks.  The weights also stay in host memory, for ops outside programs and for ranks that write to a
+    weight.  All ranks of the group must call ``offload`` and run the same model.  The group is the process group passed as
+    ``share``, or else the default group.  With "auto", plans choose the weights to shard.
 
     ``hoist``: the default value of the option ``hoist`` for later compilations of the model.
 

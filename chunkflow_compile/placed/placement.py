@@ -90,7 +90,7 @@ class Placement:
         self.programs: list[SingleCall] = []
         self._preambles: weakref.WeakSet[Preamble] = weakref.WeakSet()
         self.lock = ProcessLock()
-        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # small tensors, with values on the original device
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # small tensors, with their original values
         self._arenas: dict[DeviceKind, Arena] = {}
         self.owned_arena: Arena | None = None
         self.progress: CompileProgress | None = None
@@ -113,7 +113,7 @@ class Placement:
             return placement
 
     def belong_to(self, owner: Callable[[], str | None], arena: Arena, expected: Goal) -> None:
-        """Let an owner take this placement: programs run in the arena of the owner, and only the owner may undo the
+        """Assign this placement to an owner.  Programs then run in the owner's arena, and only the owner may undo the
         placement.
 
         ``owner``: a function that returns the name of the owner, or None after the owner has been garbage-collected.
@@ -333,7 +333,7 @@ def packable(
     """Return the names of the weights that can be compressed if their values allow it.
 
     Such a weight is a contiguous bfloat16 tensor that has only one name, is not part of a tensor subclass, and is not filled
-    by a module.  Whether too many of its values are outside the range of exponents is only known when it is compressed.
+    by a module.  Even such a weight stays uncompressed if too many of its values are outside the range of exponents.
     """
     own, filled = {id(tensor) for _, tensor in tensors_of(root)}, filled_by(root)
     return frozenset(
@@ -377,8 +377,8 @@ def placements_of(model: nn.Module) -> list[Placement]:
 
 @contextlib.contextmanager
 def _quiet(ref: weakref.ref[Placement]) -> Iterator[None]:
-    """A context like :meth:`Placement.quiet`, for a host store that may outlive the placement.  Then the context does
-    nothing."""
+    """A context for a host store: :meth:`Placement.quiet`, or an empty context if the placement has been
+    garbage-collected."""
     placement = ref()
     with contextlib.nullcontext() if placement is None else placement.quiet():
         yield

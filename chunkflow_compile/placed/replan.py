@@ -42,9 +42,9 @@ def replan(
     ``as_measured``: whether to plan from the measured times of the calls so far, instead of the rates in the hardware
     profile.
 
-    Programs that run as a cycle (see ``cycles``) are planned together.  If a new goal is given, a cycle is planned after the
-    order of its calls has repeated again.  With ``as_measured``, a cycle is planned from the times of its calls and the
-    times between them.
+    Programs that run as a cycle (see ``cycles``) are planned together.  If a new goal is given, a cycle is planned later,
+    when the order of its calls has repeated again.  With ``as_measured``, a cycle is planned from the times of its calls and
+    the times between them.
     Ranks that share collectives plan from the maxima of their times.  So with ``as_measured``, this function is itself a
     collective: each rank must call it at the same point of its run.  If a rank does not call it, the other ranks wait for
     this rank until the timeout of the process group.

@@ -35,8 +35,7 @@ def refuse_fully_sharded(root: nn.Module) -> None:
     """Raise ChunkflowError for a model under FSDP.  FSDP itself gathers the weights before each use and frees them
     afterwards."""
     for name, module in root.named_modules():
-        # an attribute of FSDP1 and FSDP2 that Dynamo reads, and a method of the class that FSDP2 sets as the class of a
-        # module
+        # the attribute of FSDP1 and FSDP2 that Dynamo reads; or a method that FSDP2 adds by changing the class of a module
         if "_is_fsdp_managed_module" in module.__dict__ or hasattr(type(module), "_get_fsdp_state"):
             raise ChunkflowError(
                 f"FSDP itself moves the weights of {name or type(module).__name__} between the ranks, in every step: to "

@@ -1,4 +1,4 @@
-"""The runtime: runs a verified program on a device.
+"""The runtime runs verified programs on a device.
 
 Input: a program, its lowered regions, and the weights of a model.  Output: the outputs of each call, and measured times.
 Read the modules in this order: device_base, streams, device, cuda; arena, target, compute_work, instructions, executor;

@@ -1,4 +1,4 @@
-"""The device arena: one allocation of device memory, and streams, shared by programs of which only one runs at a time."""
+"""The arena: device memory and streams that several programs share.  Only one of these programs runs at a time."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Owner(Protocol):
 class Tenant(Owner, Protocol):
     """The interface of a program that runs in an arena, alone or as part of cycles.
 
-    ``budget``: a pair: an id of the program's model, and the maximum bytes of this model's offloaded weights on the device
-    (None if there is no limit).  The property itself is None if the program adds no limit.  ``reads``: ids of the weights
-    that the program reads; equal for programs that read the same weights.  ``stale``: whether a weight was dropped, moved or
-    stored in other memory, so that the program can never run again.
+    ``budget``: the id of the program's model, and the maximum bytes of offloaded weights that this model may have on the
+    device (None means no limit).  The whole property is None if the program does not limit the arena.  ``reads``: ids of the
+    weights that the program reads; equal for programs that read the same weights.  ``stale``: whether a weight was dropped,
+    moved or stored in other memory, so that the program can never run again.
     """
 
     @property
@@ -184,9 +184,10 @@ class Arena:
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
-        # Cycles that place the same weights in the same way share the contents of the memory, and the copies and reads into
-        # it.  The key also contains which weights are read from the SSD, because this can change while the values stay the
-        # same: after a failed write to a weight, cycles that are bound later no longer read this weight from the SSD.
+        # Cycles that place the same weights in the same way share one state object, which describes the contents of the
+        # memory.  The key of this object also contains whether each weight is read from the SSD.  This may change although
+        # the values stay the same: after a failed write to a weight, cycles that are bound later no longer read it from the
+        # SSD.
         weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
@@ -333,10 +334,10 @@ class Arena:
         self.lost_weight = True
 
     def close_stale(self) -> None:
-        """End the programs that have lost a weight (of a deleted adapter, for example).  They would keep all other weights
-        alive."""
+        """End the programs that have lost a weight, for example of a deleted adapter, so that they free their other
+        weights."""
         self.lost_weight = False
-        stale: dict[tuple[int, ...], bool] = {}  # one check per set of weights, which programs for several sizes share
+        stale: dict[tuple[int, ...], bool] = {}  # cached, because programs for several sizes read the same weights
         for program in self.programs:
             if program.reads not in stale:
                 stale[program.reads] = program.stale
@@ -357,8 +358,8 @@ class Arena:
         """Grow the arena's memory to at least ``nbytes``; return it as a uint8 tensor, aligned to 256 bytes.  The caller
         holds the lock.
 
-        Before it grows, the old memory is freed, and other arenas on a shared device free memory if needed.  Each cycle is
-        bound again at its next step.
+        If the memory must grow, the old memory is freed first, and other arenas on a shared device free memory if needed.
+        Each cycle is bound again at its next step.
 
         ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.
         Raises ChunkflowError if the device does not have enough memory.  Before it raises, it tries to allocate memory of

@@ -1,4 +1,4 @@
-"""Bound cycles: calls that repeat in one order under one plan, bound to the memory of an arena."""
+"""Bound cycles: sequences of calls that repeat, run under one plan, and are bound to the memory of an arena."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .measurement import CycleTimes, StepMeasurement, as_one
 
 
 class BoundCycle:
-    """Calls that repeat in one order under one plan, bound to the memory of an arena.
+    """A sequence of calls that repeats and runs under one plan, bound to the memory of an arena.
 
     ``calls``: the calls as they were planned.  ``settings``: the settings of the planning, without measured times.
     ``replan_after``: the number of warm passes after which the cycle is re-planned from measured times (see
@@ -62,7 +62,7 @@ class BoundCycle:
         self.folder: Path | None = None
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
-        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # per call: weight versions in its last run
+        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # weight versions at each call's last run
         self.times = CycleTimes(cycle)
         self._begun = 0  # the number of passes that have begun
         self._in_order = 0  # the number of calls of the current pass so far; 0 after a jump
@@ -82,7 +82,7 @@ class BoundCycle:
         return all((buffer := ref()) is not None and buffer.token is not None for ref in self._refs.values())
 
     def can_bind(self) -> bool:
-        """Whether the cycle is bound to the arena's memory or can be bound now."""
+        """Return whether the cycle is bound to the arena's memory or can be bound now."""
         return self._binding is not None or self.alive
 
     @property
@@ -189,7 +189,7 @@ class BoundCycle:
         self._binding = None
 
     def _renew(self, names: Sequence[str]) -> None:
-        """Renew resident copies outside the arena's memory if their weights were written since they were copied.
+        """Replace outdated resident copies outside the arena's memory, that is, copies of weights that were written later.
 
         ``names``: names of the weights of the call.  If the bytes of one of them have moved in host memory or are no longer
         pinned, the whole binding is released.
@@ -207,8 +207,10 @@ class BoundCycle:
             self.arena.release(self)  # a new copy was made because programs of another arena read the old one
 
     def _moved(self, name: str, bound: Bytes) -> bool:
-        """Return whether the bytes of a weight have moved or are no longer pinned.  ``bound``: the bytes that the cycle is
-        bound to.
+        """Return whether the bytes of a weight have moved, or are no longer pinned, since the cycle was bound.
+
+        ``bound``: the bytes of the weight when the cycle was bound.
+
 
         A write to a weight moves it from the SSD, or from memory and devices that ranks share, into memory of this process.
         """
@@ -262,7 +264,7 @@ class BoundCycle:
 
         Raises ChunkflowError if the device does not have enough memory.
         """
-        if self.keys:  # a program that ran alone may keep weights outside the arena that the cycle stores inside it
+        if self.keys:  # programs that ran alone may keep some of these weights outside the arena's memory
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}

@@ -25,7 +25,7 @@ from .measurement import KEPT_MEASUREMENTS, StepMeasurement
 from .target import Cost
 from .wrapped_calls import tuple_getter
 
-# The reason that plans show for a weight that stays on the device although other calls of the same code stream it.
+# Why a weight stays on the device although other calls of the same code stream it.  Plans show this reason.
 _NOT_OFFLOADED = "on the device: not offloaded"
 
 _version = attrgetter("_version")
@@ -131,7 +131,8 @@ class CallSite:
         yet.
 
         The caller does not hold the lock of the arena.  ``again``: whether :meth:`notice` already ran for the current call.
-        If so, exported weights are not checked again, because each check counts those that are still in use as written.
+        If so, exported weights are not checked again: each check would count a write for every exported weight that is still
+        in use.
         """
         for fill in self._fills:
             fill()

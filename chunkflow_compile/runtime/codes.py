@@ -52,8 +52,8 @@ class Code:
     ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option with this name.
     ``pin_bytes``: the maximum bytes of host memory to pin; None means as many as the machine allows.
     ``notes``: sentences for the user about the compilation.
-    ``advice``: a function that returns a sentence on which plan would fit; the error that is raised when the arena does not
-    fit contains this sentence.
+    ``advice``: a function that returns a sentence on which plan would fit.  It is called for the message of the error that
+    is raised if the arena does not fit.
     """
 
     program: Program
@@ -122,9 +122,9 @@ class Code:
         """Return the code for weights of which some are in files although the plan expects them in host memory.
 
         Nothing is compiled.  ``names``: names of the weights that are in files.
-        Returns this code unchanged in three cases: the plan already expects all these weights in files, the program is a
-        part of a model and is planned as part of a cycle, or the user gave the plan.  In the latter two cases, each copy of
-        such a weight reads its file directly.
+        Returns this code unchanged in three cases.  First, the plan may already expect all these weights in files.  Second,
+        the program may be planned as part of a cycle.  Third, the user may have given the plan.  In the second and third
+        case, each copy of such a weight reads the file directly.
         """
         if names <= self.in_files or self.settings.part or self.settings.plan is not None:
             return self

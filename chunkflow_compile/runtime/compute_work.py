@@ -17,7 +17,7 @@ from chunkflow_compile.passes.plan import runs
 from .target import Target
 from .wrapped_calls import LoweredRegion, checked, owning, repeated, tuple_getter, undeclared
 
-# Work on the values of a step, which it gets as a list.
+# A function that works on the values of a step.  It gets these values as a list.
 Work = Callable[[list[Any]], None]
 # A function that gets the values of a step, and returns the positional and the keyword operands of a node.
 Reader = Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
@@ -41,8 +41,8 @@ class Compute:
 class PicksAndDrops:
     """Work that first takes elements out of region outputs and then drops values, all in one function.
 
-    ``picks``: for each element, the number of its value, the number of the value that contains the region's outputs, and the
-    index of the element in these outputs.
+    ``picks``: for each element, a triple: the number of the value to set, the number of the value that contains the region's
+    outputs, and the index of the element in these outputs.
     ``drops``: the numbers of the values to drop.
     """
 

@@ -112,7 +112,7 @@ class CudaDevice(Device):
         stream.copy_bytes(target, source)
 
     def copy_all(self, copies: Sequence[NamedCopy], lane: Lane = "copy") -> None:
-        if self.cuda.profiled():  # each copy is shown with its name
+        if self.cuda.profiled():  # one by one, so that the profiler shows the name of each copy
             super().copy_all(copies, lane)
         else:  # as one piece of work, because it takes the host longer to switch the current stream than to issue a copy
             self.lane(lane).run(partial(self._copy_each, copies, lane))

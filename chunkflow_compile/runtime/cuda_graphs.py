@@ -53,22 +53,22 @@ _MAX_DROPPED_EARLY = 3
 _WORTH_A_GRAPH = 0.6
 # The number of measured steps on which "auto" bases its decision: half of the steps that are measured at the start.
 _MEASURED = FIRST_STEPS // 2
-# The maximum number of step times and of shares that are kept: about as many as one or two images have steps.
+# The maximum number of step times and of shares to keep.  It is about the number of steps of one or two images.
 _KEPT_SECONDS = 64
 
 
 @dataclass(eq=False)
 class CaptureLog:
-    """The log of captures of a call into CUDA graphs.  It outlives the individual graphs of the call.
+    """The log of captures of one call into CUDA graphs.  The log outlives the individual graphs of the call.
 
     ``counts``: the counters of the model.  ``wanted``: the value of the option cudagraphs.  ``why_not``: the reason why the
     call is never recorded; empty if it has been recorded or may still be.  ``passes``: the number of passes that were issued
     op by op and count towards the next recording.  ``captures``: the number of recordings.  ``launches``: the total launches
     of all recorded graphs.
     ``capture_s``: the duration of the latest recording in seconds.  ``nbytes``: bytes of device memory that the latest graph
-    holds.  ``step_s``: durations of the latest timed launches in seconds.  ``shares``: for each of the latest measured steps
-    that were issued op by op, the fraction of the step time in which the host was issuing ops, including any wait for a full
-    launch queue.
+    holds.  ``step_s``: durations of the latest timed launches in seconds.  ``shares``: for each of the latest measured
+    steps, the fraction of the step time that the host spent issuing ops, including waits for a full launch queue.  Only
+    steps that were issued op by op count.
     """
 
     counts: Counts
@@ -159,9 +159,9 @@ class CudaGraph:
     ) -> None:
         """``copied``: for each input that is copied before a launch, its position and the tensor that it is copied to.
         ``in_place``: positions and tensors of the inputs that the graph reads at the inputs' own addresses.  ``fixed``:
-        positions and values of the inputs that are not tensors.  ``outputs``: the recorded outputs; each is paired with the
-        position of an input if the output is that input, else with None.  ``suspects``: names of ops that may write to
-        inputs without declaring this in their schemas."""
+        positions and values of the inputs that are not tensors.  ``outputs``: pairs of a recorded output and a position; the
+        position is None unless the output is one of the inputs.  ``suspects``: names of ops that may write to inputs without
+        declaring this in their schemas."""
         self.graph = graph
         self.moved_bytes, self.nbytes = moved_bytes, nbytes
         self.launches = 0

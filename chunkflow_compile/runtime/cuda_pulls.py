@@ -38,7 +38,7 @@ def pull(target: torch.Tensor, source: Pieces) -> None:
     issue 2177).  Raises RuntimeError if the call fails.
     """
     stream = torch.cuda.current_stream().cuda_stream
-    # the batched call cannot be recorded in a CUDA graph before CUDA 13.5, nor issued to the default stream
+    # before CUDA 13.5, CUDA graphs cannot record the batched call; the default stream never supports it
     batch = _batch() if stream and not torch.cuda.is_current_stream_capturing() else None
     if batch is None:
         for part, values in source.copies(target):

@@ -127,7 +127,7 @@ class StagedCopies(CudaStream):
         self._staging = Staging(self.cuda.staging, partial(self.cuda.event, False), self.cuda.copy, super().record)
         self._newest: Future[None] | None = None
         self._worker = 0  # the identifier of the separate thread
-        self._reader: Engine | None = None  # runs the reads from the SSD, for whose events copies wait
+        self._reader: Engine | None = None  # copies wait for events of this engine's reads
         # id of an event -> a future that is done once the event's latest record in this step has been issued
         self._records: dict[int, Future[None]] = {}
         self._marks: list[torch.cuda.Event] = []  # reusable events that mark points of the compute stream
@@ -139,8 +139,8 @@ class StagedCopies(CudaStream):
         self._records[id(event)] = self._put(partial(super().record, event))
 
     def wait(self, event: torch.cuda.Event | HostEvent, waited: Waited | None = None) -> None:
-        """Make the copies that are enqueued from here on wait for ``event``.  Compute or the stream of reads has just
-        recorded it.
+        """Make the copies that are enqueued from here on wait for ``event``, which compute or the stream of reads has just
+        recorded.
 
         Compute may record its event again before the separate thread issues this wait.  So another event marks the present
         point of the compute stream.
@@ -204,16 +204,16 @@ class StagedCopies(CudaStream):
         """Block until all work that was enqueued so far has been issued.  Raises ChunkflowError if this work failed.
 
         To avoid a deadlock, it does not block in the thread that issues copies or in the thread that reads from the SSD.  In
-        these threads, it can only be called by a finalizer that the garbage collector runs to unpin the memory of another
-        model.  The copies of that model have already been issued, because every step ends with this wait.
+        these threads, only a finalizer that unpins the memory of another model can call this method (through the garbage
+        collector).  The copies of that model have already been issued, because every step ends with this wait.
         """
         here = threading.get_ident() == self._worker or (self._reader is not None and self._reader.runs_here)
         if self._newest is not None and not here and not self.inherited:
             _raise_from(self._newest)
 
     def end_step(self) -> None:
-        """Block until the copies of a step have been issued.  Then forget its records, because ids of dropped events are
-        reused.
+        """Block until the copies of a step have been issued.  Then forget the records of the step, because ids of dropped
+        events are reused.
 
         Only the thread that issues the step calls this method, :meth:`record` and :meth:`await_record`.
         """

@@ -1,9 +1,9 @@
 """Time on a GPU: marks are recorded between pieces of work on the streams, and read after the GPU has passed them.
 
 A mark is a timed event.  Events are created in the first passes and then reused: each measured call takes a free frame of
-events.  A later call reads the times of this frame once the GPU has passed its marks.  At the beginning of each pass over
-the calls of a cycle, it is decided whether all calls of the pass are measured.  The host never waits for a frame: if none is
-free, the call is not measured, and its pass does not count as measured.
+events.  A later call reads the times of this frame once the GPU has passed its marks.  Each pass over the calls of a cycle
+is measured either as a whole or not at all; this is decided when the pass begins.  The host never waits for a frame: if none
+is free, the call is not measured, and its pass does not count as measured.
 """
 
 from __future__ import annotations

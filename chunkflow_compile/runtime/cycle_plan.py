@@ -52,7 +52,7 @@ def _shortest_period(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
 
 
 def is_rotation(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
-    """Return whether two cycles consist of the same calls in the same cyclic order, with possibly different first calls."""
+    """Return whether two cycles have the same calls in the same cyclic order.  Their first calls may differ."""
     if len(keys) != len(others):
         return False
     return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])
@@ -122,7 +122,8 @@ def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call]
 
 
 def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
-    """Return the settings of a cycle, with the largest budget of its calls; None if the calls differ in other settings."""
+    """Return the settings of a cycle: the settings of its calls, with the largest budget; None if the calls differ in other
+    ways."""
     shared = [_unbudgeted(call.code.settings) for call in calls]
     if any(settings != shared[0] for settings in shared):
         return None
@@ -134,7 +135,8 @@ def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
 def _outside(calls: Sequence[CallSite]) -> int:
     """Return the bytes on the device that the plan of a cycle does not cover.
 
-    They are the bytes of those weights of the models that none of the calls reads, plus the tables of rows of the calls.
+    The result includes all weights of the models that none of the calls reads, and the tables of rows that belong to the
+    calls.
     """
     left: dict[int, int] = {}
     for call in dict.fromkeys(calls):  # each call once, because a call may occur several times in a cycle

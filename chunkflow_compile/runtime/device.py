@@ -77,7 +77,7 @@ class _HostDevice(Device):
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
-        # Every pass counts as whole: after an unmeasured pass, only the few copies that are still running are not known.
+        # Every pass counts as whole.  If the previous pass was not measured, only a few of its copies can still be running.
         if begun is not None:
             self.compute.run(lambda: over(begun, self.clock.now(), True))
 

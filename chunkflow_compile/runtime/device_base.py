@@ -76,12 +76,13 @@ class ReadStream(Stream, Protocol):
     """The stream of reads from the SSD."""
 
     def recover(self) -> None:
-        """Run the work that is enqueued from here on even if earlier work fails.  Only events after the failed work and
-        before this point carry its error."""
+        """Run the work that is enqueued from here on even if earlier work fails.  The error of earlier work is passed on
+        only by events that were recorded before this point."""
 
 
 class Device:
-    """A device: the memory of an arena, and the streams.  Methods that do nothing here do nothing on host threads either.
+    """A device: the memory of an arena, and the streams.  The methods that do nothing in this class are not needed by
+    devices that are made of host threads.
 
     ``copy``: the stream of copies from the host.  ``pull``: the stream of pulls from other ranks.  ``reads``: the stream of
     reads from the SSD.  ``pull`` and ``reads`` are None until they are first used.
@@ -237,7 +238,7 @@ class Device:
         """Measure the next ``passes`` passes, but none after them.  With None, :meth:`choose` decides which passes to
         measure.
 
-        Call :meth:`collect` with ``wait`` to get the measurements.
+        Call :meth:`collect` with ``wait=True`` to get these measurements.
         """
         self._left = passes
 

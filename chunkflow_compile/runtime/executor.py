@@ -2,8 +2,8 @@
 
 The ops of a call are called its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue is
 issued before the step (``Cycle.prologue``).  The streams are ordered only by the events that these ops record and wait for.
-If collectives have a separate stream, two more events order this stream: a collective starts only when compute has reached
-its Start op, and compute waits for the end of the collective.
+If collectives have a separate stream, two more events order this stream.  One makes a collective wait until compute has
+reached the Start op.  The other makes compute wait until the collective has ended.
 
 instructions.py makes the functions that issue the ops.  This file calls these functions, or launches the call as a CUDA
 graph.
@@ -82,7 +82,8 @@ class Executor:
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
         self._later: list[Any] = [None] * (len(nodes) - len(placeholders))
-        # prologues without stale weights; each is made at its first use, because few calls of a cycle ever need one
+        # prologues without stale weights; they are made at their first use, because few calls of a cycle ever need a
+        # prologue
         self._prologues: dict[tuple[bool, Sequence[Lane]], list[Issue]] = {}
         self.instructions = instructions(self.target, cycle.ops[self.call], issued(program))
 
@@ -205,11 +206,11 @@ class Executor:
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
         if cold:
-            self.device.recover()  # any copy that has failed belongs to another model, or is repeated by the prologue
+            self.device.recover()  # a failed copy belonged to another model, or the prologue repeats it
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
-                reads.recover()  # any read that has failed belongs to another model, or is repeated by the prologue
+                reads.recover()  # a failed read belonged to another model, or the prologue repeats it
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)
@@ -260,7 +261,7 @@ class Executor:
         """Wait for work in flight, and discard the chunks in the arena, so that the next step is a cold start."""
         self.binding.arena.discard(self.state)
         for stream in self.device.streams:
-            with contextlib.suppress(ChunkflowError):  # was raised where the host waited for this work
+            with contextlib.suppress(ChunkflowError):  # it was raised where the host awaited the work
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self._drop_graph("its memory was given up, or a call failed")

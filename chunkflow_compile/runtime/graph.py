@@ -54,7 +54,8 @@ Changed = Callable[[Mapping[str, nn.Parameter]], Goal | None]
 
 
 class HostConstants:
-    """Device copies of CPU inputs that forward moves to the device in every step, such as tables of rotary embeddings.
+    """Device copies of CPU tables, such as rotary embeddings, that are inputs and that forward moves to the device in every
+    step.
 
     Each such table is copied once instead of in every step, and the copy is kept as long as the table exists.
     ``positions``: positions of the tables among the inputs of the graph.
@@ -213,12 +214,12 @@ class CompiledGraph:
     ) -> SingleCall:
         """Make a program for a model whose weights are placed, and bind the program to the memory of ``arena``.
 
-        First, the weights are converted to the sources that the code wants (compressed or sharded).  Before the code was
-        lowered, it was checked which weights can be compressed.  So other code must be lowered in two cases only.  In the
-        first case, these weights belong to another block or another model that shares the graph.  In the second case, the
-        weights were written after the check, and their new values cannot be compressed.
-        In two other cases only the plan changes, and nothing is lowered.  The ranks may disagree on the weights to shard.
-        Or more weights are in files than the plan expects, because the plan was made for another model.
+        First, the weights are converted to the forms that the code expects (compressed or sharded).  Which weights can be
+        compressed was determined before the code was lowered, for one set of weights.  So different code must be lowered in
+        two cases: the present weights belong to another block or model that shares the graph, or they were written since
+        then and their new values cannot be compressed.
+        In two other cases, the plan changes, but nothing is lowered: the ranks do not agree on the weights to shard, or more
+        weights are in files than the plan expects (because the plan was made for another model).
         """
         sources = self._take_sources(current.code, parameters)
         if sources != current.code.sources:

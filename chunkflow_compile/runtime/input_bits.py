@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# The dtype, shape and bytes of a tensor, or the type and value of another input.  Two objects are equal only if the inputs
-# have equal bits.
+# The dtype, shape and bytes of a tensor, or the type and value of another input.  Two such tuples are equal only if both
+# inputs have equal bits.
 Bits: TypeAlias = tuple[Any, ...]
 
 # If the base of a view has at most this many bytes, the whole base is read, so that all its views are known.  The schedule
@@ -41,11 +41,11 @@ class BitSources:
 class InputBits:
     """Finds the bits of inputs.  Not thread-safe: the caller holds the arena's lock.
 
-    Values in host memory are read directly.  A device tensor needs no transfer in two cases: the same object was read before
-    and has the same ``_version`` and layout, or the tensor is a view of a small base for which this holds.  Known tensors
-    are held weakly.  All other tensors of a call are read in one transfer.  Writes that do not increase ``_version``, such
-    as writes through ``.data`` or by a user's kernel, are not noticed.  Inference tensors have no version, so they are read
-    in every call.
+    Values in host memory are read directly.  A device tensor needs no transfer if the same object was read before and its
+    ``_version`` and layout have not changed.  The same holds for a view of a small base tensor if the base was read before
+    and has not changed.  Known tensors are held weakly.  All other tensors of a call are read in one transfer.  Writes that
+    do not increase ``_version``, such as writes through ``.data`` or by a user's kernel, are not noticed.  Inference tensors
+    have no version, so they are read in every call.
 
     ``on_host``: a function that returns whether a tensor is in host memory; tests replace it to run without a device.
     """
@@ -66,8 +66,8 @@ class InputBits:
         return found  # type: ignore[return-value]
 
     def elements_of_base(self, view: Any) -> tuple[list[bytes], int] | None:
-        """Return all elements of the base of ``view`` and the index of the view's element, if the view is one (possibly
-        expanded) element of a small base.
+        """Return all elements of a base tensor, and the index of the element that ``view`` shows.  The view must be a single
+        element of a small base, possibly expanded.
 
         Returns None for all other inputs, and for a device tensor whose base has not been read by :meth:`find`.
         """
@@ -200,7 +200,7 @@ def _small_base(view: torch.Tensor) -> torch.Tensor | None:
         return None
     first = _first_element(base, view)
     last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    return base if first >= 0 and last < base.numel() else None  # as_strided may leave the base
+    return base if first >= 0 and last < base.numel() else None  # as_strided may reach beyond the base
 
 
 def _first_element(base: torch.Tensor, view: torch.Tensor) -> int:

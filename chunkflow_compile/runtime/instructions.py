@@ -59,8 +59,8 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
 
 
 def _with_nodes(step: Step, nodes: Iterable[tuple[Node, Step]]) -> Iterator[tuple[Op, Node | None]]:
-    """Yield each op with its node.  Only the first op of each node, and the Run of a region, get the node; all other ops,
-    including transfers, get None."""
+    """Yield each op with its node.  The node is given only for the first op of each node and for the Run of a region.  For
+    all other ops, including transfers, it is None."""
     work = ((node, [op for op in ops if not _is_transfer(op)]) for node, ops in nodes)
     rest = ((op, node if op is ops[0] or isinstance(op, Run) else None) for node, ops in work for op in ops)
     for op in step:
@@ -89,7 +89,7 @@ class _Compiler:
         self._windows = len(target.program.problem.regions)
         # the index of the window that stalls are added to: the window of the next region, or of the last region at the end
         self._window = 0
-        self._taken: tuple[int, ...] = ()  # the numbers of the values that are dropped when the next region takes them
+        self._taken: tuple[int, ...] = ()  # the numbers of the values that are dropped when the next region reads them
         self._computes: list[Compute] = []
         self._picks_and_drops: PicksAndDrops | None = None  # the latest work, to which later ops may be added
         self._transfers: list[Record | Wait | Copy] = []

@@ -62,8 +62,8 @@ class Wire:
     """The state of a port at the time ``now`` in seconds.
 
     ``turn``: the index of the lane that is being served.  ``quantum``: the bytes that are left in the current quantum of
-    this lane.  ``arrivals``: the number of transfers so far.  ``idle_from``, ``idle_to``: times in seconds when the last
-    period without a transfer began and ended, excluding the part that was credited to late senders.
+    this lane.  ``arrivals``: the number of transfers so far.  ``idle_from``, ``idle_to``: the times in seconds when the last
+    idle period began and ended.  Any idle time that was credited to a late sender is excluded.
     """
 
     emulation: LinkEmulation
@@ -78,8 +78,9 @@ class Wire:
     def add(self, lane: int, nbytes: float, late: float) -> None:
         """Add a transfer of ``nbytes`` to a lane.  A real copy engine would have begun the transfer ``late`` seconds ago.
 
-        The transfer is credited with the time for which the port has been idle since then, and with a share of the bytes
-        that other transfers have carried since then.  The other transfers must carry this share again.
+        So the port counts bytes of this transfer as already carried: those that it could have carried while it was idle
+        since then, and a fair share of those that it carried for other transfers since then.  The other transfers must carry
+        this share again.
         """
         rate, added = self.emulation.bandwidth, self.lanes[lane]
         others = [other for other in self.lanes if other.left > 0]

@@ -147,8 +147,8 @@ class Measured:
         """Return timings to plan from.  They add up to the duration of the step.
 
         The medians of the windows add up to less than the median over whole steps, because single windows occasionally take
-        long.  So the window medians are scaled until their sum equals the median over whole steps.  The remaining time of
-        the step (host overhead) is divided equally among the regions.
+        long.  So the window medians are scaled such that their sum matches the median over whole steps.  The remaining time
+        of the step (host overhead) is divided equally among the regions.
         """
         windows = self.windows
         rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
@@ -242,7 +242,7 @@ class CycleTimes:
     def timings(self, least: int) -> Timings | None:
         """Return the times of the warm passes so far, including the times between calls; None if there are fewer than
         ``least`` warm passes."""
-        single = len(self._predicted) == 1  # its first step may be warm but has one-time costs
+        single = len(self._predicted) == 1  # the first step may be warm but has one-time costs
         warm = [calls for calls in list(self.whole)[single:] if not any(call.primed_bytes for call in calls)]
         if len(warm) < least:
             return None

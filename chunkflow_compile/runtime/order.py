@@ -4,8 +4,8 @@ Each call is recorded by its *key*, which identifies the weights that the region
 come twice in the same order, these calls are planned as a cycle.  From the third pass on, each call runs the program at its
 position in this cycle.  Ranks that call the same programs plan the cycle in the same pass.
 A call that is not the expected next call is a *jump*.  After a jump, the run continues at the call's position in this cycle
-or in another known cycle; if no cycle contains the call, its program runs alone (single_call.py).  In each case, weights of
-the call that the previous calls have not left in the arena are copied first.
+or in another known cycle; if no cycle contains the call, its program runs alone (single_call.py).  In each case, the weights
+that the call needs, and that are not yet in the arena, are copied first.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Order:
         settings = merge_settings(calls)
         regions = sum(len(call.program.problem.regions) for call in calls)
         again = any(a is b and not c.part for a, b, c in zip(keys, (*keys[1:], keys[0]), calls, strict=True))
-        if settings is None or regions > MOST_REGIONS or again:  # again: whole models, each already a cycle
+        if settings is None or regions > MOST_REGIONS or again:  # again: a whole model is a cycle by itself
             self._refused.append(keys)
             return None
         try:
@@ -240,7 +240,7 @@ class Order:
             _log.warning(
                 "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
                 len(keys),
-                str(error),  # not the error, whose traceback would keep the arena alive in a kept log record
+                str(error),  # as text: the traceback of a logged error would keep the arena alive
             )
             return None
         self._add(cycle)

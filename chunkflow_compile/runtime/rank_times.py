@@ -37,7 +37,7 @@ class RankTimes:
         """Read the times that the ranks of the next group have posted.
 
         ``wait``: whether to wait for ranks that have not posted their times yet, up to the timeout of a collective.
-        Raises ChunkflowError if a rank has not posted times; the message names such ranks.
+        Raises ChunkflowError if a rank has not posted its times; the message contains the numbers of all such ranks.
         """
         group = self.missing.popleft()
         seconds = group.timeout.total_seconds() if wait else 0.0

@@ -30,7 +30,7 @@ Pin = Callable[[torch.Tensor], Callable[[], None]]
 # expects.
 _SLOW = 1 / 3
 _SURE_S = 1.0
-# If the thread of an emulated SSD wakes up late, its next read ends earlier by the same time, but at most by this many
+# If a read from an emulated SSD ends late because its thread woke up late, the next read is shortened by up to this many
 # seconds.
 _LATE_S = 0.005
 

@@ -50,10 +50,10 @@ class Missing:
 class RowStatistics:
     """Statistics of a table.
 
-    ``hits``, ``misses``: the numbers of calls that found their row and that did not.  ``computed``: the number of rows added
-    so far, including guessed rows.  ``rows``, ``nbytes``: the number and the total bytes of the rows that the table contains
-    now.  ``transfers``: the number of times that the host has read device memory.  ``fill_s``: the total seconds spent on
-    computing rows.
+    ``hits``: the number of calls whose row was in the table.  ``misses``: the number of other calls.  ``computed``: the
+    number of rows added so far, including guessed rows.  ``rows``, ``nbytes``: the number and the total bytes of the rows
+    that the table contains now.  ``transfers``: the number of times that the host has read device memory.  ``fill_s``: the
+    total seconds spent on computing rows.
     """
 
     hits: int
@@ -180,8 +180,8 @@ class Rows:
 
     @property
     def spent(self) -> bool:
-        """Whether hoisting should end.  This is so after many misses in a row, because the slow inputs then seem to be
-        different in every call."""
+        """Whether hoisting should end.  After many misses in a row, the slow inputs are assumed to be different in every
+        call."""
         return self._misses_since_hit >= _SPENT
 
     @property
@@ -248,8 +248,7 @@ def _with_inputs(keys: Sequence[Key], key: Key, inputs: Sequence[Any]) -> list[M
     """Return the missing rows for the guessed ``keys``, with slow inputs that have exactly the bits in these keys.  ``key``,
     ``inputs``: the key and the slow inputs of the present call; its inputs are reused where the bits are equal.
 
-    A guessed key is left out if the strides of an input repeat an element but the key has different values for the
-    repetitions.
+    A guessed key is left out if an input repeats one element through its strides but the key needs different values there.
     """
     made: dict[Key, list[Any] | None] = {guess: list(inputs) for guess in keys}
     for position, value in enumerate(inputs):

@@ -18,7 +18,7 @@ Key: TypeAlias = tuple[Bits, ...]
 # generation of 50 steps with two prompts.
 _MOST_KEYS = 128
 
-# The dtypes that a timestep may have.  Values of these dtypes can be divided.
+# The dtypes that a timestep may have.  Values of these dtypes can be divided; bool cannot hold a schedule.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
 
 
@@ -72,10 +72,10 @@ class ExpectedSchedule:
             self._forms[dtype] = [elements[i * count : (i + 1) * count] for i in range(forms)]
 
     def guesses(self, key: Key, position: int) -> list[Key]:
-        """Return keys with the other timesteps at ``position``, later timesteps first, in the form that contains the value
-        of ``key``.
+        """Return one key for each other timestep: ``key`` with this timestep at ``position``.  Later timesteps come first.
+        The timesteps are in the form that contains the present value at ``position``.
 
-        If several forms contain this value, the form in which the value has the lowest index is used.  For example, 0 may be
+        If several forms contain the present value, the form in which it has the lowest index is used.  For example, 0 may be
         the last timestep, or the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
         """
         dtype, *shape, content = key[position]

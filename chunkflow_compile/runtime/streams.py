@@ -47,7 +47,7 @@ class Bell:
         self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
 
     def ring(self) -> None:
-        """Wake the waiting threads whose ``ready`` returns True.  Calling ``ready`` here is cheaper than waking a thread in
+        """Wake each waiting thread whose condition ``ready`` now holds.  Checking it here is cheaper than waking a thread in
         vain."""
         with self.lock:
             for waiter, ready in list(self._waiting.items()):
@@ -308,8 +308,8 @@ class ThreadStream:
         self._put(_Item(run, awaits=(event, event.recorded)))
 
     def recover(self) -> None:
-        """Run the work that is enqueued from here on even if earlier work fails.  Only marks after the failed work and
-        before this point carry its error."""
+        """Run the work that is enqueued from here on even if earlier work fails.  The error of earlier work is passed on
+        only by marks that were enqueued before this point."""
 
         def forget(_: BaseException | None) -> None:
             self.failure = None

@@ -109,7 +109,7 @@ class Target:
         self.events = events
         self.poison = poison
         self.traffic = Traffic()
-        pulled = program.plan.pulled  # a pulled weight without pieces is read when it is copied
+        pulled = program.plan.pulled  # pulled weights on the SSD are read when copied
         self.on_drive = frozenset(
             n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
         )
@@ -128,7 +128,7 @@ class Target:
         if op.window is None:
             return slot[span], self.binding.hosts[op.weight][span], f"keep {op.weight}"
         source: Bytes | InRing = self.binding.hosts[op.weight][span]
-        if op.ring is not None and op.weight in self.on_drive:  # a written weight has left the SSD
+        if op.ring is not None and op.weight in self.on_drive:  # not if it was written
             assert isinstance(source, DriveBytes)
             source = InRing(self.binding.arena.reader, source, op.ring)
         return slot[span], source, f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"

@@ -58,7 +58,7 @@ class TorchCuda:
         return _kept_by_children(torch.cuda.Event(enable_timing=timed))
 
     def profiled(self) -> bool:
-        """Return whether a profiler is running that shows names: torch's profiler, or an NVIDIA profiler that started this
+        """Return whether a profiler that shows names is running: torch's profiler, or an NVIDIA profiler that started this
         process."""
         return self._traced or torch.autograd.profiler._is_profiler_enabled
 
@@ -81,8 +81,8 @@ class TorchCuda:
         _kept_by_children(memory).record_stream(stream)
 
     def abandon(self, memory: torch.Tensor) -> None:
-        """Keep ``memory`` from ever being freed.  After a failure of the GPU, torch would abort the process when it frees
-        the memory."""
+        """Leak ``memory`` on purpose, so that it is never freed.  After a failure of the GPU, torch would abort the process
+        when it frees the memory."""
         _keep_for_ever(memory)
 
     def staging(self, nbytes: int) -> torch.Tensor:
@@ -140,7 +140,7 @@ class TorchCuda:
             finally:
                 if collects:
                     gc.enable()
-                # now that no capture is active, free the workspaces in the pool and in all other streams
+                # no capture is active now, so free the cuBLAS workspaces in the pool and of all other streams
                 core.free_cublas_workspaces()
 
 
@@ -220,7 +220,7 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
     This function uses the CUDA runtime that torch has loaded, because the bindings of another package may be newer than the
     driver.
     """
-    if host.is_pinned():  # e.g. by torch's allocator; pinning twice is a CUDA error
+    if host.is_pinned():  # pinning it again would be a CUDA error
         return lambda: None
     address, nbytes, process = host.data_ptr(), host.numel() * host.element_size(), os.getpid()
     runtime = torch.cuda.cudart()

@@ -58,7 +58,7 @@ class Transfer:
 class Traffic:
     """The transfers of a program.
 
-    Copies, pulls and collectives are reported by one thread each; another thread calls :meth:`drain`.
+    One thread reports copies, one reports pulls, and one reports collectives.  Another thread calls :meth:`drain`.
     """
 
     def __init__(self) -> None:
