@@ -11,8 +11,8 @@ from .search import Planner
 def reason(planner: Planner, weight: Weight, windows: Windows, slack: float | None, barrier: str | None = None) -> str:
     """Return the reason for the placement of ``weight``.
 
-    ``slack``: predicted seconds from its arrival to its first reader; negative if the reader waits.  ``barrier``:
-    collective that is delayed until the weight has arrived.
+    ``slack``: predicted seconds from the arrival of the weight to its first reader; negative if the reader waits.
+    ``barrier``: collective that is delayed until the weight has arrived.
     """
     if weight.keep is not None:
         return weight.keep

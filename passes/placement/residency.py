@@ -42,7 +42,7 @@ def _useful_share(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> dict[
     for chunk in chunks:
         copy[chunk.first] = copy.get(chunk.first, 0.0) + chunk.seconds
     useful, owed = dict.fromkeys(copy, 0.0), 0.0
-    for _ in range(2):  # twice around the step, so that stall time that is left at the first region is charged to the last regions
+    for _ in range(2):  # twice around the step: stall time left at the first region is charged to the last ones
         for k in sorted(copy, reverse=True):
             owed += stalls.get(k, 0.0) if useful[k] == 0.0 else 0.0
             taken = min(owed, copy[k] - useful[k])

@@ -23,8 +23,8 @@ from chunkflow_compile.passes.plan import Plan
 
 from .coarsest import AS_GOOD
 
-# The numbers of slices to try.  With 16, slices of the longest videos still have thousands of tokens, and the memory of a
-# block consists of little more than its residual stream, K and V.
+# The numbers of slices to try.  With 16 slices, each slice of the longest videos still has thousands of tokens, and the
+# memory of a block consists of little more than its residual stream, K and V.
 REPEATS = (1, 2, 4, 8, 16)
 
 # The keys of the regions of a block, in program order.

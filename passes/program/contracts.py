@@ -66,7 +66,8 @@ def check_cut(cut: Cut) -> None:
 
 
 def _check_computed(cut: Cut) -> None:
-    """Check that every op of the graph is in exactly one region.  Views and recomputed values may be in several."""
+    """Check that every op of the graph is in exactly one region.  Views and recomputed values may be in several
+    regions."""
     expected, computed = Counter[str](), Counter[str]()
     top = {item for item in cut.sequence if isinstance(item, Node)}
     for counts, nodes in (

@@ -280,7 +280,7 @@ def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool], lanes: S
 
 
 def _captured(cycle: Cycle, call: Sequence[Issued]) -> list[Issued]:
-    """Return the ops of a call of a cycle that is captured as a CUDA graph."""
+    """Return the ops of a cycle's call in captured form, that is, as a CUDA graph."""
     of = {each.op: each for each in call}
     return [of.get(op) or Issued(op, "join") for op in captured((each.op for each in call), cycle.events)]
 
