@@ -23,12 +23,12 @@ class Goal:
     weights whose packing is predicted to shorten the step within ``memory``.  ``peers``: names of the weights that are
     sharded over the devices of the ranks, with True and "auto" as for ``pack``.  Without ``memory``, "auto" chooses
     these weights so that the bytes on the device are minimal.  ``hoist``: whether products that do not depend on the
-    latent are computed once for many steps (graph/hoist.py), so that their weights need not be streamed in every step;
-    "auto" hoists if this is predicted to shorten a step.  ``split``: number of slices into which the tokens of each
-    block are split (graph/split.py), to reduce the activation memory; "auto" for the minimum that a budget of weights
-    and activations needs.  ``exchange_groups``: number of groups of heads into which the all-to-alls around attention
-    are divided (graph/head_groups.py), so that one group is exchanged while another computes; False for no groups,
-    "auto" for the number with the shortest predicted step.
+    latent are computed once for many steps (graph/hoist.py), so that the weights of these products need not be streamed
+    in every step; "auto" to do so if this is predicted to shorten a step.  ``split``: number of slices into which the
+    tokens of each block are split (graph/split.py), to reduce the activation memory; "auto" for the minimum that a
+    budget of weights and activations needs.  ``exchange_groups``: number of groups of heads into which the all-to-alls
+    around attention are divided (graph/head_groups.py), so that one group is exchanged while another computes; False
+    for no groups, "auto" for the number with the shortest predicted step.
 
     Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if a field is set
     that the policy ignores.

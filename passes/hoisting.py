@@ -36,8 +36,8 @@ _SHARE_OF_ROWS = 16
 # The number of steps of a generation, over which the time of the preamble is spread.  The examples in diffusers use 28
 # steps for FLUX.1, and 50 for Qwen-Image and HunyuanVideo.
 STEPS = 28
-# The number of regions of the preamble whose weights are in the arena at the same time: the weights of one are copied while
-# the other computes.
+# The number of regions of the preamble whose weights are in the arena at the same time: the weights of one region are
+# copied while the other region computes.
 _REGIONS = 2
 
 

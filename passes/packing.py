@@ -1,9 +1,9 @@
 """Packing: compresses a bfloat16 weight to twelve bits per value, without loss.
 
-The exponent has eight bits, but a trained or random weight uses few exponents: sixteen consecutive ones cover more than
-99.9 % of its values, so four bits are enough for them.  Sign and mantissa are kept as they are (eight bits).  Values with
-other exponents are *escapes*: their code is the difference from the base exponent, modulo 16, and a list contains the
-multiples of 16 to add.
+The exponent has eight bits, but a trained or random weight uses few exponents.  Sixteen consecutive exponents cover
+more than 99.9 % of its values, so four bits are enough for these exponents.  Sign and mantissa are kept as they are
+(eight bits).  Values with other exponents are *escapes*: their code is the difference from the base exponent, modulo
+16, and a list contains the multiples of 16 to add.
 
 A packed weight is one int32 tensor of one dimension, see :class:`Layout`:
 
@@ -40,8 +40,8 @@ import torch
 _FRAME = 1 << 16
 # The maximum number of frames in a segment: the position of an escape in a segment has 27 bits.
 _SEGMENT = 1 << 27 - 16
-# There is space for one escape per this number of values, which gives 12 + 32 / 352 bits per value.  Trained weights have
-# one escape per 400 to 10,000 values, Gaussian ones one per 12,000.
+# There is space for one escape per this number of values, which gives 12 + 32 / 352 bits per value.  Trained weights
+# have one escape per 400 to 10,000 values.  Gaussian weights have one escape per 12,000 values.
 _VALUES_PER_ESCAPE = 352
 # Words that are aligned to 16 bytes are loaded four at a time.
 _ALIGNED = 4

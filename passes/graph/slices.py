@@ -254,7 +254,7 @@ class _Plan:
         heights: dict[Node, int] = {}
 
         def height(node: Node) -> int:
-            """Return the number of phases after the one that computes a root."""
+            """Return the number of phases after the phase that computes a root."""
             if node not in heights:
                 heights[node] = max((1 + height(reader) for reader in readers[node]), default=0)
             return heights[node]

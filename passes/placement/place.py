@@ -31,8 +31,8 @@ from .windows import as_windows
 
 # The policies whose plans depend on the budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
-# For a call in which every weight is streamed and memory is limited: the numbers of regions by which copies may be
-# ahead of compute, in the order in which they are tried.
+# The numbers of regions by which copies may be ahead of compute, in the order in which these numbers are tried.  They
+# are for a call in which every weight is streamed and memory is limited.
 _WINDOWS_AHEAD = (8, 4, 2, 1)
 
 

@@ -29,9 +29,9 @@ from .windows import Chunk, Link, as_windows, chunks_of, fit, fit_slots, latest,
 # Steps that differ by less than this share of the resident step count as equal.  Of equal steps, the step time under
 # strain decides, then the memory.
 SAME_STEP = 1e-3
-# Predictions have an error of some percent.  Among candidates with equal steps, the one whose step is shortest if
-# copies take STRAIN times as long is chosen.  For this comparison, times that differ by less than SAME_STRAIN of the
-# resident step count as equal.
+# Predictions have an error of some percent.  Among candidates with equal steps, the choice is the candidate whose step
+# is shortest if copies take STRAIN times as long.  For this comparison, times that differ by less than SAME_STRAIN of
+# the resident step count as equal.
 STRAIN = 1.2
 SAME_STRAIN = 5e-3
 # The relative floating-point error of sums of a thousand spans.
@@ -174,8 +174,8 @@ class Planner:
         return self.kept_bytes + max(kept + live, resident + self.arena)
 
     def fastest(self, memory: int) -> Candidate:
-        """Return the fastest candidate within ``memory`` bytes.  Among equally fast candidates, the one with the
-        shortest step under strain is chosen, then the smallest one."""
+        """Return the fastest candidate within ``memory`` bytes.  Among equally fast candidates, prefer the candidate
+        with the shortest step under strain, then the smallest candidate."""
         natural = self.candidate(0, None)
         if natural is not None and natural.nbytes <= memory and self._hides_all(natural):
             return natural
@@ -361,8 +361,8 @@ class Planner:
         return self._drive_first(rank(self.chunks, stalls))
 
     def _drive_first(self, ranking: list[int]) -> list[int]:
-        """Move some chunks that are on the SSD to the front of the ranking: as many as must be resident so that the SSD
-        can read the others within the resident step."""
+        """Move some of the chunks on the SSD to the front of the ranking.  Their number is the minimum with which the
+        SSD can read the other chunks within the resident step."""
         seconds = {i: self.simulator.read_seconds(c.weight, c.index, c.index + 1) for i, c in enumerate(self.chunks)}
         over, first = sum(seconds.values()) - self.resident.step_s, list[int]()
         for i in ranking:

@@ -230,9 +230,9 @@ def fit_slots(
     """Return windows that are no earlier than ``wanted``, and slots with which the streamed chunks take at most
     ``limit`` bytes.  Return None if there are no such slots.
 
-    ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, None if it is resident.  A slot is the offset
-    of a weight with streamed chunks.  Slots are assigned in order of first use, to large weights before small ones, which
-    fill gaps.  The readers determine when bytes become free, so windows follow from slots.
+    ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, None if it is resident.  A slot is the
+    offset of a weight with streamed chunks.  Slots are assigned in order of first use, to large weights before small
+    weights, which fill gaps.  The readers determine when bytes become free, so windows follow from slots.
     """
     streamed = _streamed(chunks, wanted)
     kept = sum(chunks[i].nbytes for members in streamed for i in members if wanted[i] is None)

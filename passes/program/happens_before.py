@@ -12,9 +12,9 @@ second.
 
 A call of a plan with joins runs in one of two *forms*, which may alternate arbitrarily: *eager*, as above, or
 *captured*, as one CUDA graph.  A captured call has its own lanes and events: its first copy in each lane waits only for
-the opening of its window.  Before a captured call, compute waits for the *tail*: all copies that any program has issued
-in the eager lanes, for a cold start, a jump, a rewritten weight or an eager call.  At the end of a captured call (the
-*join*), compute waits for all copies of the call.
+the opening of its window.  Before a captured call, compute waits for the *tail*.  The tail consists of all copies that
+any program has issued in the eager lanes, for a cold start, a jump, a rewritten weight or an eager call.  At the end of
+a captured call (the *join*), compute waits for all copies of the call.
 
 ``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternating sequences.
 A property that holds for these four sequences holds for every sequence, because the order between ops of two calls

@@ -22,8 +22,8 @@ sequences of eager and captured calls are checked, which represent all sequences
 * The calls of a repeated region write each output completely, and do not overwrite values that are read elsewhere
   (repeats.py).
 
-:func:`verify_together` checks programs that share an arena: the readers in each program read the bytes of their
-weights, whatever the other programs have left in the arena or still have in flight.
+:func:`verify_together` checks programs that share an arena: the readers in each program must read the bytes of their
+weights, regardless of copies from other programs that are in the arena or still in flight.
 
 Contract
     Reads programs and their plans only; it does not trust the passes that made them.
