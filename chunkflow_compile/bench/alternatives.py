@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.private_torch import dynamo
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +110,7 @@ def make_alternative(alternative: str, model: nn.Module, device: torch.device) -
         getattr(model, method)(**given)
     if not limits:
         return model
+    from chunkflow_compile.private_torch import dynamo
 
     def call(**inputs: Any) -> Any:
         with dynamo.config.patch(**limits):
