@@ -47,7 +47,7 @@ class _HostDevice(Device):
         return HostEvent(self.engine.bell)
 
     def recover(self) -> None:
-        for lane in ("copy", "pull"):
+        for lane in self.lane_names:
             self.engine.streams[lane].recover()
 
     def _make_pull(self) -> ThreadStream:
