@@ -190,6 +190,7 @@ class _Divided:
                     builder.root(self.result, self._part(dim, outer, 0))
                     if builder.is_by_heads(self.exchange.attention):
                         self._axes(builder)
+                        self._check_order(dim, outer)
                         self._check_rows(self.exchange.back, _axis_of(self.result, dim, outer))
                         return dim, outer
                 except Boundary:
@@ -226,8 +227,21 @@ class _Divided:
             self._check_rows(collective, axes[collective])
         return axes
 
+    def _check_order(self, dim: int, outer: int) -> None:
+        """Check that each group computes its part of the result from the same part of each received tensor.
+
+        Raises NoRule if attention reads the heads in another order, several times, or only some of them.
+        """
+        for group in range(self.groups):
+            builder, _ = self._built(dim, outer, group, None)
+            for node, (part, _) in builder.taken.items():
+                if (part.start, part.count * self.groups) != (group * part.count, part.length):
+                    raise NoRule(f"attention reads the heads of {node} in another order, several times or in part")
+
     def _check_rows(self, collective: Node, axis: _Axis) -> None:
         """Check that each rank gets whole rows of an axis."""
+        if len({size for sizes in _splits(collective) for size in sizes}) > 1:
+            raise NoRule(f"the ranks have different numbers of tokens or heads ({collective})")
         if any(size % axis.length for sizes in _splits(collective) for size in sizes) or axis.length % self.groups:
             raise NoRule(f"the ranks divide rows of {collective} that hold all heads")
 

@@ -204,6 +204,25 @@ def across(x: torch.Tensor) -> torch.Tensor:
     return x.flip(0)
 
 
+def rolled(x: torch.Tensor) -> torch.Tensor:
+    """The heads in another order."""
+    return torch.cat([x[1:], x[:1]])
+
+
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    """Half of the heads, twice."""
+    return torch.cat([x[: len(x) // 2]] * 2)
+
+
+class RolledBack(Attention):
+    """The heads of the result are sent back in another order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (scatter_heads(t, HEADS) for t in self.qkv(x).chunk(3, dim=-1))
+        attended = rolled(nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])[0])
+        return x + self.out(gather_heads(attended).reshape(x.shape))
+
+
 @pytest.mark.parametrize(
     ("make", "groups", "said"),
     [
@@ -214,9 +233,12 @@ def across(x: torch.Tensor) -> torch.Tensor:
             r"in groups: an op before attention reads all heads of .* a norm across",
         ),
         (lambda: Attention(across), 2, r"cannot be exchanged in groups: flip works along the dimension\.$"),
+        (lambda: Attention(rolled), 2, r"cannot be exchanged in groups: "),
+        (lambda: Attention(repeated), 2, r"cannot be exchanged in groups: "),
+        (RolledBack, 2, r"cannot be exchanged in groups: "),
         (Opaque, 2, r"^The collective testing.exchange.* returns only when it is complete, .*all_to_all_single\.$"),
     ],
-    ids=["heads", "norm", "across", "custom"],
+    ids=["heads", "norm", "across", "rolled", "repeated", "rolled back", "custom"],
 )
 @pytest.mark.usefixtures("exchange_op")
 def test_what_cannot_be_divided(make: Callable[[], nn.Module], groups: int, said: str) -> None:
