@@ -11,7 +11,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hoisting import hoisting_of
-from chunkflow_compile.passes.names import STAGES, StageName
+from chunkflow_compile.passes.names import STAGES, ExchangeGroups, StageName
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.pipeline import Settings, Stage, goal_of_cut, stages
 from chunkflow_compile.passes.placement.place import least_memory
@@ -294,6 +294,8 @@ class _GraphCompiler:
     weights that only other parts of the model read.  ``slow``: see :class:`Traced`.  ``root``: a function that returns the
     model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: notes for the user on decisions that were made before
     planning.  ``survey``: the survey during which the graph is compiled; None if the graph is compiled for an ordinary call.
+    ``agreed``: the number of groups of heads on which the ranks have agreed, with its notes.  If a rank compiles the graph
+    again at fixed sizes, it does not ask the others again.
     """
 
     chosen: Options
@@ -311,6 +313,7 @@ class _GraphCompiler:
     survey: Survey | None = None
     root: Callable[[], nn.Module | None] = lambda: None
     notes: tuple[str, ...] = ()
+    agreed: list[tuple[ExchangeGroups, tuple[str, ...]]] = field(default_factory=list)
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph | HoistedGraph:
         with dynamo_timed("chunkflow.program"):
@@ -321,7 +324,10 @@ class _GraphCompiler:
         tables = HostConstants(self.device, move_tables(aten, self.device))
         traced = self._describe(aten)
         with dynamo_timed("chunkflow.exchange_groups"):
-            groups, notes = agreed_groups(traced, replace(self.settings, goal=self._expected_goal))
+            if not self.agreed:
+                expected = replace(self.settings, goal=self._expected_goal)
+                self.agreed.append(agreed_groups(traced, expected, alone=self.survey is not None))
+            groups, notes = self.agreed[0]
         settings = replace(self.settings, goal=replace(self.settings.goal, exchange_groups=groups))
         return replace(self, settings=settings, notes=notes)._halves(aten, traced, tables)
 

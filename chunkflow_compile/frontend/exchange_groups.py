@@ -26,10 +26,11 @@ _WANTED, _GROUPS, _FAILED = "wanted", "groups", "failed"
 _NOTE = "the exchanges of attention are"
 
 
-def agreed_groups(traced: Traced, settings: Settings) -> tuple[ExchangeGroups, tuple[str, ...]]:
+def agreed_groups(traced: Traced, settings: Settings, alone: bool = False) -> tuple[ExchangeGroups, tuple[str, ...]]:
     """Return the number of groups that all ranks use for this graph, and notes for the user.
 
     The number is False if exchanges are not divided.
+    ``alone``: whether only this rank compiles the graph, as in a survey: it uses its own choice then.
     With "auto", each rank chooses a number, and all ranks use the smallest of these numbers.
     Raises ChunkflowError on all ranks if the ranks pass different values of the option, or if one of the ranks cannot divide
     its exchanges into the given number of groups.
@@ -37,14 +38,16 @@ def agreed_groups(traced: Traced, settings: Settings) -> tuple[ExchangeGroups, t
     wanted, exchanged = settings.goal.exchange_groups, _exchanged(traced)
     if not exchanged:
         return False, ()
-    groups = [group for name in exchanged if (group := group_named(name)) is not None]
+    groups = [] if alone else [group for name in exchanged if (group := group_named(name)) is not None]
     if not wanted:
         _post_none(groups, traced)
         return False, ()
     mine, note, failed = _chosen(traced, settings)
-    record, chosen = {_WANTED: wanted, _GROUPS: mine, _FAILED: failed and str(failed)}, mine
-    for group in groups:
-        chosen = min(chosen, _agree(group, traced, record))
+    chosen = mine
+    # A rank in several groups passes on the smallest number that it has seen.  After two rounds, all ranks of a mesh have the
+    # smallest number of all.
+    for group in groups * min(len(groups), 2):
+        chosen = min(chosen, _agree(group, traced, {_WANTED: wanted, _GROUPS: chosen, _FAILED: failed and str(failed)}))
     if chosen < mine:
         note = f"{note}; another rank chooses {chosen}, which all ranks use"
     if failed is not None:
