@@ -157,7 +157,7 @@ def fork(work: Callable[..., None], args: tuple[Any, ...], nprocs: int, join: bo
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Ranks]]:
-    """The rank processes of all tests of this session, by their number."""
+    """The rank processes that all tests of a run of pytest share, by their number."""
     found: dict[int, Ranks] = {}
     yield found
     for ranks in found.values():

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Collection
 from typing import Any
 
+import sympy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -231,7 +232,7 @@ def _check_heads(model: nn.Module, degree: int) -> None:
         for kind in ("heads", "kv_heads") if splits else ():
             heads = getattr(module, kind, None)
             if isinstance(heads, int) and heads % degree:
-                fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+                fits = ", ".join(map(str, sympy.divisors(heads)))
                 raise ChunkflowError(
                     f"Ulysses over {degree} ranks splits the attention heads into {degree} equal parts, and the {heads} "
                     f"{kind} of {name} ({type(model).__name__}) cannot be split so: choose a degree of {fits}."

@@ -286,19 +286,21 @@ def _on_one_device(device: torch.device, figures: Mapping[str, Any]) -> Iterator
     yield "collective_slowdown", 2.0, f"{_ASSUMED}: a fair share"
     yield (
         "attention_slowdown",
-        Hardware.__dataclass_fields__["attention_slowdown"].default,
+        Hardware.attention_slowdown,
         f"{_ASSUMED}: overlap gains nothing, as over NVLink",
     )
-    yield _slowed(compute_slowdown(device))
+    yield _slowed("compute_slowdown", compute_slowdown(device))
 
 
-def _slowed(slowdown: float) -> _Figure:
-    return "compute_slowdown", round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0, "an MLP beside copies"
+# How the slowdowns of compute were measured, by field.
+_SLOWED = {
+    "compute_slowdown": "an MLP beside copies",
+    "attention_slowdown": "attention and an all-to-all of 16 MiB at the same time, the harmonic mean of both",
+}
 
 
-def _attending(slowdown: float) -> _Figure:
-    how = "attention and an all-to-all of 16 MiB at the same time, the harmonic mean of both"
-    return "attention_slowdown", round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0, how
+def _slowed(name: str, slowdown: float) -> _Figure:
+    return name, round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0, _SLOWED[name]
 
 
 def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bool) -> list[_Figure]:
@@ -369,9 +371,11 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
         uncontended_s = median_seconds(device, copy), median_seconds(device, exchange, ROUNDS_BESIDE)
         contended_s = contended_seconds(device, exchange, ROUNDS_BESIDE, copy)
         factors = [round(factor(*pair), 2) for pair in zip(contended_s, uncontended_s, strict=True)]
-        beside_attention = attention_slowdown(device, exchange, ROUNDS_BESIDE)
-        slowdown = compute_slowdown(device, port, dist.barrier)
-        figures = [*_link_figures(*_line_through(points), *factors), _attending(beside_attention), _slowed(slowdown)]
+        figures = [
+            *_link_figures(*_line_through(points), *factors),
+            _slowed("attention_slowdown", attention_slowdown(device, exchange, ROUNDS_BESIDE)),
+            _slowed("compute_slowdown", compute_slowdown(device, port, dist.barrier)),
+        ]
         if rank == 0:
             torch.save(figures, Path(folder) / "rank0.pt")
 

@@ -128,11 +128,8 @@ class Phase:
         It includes the weights that never leave the device.
         """
         codes = {id(program.code): program.code for program in programs(self.root)}.values()
-        needed = [
-            least_memory(c.program.problem, s.hardware, s.chunk_bytes, s.outside, s.arena, s.part)
-            for c in codes
-            for s in (c.settings,)
-        ]
+        plannable = [(code.program.problem, code.settings) for code in codes]
+        needed = [least_memory(p, s.hardware, s.chunk_bytes, s.outside, s.arena, s.part) for p, s in plannable]
         return max([self.kept, *needed])
 
     @property

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -51,7 +52,7 @@ def possible_groups(traced: Traced) -> tuple[int, ...]:
     if not found:
         return ()
     heads = reduce(math.gcd, (exchange.heads for exchange in found))
-    return tuple(count for count in range(2, heads + 1) if heads % count == 0)
+    return tuple(sympy.divisors(heads)[1:])
 
 
 def in_head_groups(traced: Traced, groups: int) -> Traced:
@@ -73,7 +74,7 @@ def in_head_groups(traced: Traced, groups: int) -> Traced:
 def _check_heads(exchange: Exchange, groups: int) -> None:
     heads = exchange.heads
     if heads % groups:
-        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        fits = ", ".join(map(str, sympy.divisors(heads)))
         raise NoGroups(
             f"{groups} groups do not divide the {heads} attention heads of each rank ({exchange.attention.name}): choose one "
             f"of {fits}."
@@ -190,7 +191,7 @@ class _Divided:
                     builder.root(self.result, self._part(dim, outer, 0))
                     if builder.is_by_heads(self.exchange.attention):
                         self._axes(builder)
-                        self._check_order(dim, outer)
+                        self._check_order(builder, dim, outer)
                         self._check_rows(self.exchange.back, _axis_of(self.result, dim, outer))
                         return dim, outer
                 except Boundary:
@@ -227,13 +228,14 @@ class _Divided:
             self._check_rows(collective, axes[collective])
         return axes
 
-    def _check_order(self, dim: int, outer: int) -> None:
+    def _check_order(self, first: _GroupBuilder, dim: int, outer: int) -> None:
         """Check that each group computes its part of the result from the same part of each received tensor.
 
+        ``first``: the builder of the first group.
         Raises NoRule if attention reads the heads in another order, several times, or only some of them.
         """
-        for group in range(self.groups):
-            builder, _ = self._built(dim, outer, group, None)
+        others = (self._built(dim, outer, group, None)[0] for group in range(1, self.groups))
+        for group, builder in enumerate((first, *others)):
             for node, (part, _) in builder.taken.items():
                 if (part.start, part.count * self.groups) != (group * part.count, part.length):
                     raise NoRule(f"attention reads the heads of {node} in another order, several times or in part")
