@@ -8,9 +8,9 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import chunkflow_compile
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.frontend.trace import trace
@@ -76,6 +77,35 @@ def small_twins(name: str, size: Size, degree: int = 1) -> tuple[Any, Any]:
     """A small model of diffusers twice; both split the sequence over ``degree`` ranks."""
     model, twin = (enable_ulysses(small_model(name, size), degree) for _ in range(2))
     return model, twin
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Options that a test combines with the options that it is about, and the small model that gets all of them.
+
+    ``prepare``: changes the model and its twin before they are placed.
+    """
+
+    options: Mapping[str, Any]
+    family: str = "wan"
+    by_kind: bool = False
+    dtype: torch.dtype = torch.float32
+    prepare: Callable[[Any], object] = lambda model: None
+
+    def placed(self, size: Size, given: Mapping[str, Any], degree: int = 1) -> tuple[Any, Any, Any]:
+        """A model, its compiled form, and an equal model.  ``given``: the options that the test is about."""
+        model, twin = (each.to(self.dtype) for each in small_twins(self.family, size, degree))
+        for each in (model, twin):
+            self.prepare(each)
+        options = {**given, **self.options}
+        if self.by_kind:
+            return model, chunkflow_compile.compile(model, dynamic=False, **options), twin
+        chunkflow_compile.offload(model, min_bytes=given["min_bytes"], pack=self.options.get("pack", False))
+        return model, torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=False, options=options), twin
+
+    def inputs(self, size: Size, seed: int) -> dict[str, Any]:
+        found = small_inputs(self.family, size, seed)
+        return {n: v.to(self.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for n, v in found.items()}
 
 
 def check_small(run: Any, twin: Any, name: str, size: Size, seeds: Iterable[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from adapters import Library
 from conftest import EAGER, RESIDENT
-from helpers import UlyssesStack, check_small, small_twins
+from helpers import Combined, UlyssesStack, check_small, small_twins
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkflow_compile
@@ -119,32 +119,6 @@ def test_ranks_that_choose_differently_take_the_smallest_number(on_ranks: Callab
     on_ranks(choosing_on_a_rank)
 
 
-@dataclass(frozen=True)
-class Combined:
-    """A model with groups and other options.  ``prepare``: changes both models before they are placed."""
-
-    options: dict[str, Any]
-    family: str = "wan"
-    by_kind: bool = False
-    dtype: torch.dtype = torch.float32
-    prepare: Callable[[Any], object] = lambda model: None
-
-    def placed(self) -> tuple[Any, Any, Any]:
-        """A model, its compiled form, and an equal model."""
-        model, twin = (each.to(self.dtype) for each in small_twins(self.family, SIZE, 2))
-        for each in (model, twin):
-            self.prepare(each)
-        options = {**GROUPED, **self.options}
-        if self.by_kind:
-            return model, chunkflow_compile.compile(model, dynamic=False, **options), twin
-        offload(model, min_bytes=EAGER["min_bytes"], pack=self.options.get("pack", False))
-        return model, torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=False, options=options), twin
-
-    def inputs(self, seed: int) -> dict[str, Any]:
-        found = small_inputs(self.family, SIZE, seed)
-        return {n: v.to(self.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for n, v in found.items()}
-
-
 def load_an_adapter(model: Any) -> None:
     enable_adapters(model, rank=4)
     model.load_lora_adapter(Library(small_model("wan", SIZE)).adapter(0, 4), adapter_name="a")
@@ -161,11 +135,11 @@ COMBINED = {
 
 def combined_on_a_rank(rank: int, name: str) -> None:
     case = COMBINED[name]
-    model, run, twin = case.placed()
+    model, run, twin = case.placed(SIZE, GROUPED, 2)
 
     def check() -> None:
         for seed in range(2):
-            inputs = case.inputs(seed)
+            inputs = case.inputs(SIZE, seed)
             assert torch.equal(run(**inputs)[0], twin(**inputs)[0]), seed
 
     check()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from adapters import Library
 from conftest import EAGER
-from helpers import Block, InTurn, allocated_peak, check_small, memory_named, small_twins
+from helpers import Block, Combined, InTurn, allocated_peak, check_small, memory_named, small_twins
 from pipelines import WAN, Allocator, Applied, bytes_moved, bytes_read, expected
 from torch.profiler import ProfilerActivity, profile
 
@@ -65,30 +65,10 @@ def test_families(family: str) -> None:
 
 
 @dataclass(frozen=True)
-class Combined:
-    """What slices are combined with.  ``prepare``: changes both models before they are placed.  ``sizes``: of later calls."""
+class OfSizes(Combined):
+    """``sizes``: the sizes of the calls."""
 
-    options: dict[str, Any]
-    family: str = "wan"
-    by_kind: bool = False
-    dtype: torch.dtype = torch.float32
-    prepare: Callable[[Any], object] = lambda model: None
     sizes: tuple[Size, ...] = (SIZE,)
-
-    def placed(self) -> tuple[Any, Any, Any]:
-        """A model, what it is compiled to, and an equal one."""
-        model, twin = (each.to(self.dtype) for each in small_twins(self.family, SIZE))
-        for each in (model, twin):
-            self.prepare(each)
-        if self.by_kind:
-            return model, chunkflow_compile.compile(model, dynamic=False, **SLICED, **self.options), twin
-        chunkflow_compile.offload(model, min_bytes=0, pack=self.options.get("pack", False))
-        options = SLICED | self.options
-        return model, torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=False, options=options), twin
-
-    def inputs(self, size: Size, seed: int) -> dict[str, Any]:
-        found = small_inputs(self.family, size, seed)
-        return {n: v.to(self.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for n, v in found.items()}
 
 
 def load_an_adapter(model: Any) -> None:
@@ -97,10 +77,10 @@ def load_an_adapter(model: Any) -> None:
 
 
 COMBINED = {
-    "threads, two sizes": Combined({"debug": ["poison", "threads"]}, sizes=(SIZE, FEWER, SIZE)),
-    "packing, hoisting": Combined({"pack": True, "hoist": True}, dtype=torch.bfloat16),
-    "adapters, hoisting": Combined({"hoist": True}, prepare=load_an_adapter),
-    "blocks, hoisting, two sizes": Combined({"hoist": True}, "qwen-image", by_kind=True, sizes=(SIZE, FEWER, SIZE)),
+    "threads, two sizes": OfSizes({"debug": ["poison", "threads"]}, sizes=(SIZE, FEWER, SIZE)),
+    "packing, hoisting": OfSizes({"pack": True, "hoist": True}, dtype=torch.bfloat16),
+    "adapters, hoisting": OfSizes({"hoist": True}, prepare=load_an_adapter),
+    "blocks, hoisting, two sizes": OfSizes({"hoist": True}, "qwen-image", by_kind=True, sizes=(SIZE, FEWER, SIZE)),
 }
 
 
@@ -113,7 +93,7 @@ LONG = [*COMBINED][1:]
 )
 def test_what_slices_are_combined_with(case: Combined) -> None:
     """A weight is written and the plan changes between calls, whose bits are those of an equal model."""
-    model, run, twin = case.placed()
+    model, run, twin = case.placed(SIZE, SLICED)
 
     def check(*sizes: Size) -> None:
         for size, seed in itertools.product(sizes, range(2)):
