@@ -32,15 +32,8 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo(request: pytest.FixtureRequest) -> None:
-    """In the place of that of all tests: what the pair has compiled stays for the next test of it."""
-    if "pair" not in request.fixturenames:
-        torch._dynamo.reset()
-
-
 @pytest.fixture(scope="module")
-def made() -> Pair:
+def made(kept_dynamo: None) -> Pair:
     with torch.no_grad():
         return Pair(rank=64, slots=2)
 
@@ -48,6 +41,7 @@ def made() -> Pair:
 @pytest.fixture
 def pair(made: Pair) -> Iterator[Pair]:
     """A pair without adapters.  What a test does with it compiles nothing."""
+    made.check()  # compiles if a test without the pair has reset Dynamo
     made.compiled = graphs()
     yield made
     made.same_programs()
@@ -240,7 +234,7 @@ def test_many_adapters_in_random_order(name: str, whole: bool) -> None:
 
 def test_an_adapter_of_the_full_rank_is_what_peft_computes() -> None:
     """Bit for bit, without zeros at the end of a row; in bfloat16, where a scale is not a number of that dtype."""
-    pair = Pair(prepare=lambda m: m.to(torch.bfloat16))
+    pair = Pair(prepare=lambda m: m.to(torch.bfloat16), targets=ATTENTION)
     pair.load(pair.library.adapter(0, 16), "a")
     pair.choose("a", 0.3)
     pair.check(tolerance=0.0)
@@ -255,6 +249,7 @@ def test_an_int8_base() -> None:
     pair = Pair(
         prepare=lambda m: torchao.quantize_(m.blocks, torchao.Int8WeightOnlyConfig()),
         options={**EAGER, "min_bytes": 1024},
+        targets=ATTENTION,
     )
     pair.swap(4, 16)
     assert pair.model.blocks[0].attn1.to_q.slots.dtype == torch.float32
@@ -263,7 +258,7 @@ def test_an_int8_base() -> None:
 def test_slots_are_within_the_budget() -> None:
     """They stream whatever their size, what is on the device keeps to the memory, and a swap copies slots alone."""
     options = {**EAGER, "slowdown": None, "weight_memory": 400_000}
-    pair = Pair("wan", True, options=options, rank=2)
+    pair = Pair("wan", True, options=options, rank=2, targets=ATTENTION)
     slots = [m.slots for m in pair.model.modules() if isinstance(m, Slotted)]
     assert all(t.nbytes < OPTIONS["min_bytes"] and buffer_of(t) is not None for t in slots)
     for number in range(3):

@@ -38,16 +38,15 @@ from chunkflow_compile.pipeline.oom_retry import RngSnapshot
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.runtime.arena import Arena
 
+pytestmark = pytest.mark.usefixtures("kept_dynamo")
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo(request: pytest.FixtureRequest) -> None:
-    """In the place of that of all tests: what ``shared`` has compiled stays for the next test of it."""
-    if "shared" not in request.fixturenames:
-        torch._dynamo.reset()
+# The options of all pipelines but ``shared``, so that one compilation is enough for them.  Slices of so few tokens have other
+# bits on a CPU.
+RESIDENT: dict[str, Any] = {"hardware": FAST, "split": 1}
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[tuple[Any, Budget]]:
+def shared(kept_dynamo: None) -> Iterator[tuple[Any, Budget]]:
     """A pipeline that has been called, and its budget."""
     pipe = apply(small_pipeline("wan"), memory="4MiB", disable=["cycle"], **EAGER)
     Allocator(budget_of(pipe))
@@ -183,7 +182,7 @@ def test_restore_of_a_component_is_refused(shared: Any) -> None:
 
 def test_components_called_with_gradients_enabled(applied: Applied, caplog: pytest.LogCaptureFixture) -> None:
     """As in the plain pipeline; they run without, which is said once."""
-    pipe, _ = applied()
+    pipe, _ = applied(**RESIDENT)
     call = {"prompt": "a cat", "do_classifier_free_guidance": False, "max_sequence_length": 32}
     want = plain("wan").encode_prompt(**call)[0]
     with caplog.at_level(logging.WARNING):
@@ -210,7 +209,7 @@ def test_host_memory_after_a_component_was_replaced(quiet: None) -> None:
 
 def test_a_component_that_is_kept_does_not_keep_the_others(quiet: None) -> None:
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")
-    apply(pipe, memory="1MiB", **EAGER)
+    apply(pipe, memory="1MiB", **EAGER, **RESIDENT)
     WAN.generate(pipe)
     vae, budget, gone = pipe.vae, budget_of(pipe), weakref.ref(pipe.transformer)
     del pipe
@@ -253,7 +252,7 @@ def test_the_advice_can_be_followed(quiet: None, caplog: pytest.LogCaptureFixtur
 
 def test_out_of_memory_in_a_phase(applied: Applied, caplog: pytest.LogCaptureFixture) -> None:
     """Weights give way, and the call runs again; a second time it is an error that names the component."""
-    pipe, budget = applied(memory="1GiB")
+    pipe, budget = applied(memory="1GiB", **RESIDENT)
     for seed in range(2):
         assert torch.equal(WAN.generate(pipe, seed), expected("wan", seed))
     assert any(phase.arena.nbytes for phase in budget.phases)
@@ -318,7 +317,7 @@ class Pressed(Allocator):
 
 @pytest.fixture
 def pressed(applied: Applied) -> Pressed:
-    return Pressed(*applied(hardware=FAST, split=1))  # slices of so few tokens have other bits on a CPU
+    return Pressed(*applied(**RESIDENT))
 
 
 def test_a_failure_that_passes_does_not_cost_residency_for_good(pressed: Pressed) -> None:

@@ -64,7 +64,7 @@ def pair() -> tuple[Any, Any]:
     return chunkflow_compile.compile(model, **EAGER), twin
 
 
-def test_parts_stream_and_run_op_by_op(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_stream_and_run_op_by_op(caplog: pytest.LogCaptureFixture, kept_dynamo: None) -> None:
     """Inputs of other sizes, strides and dtypes too; gradients and inputs on other devices are refused."""
     caplog.set_level(logging.INFO, "chunkflow_compile.frontend.compile")
     model, twin = pair()
@@ -93,6 +93,25 @@ def test_parts_stream_and_run_op_by_op(caplog: pytest.LogCaptureFixture) -> None
         model.before(torch.randn(4, 8, device="meta"))
 
 
+def test_copies_and_restore(kept_dynamo: None) -> None:
+    """Copies and files have the layers' own forward."""
+    model, twin = pair()
+    check_steps(model, twin, 2)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert all(m._compiled_call_impl is None for m in other.modules())
+        check_steps(other, twin, 1)
+    outer = torch.compile(lambda x: 2 * model.before(x), backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 8)
+    assert torch.equal(outer(x), 2 * twin.before(x)), "under another compilation"
+    restore(model)
+    assert type(model.before.weight) is nn.Parameter
+    assert all(m._compiled_call_impl is None for m in model.modules())
+    check_steps(model, twin, 1)
+
+
 def test_what_changes_in_a_layer_is_noticed() -> None:
     model, twin = twins(lambda: nn.ModuleList([Stack(2), nn.Sequential(nn.GroupNorm(2, 64), nn.Conv1d(64, 64, 3))]))
     inner = model[1]
@@ -117,25 +136,6 @@ def test_what_changes_in_a_layer_is_noticed() -> None:
         one[1].weight = nn.Parameter(torch.ones(8, 64, 1))
         one[1].bias = None
     assert same(), "a weight of another shape"
-
-
-def test_copies_and_restore() -> None:
-    """Copies and files have the layers' own forward."""
-    model, twin = pair()
-    check_steps(model, twin, 2)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert all(m._compiled_call_impl is None for m in other.modules())
-        check_steps(other, twin, 1)
-    outer = torch.compile(lambda x: 2 * model.before(x), backend="aot_eager", fullgraph=True)
-    x = torch.randn(4, 8)
-    assert torch.equal(outer(x), 2 * twin.before(x)), "under another compilation"
-    restore(model)
-    assert type(model.before.weight) is nn.Parameter
-    assert all(m._compiled_call_impl is None for m in model.modules())
-    check_steps(model, twin, 1)
 
 
 def test_a_layer_that_writes_its_weight() -> None:
