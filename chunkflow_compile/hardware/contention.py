@@ -82,7 +82,7 @@ def compute_slowdown(
     ``copy``: a function that makes the next copy; by default it copies from host memory, through ``port``.
     """
     host = device.type == "cpu"
-    # On the CPU, several copies of this size run during each timed run, even over an emulated link.
+    # On the CPU, copies are small, so that several of them run during each timed run, even over an emulated link.
     tokens, width, size = (512, 512, MIB) if host else (8192, 4096, 16 * MIB)
     x, into, back = (
         torch.randn(shape, device=device, dtype=torch.float32 if host else torch.bfloat16)

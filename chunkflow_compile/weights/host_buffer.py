@@ -298,7 +298,7 @@ class HostBuffer:
         self.backing.check()
 
     def read(self, nbytes: int) -> None:
-        """Check the weight, and count the bytes, before an op outside programs reads the values."""
+        """Check that the weight can be read, and count the bytes, before an op outside programs reads the values."""
         if self._store is not None:
             self.check()
             self._store.count(self.name, nbytes)
