@@ -123,8 +123,10 @@ class CheckpointReader:
         step = BLOCK // size
         flat = target.as_strided((count,), (1,))
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
-        part.file.check()  # the path may belong to another file by now
-        deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)  # raises the first error
+        # the path may belong to another file by now
+        part.file.check()
+        # raises the first error
+        deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)
 
     def close(self) -> None:
         """Wait for the threads to finish, and end them."""
@@ -146,8 +148,10 @@ class CheckpointReader:
             if dtype == flat.dtype:
                 copy_host_bytes(flat_bytes(target), values)
                 return
-            if values.data_ptr() % dtype.itemsize:  # a weight may begin at any byte of a checkpoint
-                copy_host_bytes(buffer[: block.nbytes], values)  # memmove, because the two may overlap
+            # a weight may begin at any byte of a checkpoint
+            if values.data_ptr() % dtype.itemsize:
+                # memmove, because the two may overlap
+                copy_host_bytes(buffer[: block.nbytes], values)
                 values = buffer[: block.nbytes]
             cast_on_this_thread(target, values.view(dtype))
 

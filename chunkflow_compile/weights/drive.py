@@ -92,6 +92,7 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
     ``weights``: names and bytes in the order of the model.  The chosen weights are spread evenly over the model,
     because the SSD is read throughout a step.
     """
+
     weights = [(name, nbytes) for name, nbytes in weights if nbytes]  # an empty weight cannot be mapped
     total = sum(nbytes for _, nbytes in weights)
     if total <= budget:
@@ -130,6 +131,7 @@ def _no_room(where: str, cause: str) -> str:
 
 def _file_system(folder: Path) -> str:
     """Return the type of the file system of a folder, or an empty string if it is unknown."""
+
     kind, best = "", -1  # if two mounts have the same path, the later one hides the earlier one
     with contextlib.suppress(OSError):
         where = folder.resolve()

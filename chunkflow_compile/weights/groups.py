@@ -205,6 +205,7 @@ def ranks_of(name: str) -> tuple[int, ...]:
 def ranks_together() -> int:
     """Return how many ranks run a model at the same time.  These are the ranks on this machine if the launcher provides
     their number, otherwise all ranks of the default process group, or all ranks that a fake process group emulates."""
+
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # planning only
         return dist.get_world_size()
     group = group_of()

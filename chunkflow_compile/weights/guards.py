@@ -90,8 +90,10 @@ class _Apply:
         self._device = device
         self._moved = moved
         self._reads_meant = reads_meant
-        self._stored: dict[str, torch.Tensor] = {}  # the weights that are replaced by cast copies while forward runs
-        self._cast_versions: dict[str, int] = {}  # the version of each copy when it was created
+        # the weights that are replaced by cast copies while forward runs
+        self._stored: dict[str, torch.Tensor] = {}
+        # the version of each copy when it was created
+        self._cast_versions: dict[str, int] = {}
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         if (hook := hooks_of(self._module).get("layerwise_casting")) is not None and self._cast(fn, hook):

@@ -120,11 +120,16 @@ class HostBuffer:
         self.backing = Backing(host) if backing is None else backing  # changed by _set_backing only
         raw = Form.COMPRESSIBLE if compressible else Form.RAW
         self.form = Form.COMPRESSED if self.backing.compressed else raw
-        self._lock = ProcessLock()  # held while the form of the values is read or changed
-        self._writing = ProcessLock()  # held during a whole write; ``_lock`` is not
-        self._copied_from = weakref.WeakValueDictionary[int, Any]()  # references of programs to the raw memory
-        self.exposed = False  # whether code compiled by other backends has used the memory
-        self._uses = 0  # storage references of this buffer and of the weight, see ``core.storage_uses``
+        # held while the form of the values is read or changed
+        self._lock = ProcessLock()
+        # held during a whole write; ``_lock`` is not
+        self._writing = ProcessLock()
+        # references of programs to the raw memory
+        self._copied_from = weakref.WeakValueDictionary[int, Any]()
+        # whether code compiled by other backends has used the memory
+        self.exposed = False
+        # storage references of this buffer and of the weight, see ``core.storage_uses``
+        self._uses = 0
         self._store: Store | None = None
         self._token: Callable[[], WeightToken | None] = lambda: None
         self._writes: torch.Tensor | None = None  # shares only the version counter with the weight
@@ -273,6 +278,7 @@ class HostBuffer:
         ``arena``: the arena of these programs; no step may be running in it.  An outdated copy is updated in place if
         no program of another arena reads it.
         """
+
         # read before the values: a write during the copy makes the copy outdated
         current, version = self.on_device, self.version
         stale = None if self._resident is None else self._resident[1]()
@@ -539,8 +545,10 @@ class HostBuffer:
             return
         self.check()
         if before is Where.SHARED:
-            self.unpin()  # a device would go on reading the pages that were at this address when it was pinned
-            self.count_write()  # programs then pin the weight again, even if the move below fails
+            # a device would go on reading the pages that were at this address when it was pinned
+            self.unpin()
+            # programs then pin the weight again, even if the move below fails
+            self.count_write()
         self._set_backing(self.backing.make_private(self.name, lazily))
         if before is not Where.SHARED and self._store is not None:
             self._store.warn_over_bound(self.name, "is written, and goes from the drive into host memory for that")

@@ -40,6 +40,7 @@ def fill(target: torch.Tensor, values: torch.Tensor, cpus: frozenset[int], stagi
 
     ``cpus``: the CPUs of the NUMA node on which to allocate the pages, from :func:`near_cpus`; empty for any node.
     """
+
     with running_on(cpus):  # the thread that first writes a page determines its NUMA node
         _fill(target, values, stagings)
 
@@ -64,6 +65,7 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
 def give_free_memory_back() -> None:
     """Return freed memory from the allocator to the system.  The allocator may keep half the size of a model in freed
     memory after the model was loaded."""
+
     with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -90,6 +90,7 @@ class HostStore:
 
     def _kept(self) -> list[HostBuffer]:
         """All buffers of the store, oldest first, including buffers of weights that were replaced or dropped."""
+
         buffers = (ref() for ref in self._buffers.keyrefs())  # any thread may call keyrefs
         return [buffer for buffer in buffers if buffer is not None]
 
@@ -218,6 +219,7 @@ class HostStore:
         weight any more, for example after a model was saved, the weight uses its pieces again if they have its values.
         Raises ChunkflowError if there is not enough memory for the written values.
         """
+
         # An export stays in ``exported`` until its buffer is settled, because another thread that calls the model
         # meanwhile must settle the buffer, too.
         exports: dict[HostBuffer, list[Export]] = {}

@@ -161,6 +161,7 @@ class HostWeight(torch.Tensor):
 
     def fetch(self) -> torch.Tensor:
         """Return a copy of the values on the device, or the host memory itself if the device is the CPU."""
+
         if type(self.host) is not torch.Tensor:  # during tracing
             traced: torch.Tensor = FETCH(self.host, self.device)
             return traced
@@ -230,6 +231,7 @@ class HostWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the weight as an ordinary tensor on the CPU."""
+
         # for a packed weight, an exported view is usually in a scratch file and takes no host memory
         read = self.buffer.export_view if self.buffer.compressed else self.buffer.values
         return self.plain(read(self.host)).__reduce_ex__(protocol)
@@ -289,8 +291,10 @@ class HostWeight(torch.Tensor):
         if buffer is self.buffer and same_place(host, self.host):
             return  # p.data += x has already written to the memory
         if buffer is None and same_place(host, self.host) and self.buffer.backs(self):
-            return  # a tensor of the weight's own state_dict
-        part = buffer is self.buffer  # another view of the same memory, perhaps of only a part
+            # a tensor of the weight's own state_dict
+            return
+        # another view of the same memory, perhaps of only a part
+        part = buffer is self.buffer
         if part:
             self.buffer.unpack()
         with self.buffer.write(replacing=not part), torch.inference_mode(False), torch.no_grad():

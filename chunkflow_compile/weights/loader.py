@@ -255,6 +255,7 @@ class WeightLoader:
     def _pages_with(self, weight: LoadRequest, values: torch.Tensor | None = None) -> torch.Tensor:
         """Return new pages with the values of a weight.  ``values``: the values; not needed if the weight is in a
         file."""
+
         # because ``_thread`` does not inherit the modes of its caller
         with torch.inference_mode(False), torch.no_grad():
             host = empty_pages(weight.like)

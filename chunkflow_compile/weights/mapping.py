@@ -20,7 +20,8 @@ PAGE = mmap.PAGESIZE
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
 _FAILED = 2**64 - 1
-_DONTFORK, _HUGE = 10, 14  # arguments of madvise
+# arguments of madvise
+_DONTFORK, _HUGE = 10, 14
 # Since this Linux version, a fork gives the child copies of the pages that are pinned for a device.  In older versions,
 # the parent's next write to such a page moved the parent to a copy, while the device went on reading the old page.
 _FORKS_COPY_PINNED = [5, 12]
@@ -47,6 +48,7 @@ def memory_file(name: str, nbytes: int) -> Descriptor:
 def reopened(path: str, identity: tuple[int, int]) -> Descriptor:
     """Open the file at a path for reading and writing.  Raises OSError if the file cannot be opened, or if its
     ``identity`` (device and inode number) differs."""
+
     # checked first, because opening an unknown pipe or terminal may have side effects
     if identity_of(os.stat(path)) != identity:
         raise OSError(errno.ESTALE, "another file")
@@ -63,6 +65,7 @@ def identity_of(status: os.stat_result) -> tuple[int, int]:
 def prefer_huge_pages(pages: torch.Tensor) -> None:
     """Ask the kernel for huge pages in a mapping.  Fewer and larger pages are faster to allocate, to pin, and to fill
     from the SSD."""
+
     # the result is ignored, because the kernel may not support huge pages
     _libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)
 

@@ -61,9 +61,12 @@ class Packed(Backing):
         super().__init__(host, inner.host)
         self.bytes = inner.bytes
         self._inner = inner
-        self._writer: tuple[int, int] | None = None  # the process and the thread that have opened the pages
-        self._lock = ProcessLock()  # held while values are read or packed, and while pages are closed
-        self._whole = True  # False while values are packed, and after that was interrupted
+        # the process and the thread that have opened the pages
+        self._writer: tuple[int, int] | None = None
+        # held while values are read or packed, and while pages are closed
+        self._lock = ProcessLock()
+        # False while values are packed, and after that was interrupted
+        self._whole = True
         # the storage of the tensors of a state_dict, which are on the open pages
         self._exported: weakref.ref[torch.UntypedStorage] | None = None
 
@@ -120,6 +123,7 @@ class Packed(Backing):
         They are in a scratch file on the SSD until they are written, or in host memory if that file cannot be created.
         Raises ChunkflowError if they do not fit in host memory either.
         """
+
         if self.is_open_here:  # called by a signal handler in the middle of a write
             return self._copied(name)
         with self._lock(), _plainly():
@@ -203,6 +207,7 @@ class Packed(Backing):
 
         Raises ChunkflowError if they do not fit in host memory; with ``lazily``, only if the kernel reports an error.
         """
+
         # the pages already contain the values: for a state_dict, or because a fork interrupted the packing (not
         # ``_whole``)
         if self._exported is not None or not self._whole:

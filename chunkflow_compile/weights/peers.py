@@ -111,6 +111,7 @@ class Peers:
         The memory of the pieces is freed when no rank uses them any more.  On a GPU, torch then frees it the next time
         it checks.  ``error``: the reason why this rank could not place the model, or None; the other ranks raise it.
         """
+
         with contextlib.suppress(ChunkflowError):  # raised if a rank has ended
             if error is None and self.pending:
                 self._node.leave("has restored its model")
@@ -204,6 +205,7 @@ class Peers:
     def _shard(self, buffers: Sequence[HostBuffer]) -> set[str]:
         """Shard weights that have the same size on all ranks.  Returns the names of the weights that are not sharded
         because their values differ."""
+
         versions = [buffer.version for buffer in buffers]  # read before the values
         sizes = [piece_bytes(buffer.nbytes, self.ranks) for buffer in buffers]
         held = zip(*(memory.split(sizes) for memory in self._memories(buffers, sizes)), strict=True)

@@ -57,6 +57,7 @@ class Pins:
         ``again``: whether to try a second time after a failure, because the pages cannot be pinned while another rank
         pins them.
         """
+
         # a finalizer, so that pages are unpinned before they are unmapped even if a model is dropped without restore
         self._unpin = when_collected(owner, _unpin, self._copied_by, _pinned(host, device, again))
 

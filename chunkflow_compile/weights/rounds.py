@@ -73,8 +73,10 @@ class Rounds:
         self._process = os.getpid()
         self._open = True
         self._round = 0
-        self._said = _NOTHING  # the type of this rank's record in the round
-        self._told: BaseException | None = None  # an error that this rank is raising and has reported to the others
+        # the type of this rank's record in the round
+        self._said = _NOTHING
+        # an error that this rank is raising and has reported to the others
+        self._told: BaseException | None = None
         self._busy = False
 
     @property
