@@ -54,8 +54,7 @@ STAGES = (
     "pulls from the GPUs of other ranks",
 )
 LINK_RANKS = 2
-# How often :func:`repeated_seconds` times the same GEMMs.  It is called before and after a calibration, to detect a
-# busy machine.
+# How often :func:`repeated_seconds` times the same GEMMs, before and after a calibration, to detect a busy machine.
 _REPEATED = 4
 # Sizes of the timed copies in bytes.  The time to start a copy is computed from the smallest size, and the rate from
 # the smallest and the largest size.

@@ -78,7 +78,7 @@ def compute_slowdown(
 ) -> float:
     """Measure the factor by which back-to-back copies slow down the MLP of a transformer block.
 
-    ``barrier``: a barrier of all ranks, so that all of them are timed with copies, or without copies, at the same time.
+    ``barrier``: a barrier of all ranks, so that all of them copy at the same time and pause at the same time.
     ``copy``: a function that makes the next copy; by default it copies from host memory, through ``port``.
     """
     host = device.type == "cpu"

@@ -182,7 +182,7 @@ def _gpus() -> Iterator[Gpu]:
     links = {row[0].upper(): row for row in _nvidia(_QUERY)}
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(i)
-        # by bus id, because torch may number the GPUs differently from nvidia-smi, or see fewer of them
+        # GPUs are matched by bus id, because torch may number them differently from nvidia-smi, or see fewer GPUs
         bus = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
         row = links.get("{:08X}:{:02X}:{:02X}.0".format(*bus))
         yield Gpu(

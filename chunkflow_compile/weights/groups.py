@@ -74,9 +74,8 @@ class Group:
         """Return rank -> posted value for the ranks that have posted a value.  A withdrawn value is None.
 
         Wait at most ``seconds`` for the other ranks.  ``absent``: a function that takes the missing ranks, and returns
-        whether one of them will never post.  It is called after LOGGED_S, and the wait ends if it returns True.
-        If a rank is still missing at the end, this rank withdraws its value, and its next post replaces the withdrawn
-        value.
+        whether one of them will never post; if so, the wait ends.  It is first called after LOGGED_S seconds.  If a
+        rank is still missing at the end, this rank withdraws its value, and its next post replaces the withdrawn value.
         Raises as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False

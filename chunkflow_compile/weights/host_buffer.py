@@ -100,8 +100,9 @@ class HostBuffer:
     ``names``: all names of the weight in the model.  ``origin``: the device of the weight before it was offloaded.
     ``grad``: the gradient of the weight before it was offloaded, or None.
     ``fill``: if a module computes the values, a function that writes them before each call; otherwise None.
-    ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``: whether outdated pieces
-    are kept.  They are not read, but the weight may turn out to have their values still.
+    ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``: whether pieces are kept
+    although a write was counted.  They are not read until :meth:`regain_pieces` finds that they still have the values
+    of the weight.
     ``backing``: the storage of the bytes.  ``form``: the form of the bytes.  The pages of a compressible weight contain
     no other data.
     """
@@ -482,8 +483,8 @@ class HostBuffer:
     def unpack(self, leaving: bool = False, lazily: bool = False) -> None:
         """Unpack the weight permanently, at the same address.  Pauses programs as :meth:`write`.
 
-        ``leaving``: whether the weight is about to leave the store.  ``lazily``: whether to allocate the memory even if it
-        may not fit.
+        ``leaving``: whether the weight is about to leave the store.  ``lazily``: whether to allocate the memory even if
+        host memory is short.
         Raises ChunkflowError if the values do not fit in host memory, or if the file has changed.
         """
         with self._paused():
@@ -508,7 +509,7 @@ class HostBuffer:
         self.unpin()
 
     def _set_backing(self, backing: Backing) -> None:
-        """Set the storage of the bytes, and the form that goes with it."""
+        """Set the storage of the bytes and, accordingly, their form."""
         with self._lock():
             if self.compressed != backing.compressed:
                 self._set_form(Form.COMPRESSED if backing.compressed else Form.RAW)
@@ -529,8 +530,8 @@ class HostBuffer:
         return not self.compressed and self._is_whole and core.storage_uses(self.host) > self._uses
 
     def on_storage_replaced(self) -> None:
-        """Prepare for a tensor in host memory to replace this weight: if the weight is on the SSD and the weights of
-        the model will then exceed their limit on host memory, warn."""
+        """Warn before a tensor in host memory replaces this weight, if the weight is on the SSD and the weights of the
+        model will exceed their limit on host memory."""
         if self._store is not None and self.backing.file_bytes is not None:
             how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)

@@ -69,7 +69,7 @@ class HostStore:
     exported: dict[Export, None] = field(default_factory=dict)
     _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
     _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer | None]] = field(default_factory=list)
-    warned: bool = False  # whether the user was warned about reads by eager ops; also True if they are intended
+    warned: bool = False  # whether a warning about reads by eager ops was shown or is not wanted
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
     _meant: int = 0  # bytes fetched in ``reads_meant`` contexts
@@ -211,7 +211,8 @@ class HostStore:
             self.peers = None
 
     def sync_external_writes(self) -> None:
-        """Count weights as written if a tensor of a state_dict shares their memory, or has shared it since the last call.
+        """Count weights as written if a tensor of a state_dict shares their memory, or has shared it since the last
+        call of this method.
 
         Such a weight may have been written through a pointer, a NumPy array or a collective, which no version counter
         records.  A weight is not counted if the kernel reports that its pages were not written; see

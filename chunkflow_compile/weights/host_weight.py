@@ -278,7 +278,7 @@ class HostWeight(torch.Tensor):
         a weight on the same device        the other weight's          the other weight's
         a tensor on the CPU                the tensor's                a new one
         a tensor on another device         a copy                      a new one
-        one that is not :func:`ordinary`   a copy                      a new one
+        not dense, or an inference tensor  a copy                      a new one
         another class or layout            raises ChunkflowError       none
         =================================  ==========================  =====================
         """

@@ -142,8 +142,8 @@ def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def close_pages(host: torch.Tensor) -> None:
-    """Free the memory of a tensor that shares its pages with no other data.  Its addresses stay reserved; accessing them
-    kills the process."""
+    """Free the memory of a tensor whose pages contain no other data.  Its addresses stay reserved; accessing them kills
+    the process."""
     map_over(host, None, access=0)
 
 

@@ -104,7 +104,7 @@ class Packed(Backing):
         return self
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the values in new host memory.  Raises ChunkflowError if they do not fit."""
+        """Return the values in new host memory.  Raises ChunkflowError if the values do not fit there."""
         with self._lock():
             in_pages = not self._whole or (self._exported is not None and not self.is_open)
             return self._copied(name) if in_pages else unpacked(name, self.stored, self.host)
@@ -120,8 +120,8 @@ class Packed(Backing):
         """Return the values at the address of the weight, for a state_dict.  Writes to them are writes to the weight; see
         :meth:`settle`.
 
-        They are in a scratch file on the SSD until they are written, or in host memory if that file cannot be created.
-        Raises ChunkflowError if they do not fit in host memory either.
+        The values are stored in a scratch file on the SSD, or in host memory if that file cannot be created.  Pages
+        that are written become private memory.  Raises ChunkflowError if the values do not fit in host memory either.
         """
 
         if self.is_open_here:  # called by a signal handler in the middle of a write
@@ -140,7 +140,7 @@ class Packed(Backing):
     def _map(self, name: str) -> None:
         """Write the values to a new scratch file, and map the file privately over the closed pages.
 
-        The file has no name, and its descriptor is closed at once, so it lasts as long as the mapping.
+        The file has no name, and its descriptor is closed at once, so the file lasts as long as the mapping.
         """
         values = self.read(name)
         try:

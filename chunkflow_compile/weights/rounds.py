@@ -237,8 +237,8 @@ class Rounds:
         return records, how, {int(rank): why for rank, why in of.items()}
 
     def _waiting(self, patience_s: float, late: str) -> Callable[[Sequence[int]], Any]:
-        """Return a function that takes the ranks without a record.  It returns None while they are to be waited for,
-        and then a decision."""
+        """Return a function that takes the ranks without a record.  The function returns None while this rank should
+        wait for those ranks, and a decision after that."""
         began = looked = busy = time.monotonic()
         logged = False
 

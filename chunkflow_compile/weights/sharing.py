@@ -100,8 +100,8 @@ class LoadRequest:
 class SharedPages:
     """The weights of one move that ranks share, in memory or in a scratch file.
 
-    ``writes``: the names of the weights that this rank writes.  This rank compares its values of the other weights with
-    the written values, except weights that all ranks read from the same range of the same file.
+    ``writes``: the names of the weights that this rank writes.  For every other weight, this rank compares its own
+    values with the written values, unless all ranks read the weight from the same range of the same file.
     """
 
     def __init__(self, node: Node, wanted: Sequence[LoadRequest]) -> None:
