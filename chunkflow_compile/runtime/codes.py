@@ -26,8 +26,8 @@ from .device import DeviceKind
 from .wrapped_calls import LoweredRegion
 
 # The maximum number of sizes whose plans are kept.  If there are more, the least recently used plan is dropped.  The number
-# is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  Each size keeps a plan, and a program for
-# each block if blocks are compiled separately.
+# is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  For each size, a plan is kept, and also a
+# program per block if blocks are compiled separately.
 KEPT_SIZES = 32
 
 # The maximum number of goals for which a graph keeps codes.  If there are more, the oldest code is dropped.  Models of one
@@ -43,8 +43,8 @@ class Code:
 
     ``cut``, ``settings``: the cut graph and the settings that the program was made from.  The goal in the settings contains
     the names of the compressed weights and of the sharded weights.
-    ``make``: a function that runs the passes on another cut graph (``pieces``) or with other settings.  Arguments are passed
-    by name.  It returns the last stage and the folder of the dump.
+    ``make``: a function that runs the passes on another cut graph (``pieces``) or with other settings, all given as keyword
+    arguments.  It returns the last stage and the folder of the dump.
     ``lower``: a function that lowers the regions of a program.  Its second argument is a dict from region keys to lowered
     code that can be reused.
     ``replan_after``: the number of warm steps after which the code is re-planned from measured times; 0 means never.
@@ -52,8 +52,8 @@ class Code:
     ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option with this name.
     ``pin_bytes``: the maximum bytes of host memory to pin; None means as many as the machine allows.
     ``notes``: sentences for the user about the compilation.
-    ``advice``: a function that returns a sentence on which plan would fit.  It is called for the message of the error that
-    is raised if the arena does not fit.
+    ``advice``: a function that returns a sentence for the error that is raised if the device does not have enough memory;
+    the sentence says which plan would fit.
     """
 
     program: Program
@@ -83,19 +83,18 @@ class Code:
 
     @property
     def in_files(self) -> frozenset[str]:
-        """The names of the weights that the plan expects in files."""
+        """The names of the weights that are in files according to the plan."""
         return frozenset(w.name for w in self.program.problem.weights if w.source.file)
 
     @property
     def sources(self) -> Mapping[str, frozenset[str]]:
-        """The names of the compressed weights (key ``pack``) and of the sharded weights (key ``peers``), as in
-        :class:`Goal`."""
+        """The names of the compressed weights (key ``pack``) and of the sharded weights (key ``peers``).  The keys are names
+        of fields of :class:`Goal`."""
         return {"pack": self.packed, "peers": self.on_peers}
 
     @property
     def verified(self) -> bool:
-        """Whether programs are verified.  If so, this program is also verified together with the other programs in its
-        arena."""
+        """Whether programs are verified, each by itself and together with the other programs in its arena."""
         return "verify" not in self.settings.disabled
 
     def remade(self, **settings: Any) -> Code:
@@ -119,12 +118,11 @@ class Code:
         return replace(code, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
 
     def reading(self, names: frozenset[str]) -> Code:
-        """Return the code for weights of which some are in files although the plan expects them in host memory.
+        """Return the code, planned again without compiling, for the case that the weights ``names`` are in files.
 
-        Nothing is compiled.  ``names``: names of the weights that are in files.
-        Returns this code unchanged in three cases.  First, the plan may already expect all these weights in files.  Second,
-        the program may be planned as part of a cycle.  Third, the user may have given the plan.  In the second and third
-        case, each copy of such a weight reads the file directly.
+        Returns this code unchanged in three cases: the plan already expects all weights in ``names`` to be in files, the
+        program is planned as part of a cycle, or the user gave the plan.  In the last two cases, the plan may expect some of
+        these weights in host memory; each copy of these weights then reads the file directly.
         """
         if names <= self.in_files or self.settings.part or self.settings.plan is not None:
             return self
@@ -142,7 +140,7 @@ class Code:
         if self.folder is None:
             stage, _ = self.make(pieces=pieces, likes=likes, last="planned")
             assert stage.plan is not None
-            if stage.plan.placement == self.program.plan.placement:  # its transfers are verified already
+            if stage.plan.placement == self.program.plan.placement:  # the transfers are unchanged, and were verified
                 program = replace(self.program, problem=pieces.problem, plan=stage.plan)
                 return replace(self, program=program, cut=pieces)
             likes = ((pieces.problem, stage.plan),)
@@ -153,7 +151,7 @@ class Code:
 
 @dataclass(eq=False)
 class CurrentCode:
-    """The holder of the code that runs on the weights of one model.  It outlives the programs of the model.
+    """The holder of the code that the calls with the weights of one model run.  It outlives the programs of the model.
 
     ``by_itself``: whether the code was chosen by automatic re-planning (``replan_after``), not by the user.  If so, a
     failure to start the code is logged instead of raised.
@@ -163,7 +161,7 @@ class CurrentCode:
     by_itself: bool = False
 
     def run(self, code: Code, by_itself: bool) -> None:
-        """Make the next call run ``code``.  ``by_itself``: see the class."""
+        """Make the next call run ``code``.  ``by_itself``: see :class:`CurrentCode`."""
         self.code, self.by_itself = code, by_itself
 
     def fall_back(self, code: Code) -> None:
@@ -176,7 +174,8 @@ class CurrentCode:
 
 
 class Codes:
-    """The codes of one graph, indexed by sizes and by goal.  Sizes for which the programs are equal share a code."""
+    """The codes of one graph, indexed by sizes and by goal.  If the programs for two sizes are equal, both sizes share one
+    code."""
 
     def __init__(self, first: Code, traced: Traced, goal: Goal) -> None:
         """``first``: the code at the sizes for which the graph was compiled.  ``goal``: the goal given by the options."""
@@ -200,7 +199,7 @@ class Codes:
         return self._traced.graph
 
     def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
-        """Return the sizes under which the code for a call with ``inputs`` is kept; None if there is no code for this call
+        """Return the key of the code for a call with ``inputs``; None if there is no code for the sizes of these inputs
         yet."""
         if not self._symbols:
             return ()
@@ -231,9 +230,9 @@ class Codes:
             self._same = {other: size for other, size in self._same.items() if size != oldest}
 
     def code(self, sizes: Sizes, changed: Goal | None, **form: frozenset[str]) -> Code:
-        """Return the code for sizes that :meth:`sizes` has returned.  ``changed``: see :meth:`plan`.  ``form``: the names of
-        the compressed weights and of the sharded weights, as fields of the goal.  Raises ChunkflowError if no plan meets the
-        goal."""
+        """Return the code for ``sizes``, which :meth:`sizes` has returned.  ``changed``: see :meth:`plan`.  ``form``: the
+        names of the compressed weights (``pack``) and of the sharded weights (``peers``).  Raises ChunkflowError if no plan
+        meets the goal."""
         goal = self._goal.aimed_at(changed)
         return _code_for(
             replace(goal, pack=form.get("pack", goal.pack), peers=form.get("peers", goal.peers)), self._codes[sizes]
