@@ -21,13 +21,13 @@ from chunkflow_compile.passes.program.rewrite import Program
 from .arena import Arena
 from .bound_cycle import BoundCycle
 from .call_site import CallKey, CallSite
-from .codes import Code
 from .cycle_plan import merge_settings, planned
 from .device import check_kind, refuse_capture
 from .executor import Executor
 from .measurement import StepMeasurement
 from .order import Order
 from .rows import Table
+from .variants import Variant
 
 _log = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ class SingleCall(BoundCycle):
     closed = False
 
     def __init__(self, call: CallSite, arena: Arena) -> None:
-        code, cycle = call.code, Cycle.of(call.program)
+        variant, cycle = call.variant, Cycle.of(call.program)
         one = call.in_cycle({weight.name: weight.name for weight in call.program.problem.weights})
-        super().__init__(arena, [one], call.buffers, code.settings, cycle, advice=code.advice)
+        super().__init__(arena, [one], call.buffers, variant.settings, cycle, advice=variant.advice)
         self.call = call
         self.key: CallKey | None = None
         self.table: Table | None = None
@@ -56,7 +56,7 @@ class SingleCall(BoundCycle):
         of = block if call.part and block else "the model"
         self.title = f"{of} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
         self.started = time.monotonic()
-        self.folder = code.folder
+        self.folder = variant.folder
         died = partial(_weight_died, weakref.ref(arena))
         self._weights = [weakref.ref(token, died) for buffer in call.buffers.values() if (token := buffer.token)]
 
@@ -67,14 +67,14 @@ class SingleCall(BoundCycle):
         If the device does not have enough memory, or if this program and another one are not safe in one arena, the program
         is removed from the arena.  Raises ChunkflowError in both cases.
         """
-        code = self.code
-        if code.verified:
+        variant = self.variant
+        if variant.verified:
             self.arena.prove(self.program)
-        self.arena.add(self, code.kind)
+        self.arena.add(self, variant.kind)
         try:
             self.key = self.order.add(self.call)
             if not (self.call.part and self.key):  # a call that may run in another cycle is re-planned there
-                self.replan_after = code.replan_after
+                self.replan_after = variant.replan_after
             self.executor_of(self.call, 0)
         except BaseException:
             self.close()
@@ -82,8 +82,8 @@ class SingleCall(BoundCycle):
         self.call.counts.add_program()
 
     @property
-    def code(self) -> Code:
-        return self.call.code
+    def variant(self) -> Variant:
+        return self.call.variant
 
     @property
     def program(self) -> Program:
@@ -92,7 +92,7 @@ class SingleCall(BoundCycle):
     @property
     def preamble(self) -> bool:
         """Whether this program is a preamble, which computes inputs of a main program (hoisted.py)."""
-        return self.code.settings.preamble
+        return self.variant.settings.preamble
 
     @property
     def budget(self) -> tuple[int, int | None] | None:
@@ -117,7 +117,7 @@ class SingleCall(BoundCycle):
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user about the compilation and, if the option ``cudagraphs`` is set, about the CUDA graph of the
         call."""
-        return (*self.code.notes, self.call.captures.note) if self.code.cudagraphs else self.code.notes
+        return (*self.variant.notes, self.call.captures.note) if self.variant.cudagraphs else self.variant.notes
 
     @property
     def executor(self) -> Executor:
@@ -211,8 +211,8 @@ def bind_program(call: CallSite, arena: Arena) -> SingleCall:
     Raises ChunkflowError if the device does not have enough memory, or if this program and another one are not safe in one
     arena.
     """
-    code = call.code
-    check_kind(arena.device, code.kind)
+    variant = call.variant
+    check_kind(arena.device, variant.kind)
     refuse_capture(arena.device)
     with arena.lock():
         program = SingleCall(call, arena)
@@ -255,21 +255,21 @@ def replan(
     ChunkflowError, and changes nothing, if no plan meets the goal.  If the budget is too small for several programs, the
     BudgetError of the program with the largest minimum is raised.
     """
-    swaps, remade = list[partial[None]](), dict[tuple[Code, Timings | None], Code]()
+    swaps, remade = list[partial[None]](), dict[tuple[Variant, Timings | None], Variant]()
     short: BudgetError | None = None  # the error with the largest minimum
     for cycle, timings in cycles.items():
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
-            current = cycle.call.current
-            key = current.code, timings  # blocks of one type share a code
+            active = cycle.call.active
+            key = active.variant, timings  # blocks of one type share a variant
             if goal is not None:
-                change["goal"] = current.code.settings.goal.aimed_at(goal)
+                change["goal"] = active.variant.settings.goal.aimed_at(goal)
             try:
-                code = remade[key] = remade.get(key) or current.code.remade(**change)
+                variant = remade[key] = remade.get(key) or active.variant.remade(**change)
             except BudgetError as error:
                 short = max(short or error, error, key=lambda e: e.needed)
                 continue
-            plan, swap = code.program.plan, partial(current.run, code, by_itself)
+            plan, swap = variant.program.plan, partial(active.run, variant, by_itself)
         else:
             order = order_of(cycle.arena)
             calls = None if order is None else order.latest_calls(cycle.keys)
