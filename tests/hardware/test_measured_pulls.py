@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chunkflow_compile.cli.main import main
-from chunkflow_compile.hardware import calibrate, contention, pulls, stopwatch
+from chunkflow_compile.hardware import contention, pulls, rank_figures, stopwatch
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.hardware.pulls import Pulls, chunks_of, pull_figures, puller, pulls_of
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
@@ -204,8 +204,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, forked: None) -> Iterator[Callable
     """Field -> value and source, of two ranks that measure by ``work``."""
 
     def of(work: Callable[..., None]) -> dict[str, Any]:
-        monkeypatch.setattr(calibrate, "measure_pulls", work)
-        return {field: (value, how) for field, value, how in calibrate._pulls(CPU, None, 2, True, MEASURED)}
+        monkeypatch.setattr(rank_figures, "measure_pulls", work)
+        return {
+            field: (value, how) for field, value, how in rank_figures.joint_pull_figures(CPU, None, 2, True, MEASURED)
+        }
 
     yield of
 
@@ -227,5 +229,5 @@ def test_ranks_that_cannot_pull_say_why(measured: Callable[..., dict[str, Any]])
 
 
 def test_an_emulated_link_for_all_has_no_pulls() -> None:
-    (_, rate, how), *_ = calibrate._pulls(CPU, LinkEmulation(bandwidth=1e8), 2, True, MEASURED)
+    (_, rate, how), *_ = rank_figures.joint_pull_figures(CPU, LinkEmulation(bandwidth=1e8), 2, True, MEASURED)
     assert rate == 0 and how == "0: pulls take the emulated link of copies from host memory"
