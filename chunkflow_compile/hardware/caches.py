@@ -73,7 +73,7 @@ def compile_cache() -> Folder:
         if temporary.fault:
             return temporary
         path = os.path.join(temporary.path, _own_name())
-    return _looked_at(os.path.abspath(path))
+    return _tested_folder(os.path.abspath(path))
 
 
 def use_compile_cache() -> Folder:
@@ -154,7 +154,7 @@ def warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def _looked_at(path: str) -> Folder:
+def _tested_folder(path: str) -> Folder:
     """Return the folder at ``path``, after testing whether Inductor can write and run libraries there."""
     try:
         os.makedirs(path, exist_ok=True)

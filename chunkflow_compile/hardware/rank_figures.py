@@ -32,7 +32,7 @@ from .contention import (
     median_seconds,
 )
 from .device_figures import COPY_SIZES, Figure, line_through
-from .lockstep import ROUNDS_BESIDE, all_to_all, process_group, rank_device, rounds
+from .lockstep import EXCHANGES, all_to_all, process_group, rank_device, rounds
 from .loopback import join_loopback
 from .machine import device_name
 from .pulls import Pulls, measure_pulls, pull_figures
@@ -59,18 +59,18 @@ def assumed_link_figures(device: torch.device, figures: Mapping[str, Any]) -> It
         Hardware.attention_slowdown,
         f"{_ASSUMED}: overlap gains nothing, as over NVLink",
     )
-    yield _slowed("compute_slowdown", compute_slowdown(device))
+    yield _slowdown_figure("compute_slowdown", compute_slowdown(device))
 
 
 # How the slowdowns of compute were measured, by field.
-_SLOWED = {
+_SLOWDOWN_SOURCES = {
     "compute_slowdown": "an MLP beside copies",
     "attention_slowdown": "attention and an all-to-all of 16 MiB at the same time, the harmonic mean of both",
 }
 
 
-def _slowed(name: str, slowdown: float) -> Figure:
-    return name, round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0, _SLOWED[name]
+def _slowdown_figure(name: str, slowdown: float) -> Figure:
+    return name, round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0, _SLOWDOWN_SOURCES[name]
 
 
 def link_figures(device: torch.device, emulated: LinkEmulation | None, loopback: bool) -> list[Figure]:
@@ -136,16 +136,16 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
         points = []
         for size in COLLECTIVE_SIZES:
             crossing = size * (LINK_RANKS - 1) // LINK_RANKS
-            points.append((crossing, median_seconds(device, all_to_all(device, size, LINK_RANKS, port), ROUNDS_BESIDE)))
+            points.append((crossing, median_seconds(device, all_to_all(device, size, LINK_RANKS, port), EXCHANGES)))
         copy = copier(device, COPY_SIZES[-1] // 4, port)
         exchange = all_to_all(device, COLLECTIVE_SIZES[-1], LINK_RANKS, port)
-        uncontended_s = median_seconds(device, copy), median_seconds(device, exchange, ROUNDS_BESIDE)
-        contended_s = contended_seconds(device, exchange, ROUNDS_BESIDE, copy)
+        uncontended_s = median_seconds(device, copy), median_seconds(device, exchange, EXCHANGES)
+        contended_s = contended_seconds(device, exchange, EXCHANGES, copy)
         factors = [round(factor(*pair), 2) for pair in zip(contended_s, uncontended_s, strict=True)]
         figures = [
             *_collective_figures(*line_through(points), *factors),
-            _slowed("attention_slowdown", attention_slowdown(device, exchange, ROUNDS_BESIDE)),
-            _slowed("compute_slowdown", compute_slowdown(device, port, dist.barrier)),
+            _slowdown_figure("attention_slowdown", attention_slowdown(device, exchange, EXCHANGES)),
+            _slowdown_figure("compute_slowdown", compute_slowdown(device, port, dist.barrier)),
         ]
         if rank == 0:
             torch.save(figures, Path(folder) / "rank0.pt")

@@ -129,7 +129,7 @@ def offload(
         raise
     asks, name = {"peers": peers, "share": group_to_share_in(share, target) is not None}, type(root).__name__
     if group is None and not asks["share"] and (world := group_of()) is not None:
-        world.count_apart(name, asks)
+        world.record_unshared(name, asks)
     node = node_of(share, target, asks, name)
     with contextlib.nullcontext() if node is None else node:
         together = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from .bytes import in_one_memory
+from .bytes import share_storage
 from .undeclared import wait_for_collective
 from .unsupported import refuse
 
@@ -46,7 +46,7 @@ def on_fetched(
         if values[id(weight)].shape != weight.shape:
             refuse(weight, f"out= of shape {list(values[id(weight)].shape)}")
     for weight in written:
-        if not in_one_memory(values[id(weight)], weight.host):
+        if not share_storage(values[id(weight)], weight.host):
             weight.host.copy_(values[id(weight)])
         weight.buffer.count_write()
     given = {id(values[id(weight)]): weight for weight in written}

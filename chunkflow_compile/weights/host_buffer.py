@@ -52,7 +52,7 @@ from chunkflow_compile.passes.problem import Source
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
-from .bytes import alias, flat_bytes, in_one_memory, part_of
+from .bytes import alias, flat_bytes, part_of, share_storage
 from .limits import no_room
 from .locks import ProcessLock
 from .mapping import close_pages
@@ -285,7 +285,7 @@ class HostBuffer:
         """Return the values of a view of the host tensor in separate memory.  Raises as :meth:`values`."""
         values = self.values(view)
         whole = values.untyped_storage().nbytes() == view.nbytes
-        return values if whole and not in_one_memory(values, view) else values.clone()
+        return values if whole and not share_storage(values, view) else values.clone()
 
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
         """Return a view of the values for a state_dict.  Writes to it are writes to the weight; see :meth:`settle`.

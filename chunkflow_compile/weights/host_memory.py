@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .bytes import as_weight, cast_on_this_thread, copy_host_bytes, flat_bytes
-from .mapping import for_copies
+from .mapping import advise_for_copies
 from .staging import GpuStagings
 
 # Number of elements that are cast at a time.
@@ -31,7 +31,7 @@ def empty_pages(like: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages = torch.frombuffer(memory, dtype=torch.uint8)[: like.nbytes]
-    for_copies(pages)
+    advise_for_copies(pages)
     return as_weight(pages, like)
 
 

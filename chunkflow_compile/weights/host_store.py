@@ -17,7 +17,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 from .backing import Where
-from .bytes import same_place
+from .bytes import is_same_view
 from .counts import Counts
 from .exchange import become
 from .host_buffer import HostBuffer
@@ -119,7 +119,7 @@ class HostStore:
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight) and names[0] not in loader:
                 buffer = tensor.buffer  # in the store already if ``tensor`` is a view of a weight of this store
-                if buffer.compressed and not same_place(tensor.host, buffer.host):
+                if buffer.compressed and not is_same_view(tensor.host, buffer.host):
                     buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
                 return

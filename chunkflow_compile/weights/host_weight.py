@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkflow_compile.private_torch import core
 
-from .bytes import in_one_memory, ordinary, same_place
+from .bytes import is_same_view, ordinary, share_storage
 from .declared import on_fetched, written_by
 from .exchange import STATE
 from .host_buffer import HostBuffer
@@ -172,7 +172,7 @@ class HostWeight(torch.Tensor):
     def _alias(self, host: torch.Tensor) -> Any:
         """Wrap ``host``, the result of a view op, as a weight.  Its buffer is the same if ``host`` is a view, and a new
         one if the op has copied the values, which some view ops do."""
-        same = in_one_memory(host, self.host)
+        same = share_storage(host, self.host)
         return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
@@ -268,9 +268,9 @@ class HostWeight(torch.Tensor):
             host, buffer = value.host, value.buffer
         else:
             host, buffer = value.detach().to("cpu"), None
-        if buffer is self.buffer and same_place(host, self.host):
+        if buffer is self.buffer and is_same_view(host, self.host):
             return  # p.data += x has already written to the memory
-        if buffer is None and same_place(host, self.host) and self.buffer.backs(self):
+        if buffer is None and is_same_view(host, self.host) and self.buffer.backs(self):
             # a tensor of the weight's own state_dict
             return
         # another view of the same memory, perhaps of only a part

@@ -9,7 +9,7 @@ import torch
 
 from chunkflow_compile.private_torch import core
 
-from .bytes import place_of
+from .bytes import as_array
 
 
 class MemoryUses:
@@ -26,7 +26,7 @@ class MemoryUses:
 
     def lend(self, host: torch.Tensor) -> torch.Tensor:
         """Return the bytes of ``host`` for programs (uint8), in a separate storage, so that they do not count as a view."""
-        place = place_of(host)
+        place = as_array(host)
         self._lent[id(place)] = place
         return torch.frombuffer(place, dtype=torch.uint8)
 

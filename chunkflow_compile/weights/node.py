@@ -97,7 +97,7 @@ def rendezvous(
     apart: list[tuple[int, dict[str, Any]]] = []
 
     def has_gone_apart(missing: list[int]) -> bool:
-        if model is not None and (found := group.placed_apart(model, missing)) is not None:
+        if model is not None and (found := group.find_unshared(model, missing)) is not None:
             apart.append(found)
         return bool(apart)
 

@@ -39,7 +39,7 @@ class ResidentCopy:
             with torch.inference_mode(stale.is_inference()), torch.no_grad():
                 renewed = stale.copy_(stored)
         else:
-            renewed = stagings.brought(stored, device, copy=True)
+            renewed = stagings.copied_to(stored, device, copy=True)
         self._copy = version, weakref.ref(renewed)
         return renewed
 

@@ -52,7 +52,7 @@ def restore_weight(weight: HostWeight, device: torch.device, stagings: GpuStagin
         with no_room_for(buffer.name, weight.host.nbytes, device):
             # an ordinary tensor may outlive the placement, and must not keep a scratch file
             values = weight.host if device.type == "cpu" else weight.values_on_host
-            plain = stagings.brought(values, device, copy=buffer.backing.in_scratch_file)
+            plain = stagings.copied_to(values, device, copy=buffer.backing.in_scratch_file)
         grad = buffer.grad if buffer.backs(weight) else None
         become(weight, weight.plain(plain))
         weight.__dict__.pop("token", None)

@@ -23,7 +23,7 @@ from chunkflow_compile.hardware import contention, device_figures, rank_figures,
 from chunkflow_compile.hardware.drive_rate import drive_rate
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import load_profile, measured_path, profile_names, profile_of_card
-from chunkflow_compile.hardware.scaled import alike, scaled
+from chunkflow_compile.hardware.scaled import scaled, similar_profile
 from chunkflow_compile.hardware.siblings import SIBLINGS
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -147,7 +147,7 @@ LIKE_L4, TO_COME = (
     ],
 )
 def test_a_card_without_a_profile_is_scaled_from_one(card: Card, like: str, gemm: float) -> None:
-    assert alike(card) == like
+    assert similar_profile(card) == like
     near = load_profile(like)
     found = scaled(card, near)
     assert found.gemm_flops["bfloat16"] / near.gemm_flops["bfloat16"] == pytest.approx(gemm, abs=0.01)
@@ -306,7 +306,7 @@ def on_own_time(patch: pytest.MonkeyPatch) -> None:
 
 
 def measure_little(rank: int, *args: Any) -> None:
-    rank_figures.COLLECTIVE_SIZES, rank_figures.ROUNDS_BESIDE, contention.TURNS = (4096, 4 << 20), 10, 3
+    rank_figures.COLLECTIVE_SIZES, rank_figures.EXCHANGES, contention.TURNS = (4096, 4 << 20), 10, 3
     with pytest.MonkeyPatch.context() as patch:
         on_own_time(patch)
         rank_figures._measure_rank(rank, *args)
