@@ -29,7 +29,8 @@ FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Minimum of free bytes.  A kernel for a GPU takes less space.  The first kernel for the CPU takes 150 MB, mostly for a
 # precompiled header.
 _LEAST_BYTES = 32 << 20
-# A library that is younger than this, in seconds, may still be being linked; linking takes less than a second.
+# A library that is younger than this (in seconds) may be incomplete, because it is still being linked.  Linking takes
+# less than a second.
 _LINKING_S = 10.0
 FIX = f"set {FOLDER_VARIABLE} to a folder that can be written"
 

@@ -1,4 +1,4 @@
-"""Ops outside programs whose schemas declare what they write: they run on fetched values of the weights."""
+"""Ops outside programs, if their schemas declare all writes.  Such an op runs on fetched values of the weights."""
 
 from __future__ import annotations
 

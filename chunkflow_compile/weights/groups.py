@@ -174,8 +174,8 @@ def group_to_share_in(share: Any, device: torch.device) -> Group | None:
     """Return the group whose ranks share weights that are placed for ``device``, or None.
 
     ``share``: True, False, a process group, or None.  None selects the default process group if ``device`` is a GPU,
-    and otherwise no group.  If None finds no group for a GPU although the machine runs several ranks, the reason is
-    logged.
+    and otherwise no group.  If the default process group cannot be used although the machine runs several ranks, the
+    reason is logged.
     Raises ChunkflowError if sharing was requested explicitly and there is no such group.
     """
     if share is False or (share is None and device.type != "cuda"):

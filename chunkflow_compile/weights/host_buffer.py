@@ -251,8 +251,8 @@ class HostBuffer:
     def check(self) -> None:
         """Raise ChunkflowError if the host tensor is a mapping of a file that has changed.
 
-        A weight that was written, for example through a tensor of a state_dict, is checked as well, because its other
-        pages are still read from the file.
+        A weight that was written, for example through a tensor of a state_dict, is checked as well, because its
+        unwritten pages are still read from the file.
         """
         self.backing.check()
 

@@ -63,8 +63,8 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
 
 
 def give_free_memory_back() -> None:
-    """Return freed memory from the allocator to the system.  The allocator may keep half the size of a model in freed
-    memory after the model was loaded."""
+    """Return freed memory from the allocator to the system.  After a model was loaded, the allocator may hold freed
+    memory of half the size of the model."""
 
     with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

@@ -214,8 +214,9 @@ class HostStore:
 
         Such a weight may have been written through a pointer, a NumPy array or a collective, which no version counter
         records.  A weight is not counted if the kernel reports that its pages were not written; see
-        :meth:`HostBuffer.settle`.  Warns once if such tensors are still in use.  When no tensor shares the memory of a
-        weight any more, for example after a model was saved, the weight uses its pieces again if they have its values.
+        :meth:`HostBuffer.settle`.  Warns once if such tensors are still in use.  After no tensor shares the memory of a
+        weight any more, for example after a model was saved, programs read the pieces of the weight again, provided
+        that the pieces have the values of the weight.
         Raises ChunkflowError if there is not enough memory for the written values.
         """
 

@@ -346,8 +346,9 @@ class HostWeight(torch.Tensor):
 
 
 # Two getters for code that looks for changes of many weights in every call.  Both raise AttributeError for a tensor
-# that is in no store.  ``mark_of`` returns an object that is replaced after each change of a weight, except changes
-# that ``host._version`` or, if the buffer is ``exposed``, the weight's own ``_version`` records.
+# that is in no store.  ``mark_of`` returns an object that is replaced when a weight changes.  Two types of changes do
+# not replace it: changes that ``host._version`` records, and, if the buffer is ``exposed``, changes that the weight's
+# own ``_version`` records.
 mark_of = attrgetter("token.state")
 # ``state_of`` returns the buffer, its form, and the three counters whose sum is ``writes``.
 state_of = attrgetter("buffer", "buffer.form", "buffer.written", "host._version", "_version")

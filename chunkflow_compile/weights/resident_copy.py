@@ -32,7 +32,7 @@ class ResidentCopy:
     ) -> torch.Tensor:
         """Copy ``stored``, the values of ``version``, to the device, and return the copy.
 
-        An outdated copy is updated in place if only programs in ``arena`` use it.  No step may be running there.
+        An outdated copy is updated in place if only programs in ``arena`` use it.  No step may be running in ``arena``.
         """
         stale = None if self._copy is None else self._copy[1]()
         if stale is not None and not self._arenas - {arena}:

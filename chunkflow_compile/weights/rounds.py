@@ -137,7 +137,7 @@ class Rounds:
         if self.takes_part:
             with self._reached():
                 self._pass_known_failure()
-                # the other ranks raise a reported failure in this round, and find the record below in the next round
+                # a failure that this rank has reported ends this round, so the record below belongs to the next one
                 self._round += self._record_type == _FAILED
                 self._set(str(self.rank), {_LEFT: why})
         self._open = False

@@ -15,7 +15,7 @@ _LIBRARY.impl("fetch", lambda host, device: host.to(device, copy=True), "Composi
 torch.library.register_fake(
     "chunkflow::fetch", lambda host, device: torch.empty_like(host, device=device), lib=_LIBRARY
 )
-# The op that copies host memory to the device in the graphs of other backends.
+# The op that copies a weight from host memory to the device in the graphs of other backends.
 FETCH = torch.ops.chunkflow.fetch.default
 
 
