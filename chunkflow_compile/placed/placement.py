@@ -122,7 +122,7 @@ class Placement:
         self.owner, self.owned_arena, self.expected = owner, arena, expected
 
     def follow(self, timesteps: Callable[[], torch.Tensor | None]) -> None:
-        """Let rows be computed ahead for the timesteps of a schedule.  ``timesteps``: see the class."""
+        """Let rows be computed in advance for the timesteps of a schedule.  ``timesteps``: see the class."""
         self.timesteps = timesteps
 
     def aim_for(self, goal: Goal) -> None:
@@ -217,7 +217,7 @@ class Placement:
 
         ``node``: the ranks with which this rank shares memory, or None; it is closed afterwards.  ``on_drive``: names of the
         weights to store on the SSD.
-        Waits for running steps of other threads first, because they may read the weights at the present addresses.
+        First waits for running steps of other threads, which may read the weights at their old addresses.
         """
         with self.quiet(), dynamo_timed("chunkflow.place"):
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
@@ -405,8 +405,8 @@ def is_pipeline(given: Any) -> bool:
 
 
 def instead_of_model(given: Any, or_pipeline: bool = False) -> str:
-    """Return a message on why an argument is not a model and what to pass instead.  ``or_pipeline``: whether a pipeline is
-    also accepted."""
+    """Return the error message for an argument that is not a model; it says what to pass instead.  ``or_pipeline``: whether a
+    pipeline would also be accepted."""
     wanted, loader = (
         ("a model or a pipeline", "DiffusionPipeline") if or_pipeline else ("a model", "FluxTransformer2DModel")
     )
