@@ -23,7 +23,7 @@ _PROBE = "chunkflow_probe"
 _SIZES = "_chunkflow_sizes"
 # Methods of diffusers and transformers that load an adapter.
 _LOADS = ("load_lora_adapter", "load_adapter", "add_adapter")
-# The components of a pipeline that support adapters, except text encoders.
+# The components of a pipeline to which ``enable_adapters`` adds slots: the denoisers.
 ADAPTED = ("transformer", "transformer_2", "unet")
 
 

@@ -239,7 +239,7 @@ class CompiledForward:
 
 
 def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """``chunkflow_compile.restore`` for a model: turn it into an ordinary eager model again, bit for bit; return ``model``.
+    """``chunkflow_compile.restore`` for a model: make it an ordinary eager model again, with the same bits; return ``model``.
 
     ``device``: see :func:`bring_back`.
     """

@@ -1,4 +1,4 @@
-"""Compression: before regions are lowered for compressed weights, check which weights can be compressed."""
+"""Finds out which weights can be compressed, before regions that decompress weights are lowered."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ def kept_by(phases: Iterable[Phase]) -> int:
 
 
 class Entry:
-    """Replaces a method of a component, and runs its calls as a phase."""
+    """A callable that replaces a method of a component, so that :meth:`Budget.run` runs the calls of this method."""
 
     def __init__(self, run: Callable[..., Any], phase: Phase, name: str, call: Callable[..., Any]) -> None:
         """``run``: a function that takes the phase and a call with bound arguments.  ``name``: the name of the method.

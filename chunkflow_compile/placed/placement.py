@@ -54,7 +54,7 @@ class Placement:
     ``progress``: the progress display for the compilation of the model's parts; None before the first compilation.
     ``fixed``: one tuple of weight names for each part of the model that is compiled separately for each size, because
     Inductor fails on dynamic shapes in this part.  ``owner``: a function that returns the name of the owner of this
-    placement, or None if it has no owner.  Only the owner may undo the placement.  ``goal``: the goal that the owner or
+    placement, or None if there is no owner.  Only the owner may undo the placement.  ``goal``: the goal that the owner or
     ``replan`` has set, or None; it also applies to later sizes.  ``owned_arena``: the arena that the owner provides for the
     programs, or None.
     ``expected``: the goal that the owner expects to set later; regions are cut for this goal.  None without an owner.
@@ -156,8 +156,7 @@ class Placement:
         return sum(preamble.statistics[program].nbytes for preamble, program in self.tables)
 
     def preamble(self, key: object) -> Preamble | None:
-        """Return the preamble with this key, which was made for another size or another block of the model; None if there is
-        none."""
+        """Return the preamble with this key if another size or another block of the model has one already; otherwise None."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)
 
     def share(self, preamble: Preamble) -> None:

@@ -1,9 +1,9 @@
 """Plug-in for vLLM-Omni: its workers stream the weights of the diffusion transformer within ``CHUNKFLOW_MEMORY``.
 
 vLLM-Omni calls ``plug_in`` in each of its processes, by the entry point ``vllm_omni.general_plugins``, before it loads a
-model.  vLLM-Omni has no hooks for plug-ins, so ``plug_in`` wraps three of its functions.  The loader then leaves the model on
-the host, the function that installs the server's offloading offloads the transformers, and the function that compiles them
-compiles them with ChunkFlow.
+model.  vLLM-Omni has no hooks for plug-ins, so ``plug_in`` wraps three of its functions: one wrapper makes the loader leave
+the model on the host, one offloads the transformers before the server installs its own offloading, and one compiles the
+transformers with ChunkFlow instead of the server.
 """
 
 from __future__ import annotations
