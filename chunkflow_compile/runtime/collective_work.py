@@ -39,8 +39,11 @@ def collective_issue(target: Target, node: Node, window: int) -> Issue:
     return issue
 
 
-def start_issue(target: Target, collective: Issue) -> Issue:
-    """Return a function that issues a collective, which starts once compute has reached this point."""
+def start_issue(target: Target, collective: Issue, completion: Issue | None = None, ended: Any = None) -> Issue:
+    """Return a function that issues a collective, which starts once compute has reached this point.
+
+    If ``completion`` is given, the function also issues the completion of the collective, and then records ``ended``.
+    """
     compute, stream, started = target.device.compute, target.device.collective, target.started
 
     def issue(step: RunningStep) -> None:
@@ -49,22 +52,27 @@ def start_issue(target: Target, collective: Issue) -> Issue:
             stream.wait(started)
         collective(step)
         step.cost.add_collective()
+        if completion is not None:
+            completion(step)
+            stream.record(ended)
 
     return issue
 
 
-def finish_issue(target: Target, completion: Issue | None) -> Issue:
+def finish_issue(target: Target, completion: Issue | None, ended: Any, recorded: bool) -> Issue:
     """Return a function that makes compute wait for the end of a collective.
 
     ``completion``: a function that issues the completion of the collective; None if there is no completion to issue.
+    ``ended``: the event that marks the end of the collective.  ``recorded``: whether the start of the collective records it.
     """
-    compute, stream, ended = target.device.compute, target.device.collective, target.ended
+    compute, stream = target.device.compute, target.device.collective
 
     def issue(step: RunningStep) -> None:
         if completion is not None:
             completion(step)
         if stream is not compute:
-            stream.record(ended)
+            if not recorded:
+                stream.record(ended)
             compute.wait(ended)
 
     return issue

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.forms import without_reads
+from chunkflow_compile.passes.graph.discover import completion_of
 from chunkflow_compile.passes.step import (
     Copy,
     Evaluate,
@@ -94,6 +95,7 @@ class _Compiler:
         self._picks_and_drops: PicksAndDrops | None = None  # the latest work, to which later ops may be added
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
+        self._completed = set[Node]()  # the completions that were added together with the starts of their collectives
 
     def add(self, op: Op, node: Any) -> None:
         """Add an op to the current function.  ``node``: see :func:`_with_nodes`."""
@@ -111,10 +113,9 @@ class _Compiler:
                 self._taken = ()
                 self._window = min(op.region + 1, self._windows - 1)
             case Start():
-                self._issue(start_issue(target, collective_issue(target, node, self._window)))
+                self._start(node, op.collective)
             case Finish():
-                completes = node is not None
-                self._issue(finish_issue(target, collective_issue(target, node, self._window) if completes else None))
+                self._finish(node, op.collective)
             case Evaluate(stream="collective"):
                 self._issue(collective_issue(target, node, self._window))
             case Evaluate() if node.target is getitem:
@@ -133,6 +134,28 @@ class _Compiler:
                     self._taken = numbers
                 else:
                     self._latest_picks_and_drops().drops.extend(numbers)
+
+    def _start(self, node: Node, index: int) -> None:
+        """Add the start of a collective.  A separate collective stream also gets the completion now, because it should not
+        begin other work before the completion: compute may need the result much later."""
+        target, window = self._target, self._window_of(index)
+        completion = None
+        if target.device.collective is not target.device.compute and (found := completion_of(node)) is not None:
+            self._completed.add(found)
+            completion = collective_issue(target, found, window)
+        self._issue(start_issue(target, collective_issue(target, node, window), completion, target.ended[index]))
+
+    def _finish(self, node: Node | None, index: int) -> None:
+        """Add the finish of a collective.  ``node``: its completion, or None if there is no completion to issue."""
+        target = self._target
+        recorded = node in self._completed
+        issues = node is not None and not recorded
+        completion = collective_issue(target, node, self._window_of(index)) if issues else None
+        self._issue(finish_issue(target, completion, target.ended[index], recorded))
+
+    def _window_of(self, collective: int) -> int:
+        """The window to which the duration of a collective is added: that of the first region after its end."""
+        return min(self._target.program.problem.collectives[collective].until, self._windows - 1)
 
     def flush(self) -> None:
         """Complete the current function, and append it to ``issues``."""
