@@ -135,13 +135,12 @@ class _Compiler:
                     self._latest_picks_and_drops().drops.extend(numbers)
 
     def _start(self, node: Node, index: int) -> None:
-        """Add the start of a collective.  A separate collective stream also gets the completion now, because it should not
-        begin other work before the completion: compute may need the result much later."""
+        """Add the start of a collective, together with its completion if the device has a stream for completions."""
         target, window = self._target, self._window_of(index)
-        completion = None
-        if target.device.collective is not target.device.compute and (found := completion_of(node)) is not None:
+        completion, completions = None, target.device.completion
+        if completions is not None and (found := completion_of(node)) is not None:
             self._completed.add(found)
-            completion = collective_issue(target, found, window)
+            completion = collective_issue(target, found, window, completions)
         self._issue(start_issue(target, collective_issue(target, node, window), completion, target.ended[index]))
 
     def _finish(self, node: Node | None, index: int) -> None:

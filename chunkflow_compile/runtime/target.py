@@ -120,7 +120,7 @@ class Target:
         if pulled:
             device.lane("pull")  # created now, because a step must not create streams
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
-        self.started = device.event()
+        self.started, self.in_flight = device.event(), device.event()
         # one for each collective, because several may be in flight
         self.ended = [device.event() for _ in program.problem.collectives]
 
