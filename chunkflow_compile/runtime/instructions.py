@@ -146,9 +146,9 @@ class _Compiler:
     def _finish(self, node: Node | None, index: int) -> None:
         """Add the finish of a collective.  ``node``: its completion, or None if there is no completion to issue."""
         target = self._target
-        recorded = node in self._completed
-        issues = node is not None and not recorded
-        completion = collective_issue(target, node, self._window_of(index)) if issues else None
+        recorded, completion = node in self._completed, None
+        if node is not None and not recorded:
+            completion = collective_issue(target, node, self._window_of(index))
         self._issue(finish_issue(target, completion, target.ended[index], recorded))
 
     def _window_of(self, collective: int) -> int:
