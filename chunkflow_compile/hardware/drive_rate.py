@@ -38,7 +38,7 @@ def drive_rate(path: Path) -> float:
         raise ChunkflowError(
             f"{path} cannot be read beside the page cache: {error.strerror or error}. Give a file on a local drive."
         ) from error
-    buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # page-aligned, as direct reads require
+    buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # mmap aligns it to a page, as direct reads require
     with os.fdopen(number, "rb", buffering=0) as drive:
         done, begin = 0, time.perf_counter()
         while done + _READ_BYTES <= nbytes and time.perf_counter() - begin < _LONGEST_S:

@@ -89,7 +89,7 @@ class HostStore:
     def _kept(self) -> list[HostBuffer]:
         """All buffers of the store, oldest first, including buffers of weights that were replaced or dropped."""
 
-        buffers = (ref() for ref in self._buffers.keyrefs())  # any thread may call keyrefs
+        buffers = (ref() for ref in self._buffers.keyrefs())  # ``keyrefs`` is thread-safe
         return [buffer for buffer in buffers if buffer is not None]
 
     @property
@@ -200,7 +200,7 @@ class HostStore:
                     restore_weight(weight, target, stagings)
                 elif buffer.compressed:
                     buffer.unpack(leaving=True)
-                buffer.unpin()  # not earlier, because pinned memory is copied faster
+                buffer.unpin()  # unpinned only now, because copies from pinned memory are faster
                 buffer.leave()
                 moved(buffer.nbytes)
             self._buffers.clear()
