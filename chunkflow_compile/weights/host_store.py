@@ -162,7 +162,6 @@ class HostStore:
         origin: torch.device,
         grad: torch.Tensor | None = None,
     ) -> None:
-        """Add the buffer of a weight to the store."""
         buffer = weight.buffer
         buffer.enter(self, names, origin, host, weight, grad)
         self._total += 0 if buffer in self._buffers else host.nbytes

@@ -271,7 +271,6 @@ class WeightLoader:
 
     @cached_property
     def _scratch(self) -> Scratch:
-        """The scratch file of this rank."""
         shared = self._shared or ()
         own = [w for w in self._weights.values() if w.source.file and not w.stays and w.name not in shared]
         return Scratch.made(sum(whole_pages(w.nbytes) for w in own))
