@@ -89,7 +89,7 @@ class Tenants:
     def close_stale(self) -> None:
         """End the programs of which a weight was dropped (for example because an adapter was deleted).  Ending them frees
         their other weights."""
-        stale: dict[tuple[int, ...], bool] = {}  # cached, because programs for several sizes read the same weights
+        stale: dict[tuple[int, ...], bool] = {}  # Cached, because several programs read the same weights.
         for program in self.programs:
             if program.reads not in stale:
                 stale[program.reads] = program.stale
