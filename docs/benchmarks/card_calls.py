@@ -58,8 +58,8 @@ PACKED_SHARES = (0.065, 0.46)
 CYCLE_SHARES, SMALL_CYCLE_SHARES = (0.8, 0.2), (0.8, 0.6)
 # The bytes that are added to half of the weights for the budget of a pipeline.
 ACTIVATIONS, SMALL_ACTIVATIONS = 2 << 30, 4 << 20
-# The number of steps per timing, each with different inputs; of timings; of samples of the host time; and of calls after
-# a new plan until the blocks run as a cycle.
+# STEPS: steps per timing, each with different inputs.  ROWS: timings.  SAMPLES: samples of the host time.  LEARNING: calls
+# after a new plan until the blocks run as a cycle.
 STEPS, ROWS, SAMPLES, LEARNING = 4, 3, 5, 5
 RANK, TARGETS = 16, ("to_q", "to_k", "to_v")
 # The minimum time in seconds to start a process and build its model.  With less time left, no case is started.
