@@ -225,24 +225,28 @@ class BoundCycle:
         names = self._names(call, number)
         # The call may have another graph than the planned call, for example for another size.  Or it has the same graph, but
         # its weights are in another order: for example, the projections of queries and keys may be swapped.
-        if call.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
+        if call.variant.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
             placed = call.in_cycle(call.names() | names)
             cycle = cycle.at(number, self._program(call, number, placed))
         file = partial(self.times.add, number, call.measured, call.counts)
-        run, poison, captures = call.code.regions, call.code.poison, call.captures if call.captures.wanted else None
+        run, poison, captures = (
+            call.variant.regions,
+            call.variant.poison,
+            call.captures if call.captures.wanted else None,
+        )
         return Executor(cycle.calls[number], run, self._bound(call), poison, cycle, file, self._versions, captures)
 
     def _program(self, call: CallSite, number: int, placed: Call) -> Program:
         """Return a program within this cycle for a call whose graph or sizes differ from the planned call."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         earlier = [(self.cycle.calls[number], self.calls[number].cut)]
-        earlier += [(e.program, other.code.cut) for other, e in [*self._executors[number].items()]]
+        earlier += [(e.program, other.variant.cut) for other, e in [*self._executors[number].items()]]
         for program, cut in earlier:
             # the same graph at other sizes has the same ops on the same weights, so its program can be reused
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
                 return replace(program, problem=placed.problem())
-        program = rewritten(self.cycle, number, placed, share="sharing" not in call.code.settings.disabled)
-        if call.code.verified:
+        program = rewritten(self.cycle, number, placed, share="sharing" not in call.variant.settings.disabled)
+        if call.variant.verified:
             verify_call(self.cycle, number, program, self._proved)
         return program
 
@@ -269,7 +273,7 @@ class BoundCycle:
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}
             self._binding = self.arena.bind(
-                self, self.cycle, buffers, pin_bytes=call.code.pin_bytes, advice=self._advice
+                self, self.cycle, buffers, pin_bytes=call.variant.pin_bytes, advice=self._advice
             )
         return self._binding
 

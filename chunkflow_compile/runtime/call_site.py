@@ -1,5 +1,5 @@
 """Call sites.  A call site is a compiled graph at one size, called with the weights of one model.  It lists the weights that
-the calls read and the code that they run."""
+the calls read and the variant of the compiled graph that they run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, mark_of, state_of
 
-from .codes import CurrentCode, without_call_fields
 from .cuda_graphs import CaptureLog
 from .measurement import KEPT_MEASUREMENTS, StepMeasurement
 from .target import Cost
+from .variants import ActiveVariant, without_call_fields
 from .wrapped_calls import tuple_getter
 
-# Why a weight stays on the device although other calls of the same code stream it.  Plans show this reason.
+# Why a weight stays on the device although other calls of the same compiled graph stream it.  Plans show this reason.
 _NOT_OFFLOADED = "on the device: not offloaded"
 
 _version = attrgetter("_version")
@@ -54,7 +54,8 @@ class CallKey:
 class CallSite:
     """The calls of a compiled graph, at one size, on the weights of one model.
 
-    ``code``: the code that the calls run.  ``current``: the holder of the code that the next call should run.
+    ``variant``: the variant that the calls run.  ``active``: names the variant that the next call should run; a re-planned
+    model names another one than ``variant`` until its next call.
     ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of the values of these weights,
     in the same order.  ``in_place``: the parameters that are not offloaded, by name.  ``kept_bytes``: the total bytes of
     these parameters.
@@ -63,10 +64,10 @@ class CallSite:
     log of captures of this call into CUDA graphs.
     """
 
-    def __init__(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.current = current
-        self.code = current.code
-        self.program = program = current.code.program
+    def __init__(self, active: ActiveVariant, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.active = active
+        self.variant = active.variant
+        self.program = program = active.variant.program
         self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
         self.in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
         self.kept_bytes = sum(w.nbytes for w in program.problem.weights if w.name not in self.buffers)
@@ -74,7 +75,7 @@ class CallSite:
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
         self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self.steps = 0
-        self.captures = CaptureLog(self.counts, current.code.cudagraphs)
+        self.captures = CaptureLog(self.counts, active.variant.cudagraphs)
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
         self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
@@ -91,7 +92,7 @@ class CallSite:
     @property
     def part(self) -> bool:
         """Whether the program is a part of a model and therefore alternates with the programs of other parts."""
-        return self.code.settings.part
+        return self.variant.settings.part
 
     @property
     def seconds(self) -> list[float]:
@@ -113,7 +114,7 @@ class CallSite:
         weights belongs to no known model and needs no budget.  A preamble is planned together with its main program, whose
         budget counts.
         """
-        settings = self.current.code.settings
+        settings = self.active.variant.settings
         if not self.buffers or settings.preamble:
             return None
         if settings.goal.memory is None:
@@ -146,7 +147,7 @@ class CallSite:
         ``weights``: the weights of the call, in the order of the parameters.  This check runs in every call, so its loops
         over the weights use C functions.
         """
-        if self.current.code is not self.code:
+        if self.active.variant is not self.variant:
             return False
         offloaded = self._offloaded(weights)
         try:
@@ -204,7 +205,7 @@ class CallSite:
         ``live``: see :class:`Call`."""
         keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
         in_files = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.source.file)
-        return Call(self.code.cut, names, keep, in_files, live)
+        return Call(self.variant.cut, names, keep, in_files, live)
 
     def let_go(self) -> None:
         """Drop all references to weights after the program has ended."""

@@ -18,8 +18,8 @@ from chunkflow_compile.weights.progress import planning
 from .arena import Arena
 from .bound_cycle import BoundCycle
 from .call_site import CallKey, CallSite
-from .codes import without_call_fields
 from .cuda_graphs import MOST_GRAPHS
+from .variants import without_call_fields
 
 # The maximum number of calls in a cycle.  It is enough for two models of 128 blocks, called twice per step.
 MOST_CALLS = 512
@@ -124,11 +124,11 @@ def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call]
 def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
     """Return the settings of a cycle: the settings of its calls, with the largest budget; None if the calls differ in other
     ways."""
-    shared = [_unbudgeted(call.code.settings) for call in calls]
+    shared = [_unbudgeted(call.variant.settings) for call in calls]
     if any(settings != shared[0] for settings in shared):
         return None
-    budget = max((m for call in calls if (m := call.code.settings.goal.memory) is not None), default=None)
-    arena = max(call.code.settings.arena for call in calls)
+    budget = max((m for call in calls if (m := call.variant.settings.goal.memory) is not None), default=None)
+    arena = max(call.variant.settings.arena for call in calls)
     return replace(shared[0], goal=replace(shared[0].goal, memory=budget), outside=_outside(calls), arena=arena)
 
 
@@ -140,14 +140,14 @@ def _outside(calls: Sequence[CallSite]) -> int:
     """
     left: dict[int, int] = {}
     for call in dict.fromkeys(calls):  # each call once, because a call may occur several times in a cycle
-        left[call.model] = left.get(call.model, call.code.settings.outside + call.kept_bytes) - call.kept_bytes
-    tables = sum(call.code.settings.table for call in dict.fromkeys(calls))
+        left[call.model] = left.get(call.model, call.variant.settings.outside + call.kept_bytes) - call.kept_bytes
+    tables = sum(call.variant.settings.table for call in dict.fromkeys(calls))
     return tables + sum(max(0, nbytes) for nbytes in left.values())
 
 
 def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:
     """Write the plan and the programs of the cycle to a folder next to the dump folder of a call, if any call has one."""
-    other = next((call.code.folder for call in calls if call.code.folder is not None), None)
+    other = next((call.variant.folder for call in calls if call.variant.folder is not None), None)
     if other is not None:
         with contextlib.suppress(OSError):  # a full disk must not stop the run
             cycle.measure_into(_written(cycle, other))

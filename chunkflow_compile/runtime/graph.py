@@ -33,8 +33,8 @@ from chunkflow_compile.weights.store import Store
 
 from .arena import Arena
 from .call_site import CallSite
-from .codes import Code, Codes, CurrentCode, Sizes
 from .single_call import SingleCall, bind_program
+from .variants import ActiveVariant, Sizes, Variant, VariantCache
 from .wrapped_calls import tuple_getter
 
 _log = logging.getLogger(__name__)
@@ -89,12 +89,18 @@ class CompiledGraph:
     _boxed_call = True
 
     def __init__(
-        self, codes: Codes, place: Place, changed: Changed, arena: Arena | None, tables: HostConstants, packs: bool
+        self,
+        variants: VariantCache,
+        place: Place,
+        changed: Changed,
+        arena: Arena | None,
+        tables: HostConstants,
+        packs: bool,
     ) -> None:
         """``place``, ``changed``: see :data:`Place` and :data:`Changed`.  ``tables``: holds device copies of those inputs
         that are on the host.  ``arena``: the arena that the user passed; None if each model has its own arena.  ``packs``:
         whether uncompressed weights may be compressed when a program is bound; if False, they stay uncompressed."""
-        self.codes = codes
+        self.variants = variants
         self._packs = packs
         self._tables = tables
         self._place = place
@@ -103,10 +109,10 @@ class CompiledGraph:
         self._programs: weakref.WeakValueDictionary[_Key, SingleCall] = weakref.WeakValueDictionary()
         # Key: the id of the model's first weight, and the sizes.  The weight's storage is stored, too, because the id may be
         # reused after the storage is freed.
-        self._current: dict[tuple[int, Sizes], tuple[StorageWeakRef, CurrentCode]] = {}
+        self._active: dict[tuple[int, Sizes], tuple[StorageWeakRef, ActiveVariant]] = {}
         self._lock = ProcessLock()
         when_collected(self, _drop_all, self._programs)
-        program = codes.first.program
+        program = variants.first.program
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
@@ -122,7 +128,7 @@ class CompiledGraph:
         inputs = list(args)
         args.clear()
         if (mode := core.fake_mode()) is not None:
-            return on_fakes(mode, self.codes.graph, inputs)
+            return on_fakes(mode, self.variants.graph, inputs)
         if self._tables.positions:
             self._tables.move(inputs)
         with self.ready(inputs) as program:
@@ -131,7 +137,7 @@ class CompiledGraph:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The program at the sizes for which the graph was compiled, as a tuple."""
-        return (self.codes.first.program,)
+        return (self.variants.first.program,)
 
     @contextlib.contextmanager
     def ready(self, inputs: Sequence[Any]) -> Iterator[SingleCall]:
@@ -139,7 +145,7 @@ class CompiledGraph:
         weights = self._weights(inputs)
         noticed = False
         while True:
-            sizes = self.codes.sizes(inputs)
+            sizes = self.variants.sizes(inputs)
             if sizes is None:
                 self._plan(inputs, dict(zip(self._position, weights, strict=True)))
                 continue
@@ -155,38 +161,38 @@ class CompiledGraph:
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
                 # another thread may have replaced the program meanwhile
-                if self._programs.get(key) is program and sizes in self.codes:
+                if self._programs.get(key) is program and sizes in self.variants:
                     self._renew(key, program, parameters)
 
     def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
         """Plan for the sizes of a call.  If this drops older plans, because their number is limited, end the programs of
         these plans."""
         with self._lock(), awaited(parameters.values()):
-            if self.codes.sizes(inputs) is None:  # another thread may have planned for these sizes meanwhile
-                self.codes.plan(inputs, self._changed(parameters))
-                self._current = {key: kept for key, kept in self._current.items() if key[1] in self.codes}
+            if self.variants.sizes(inputs) is None:  # another thread may have planned for these sizes meanwhile
+                self.variants.plan(inputs, self._changed(parameters))
+                self._active = {key: kept for key, kept in self._active.items() if key[1] in self.variants}
                 for key, program in [*self._programs.items()]:
-                    if key[2] not in self.codes:
+                    if key[2] not in self.variants:
                         program.close()
                         del self._programs[key]
 
     def _renew(self, key: _Key, stale: SingleCall | None, parameters: Mapping[str, nn.Parameter]) -> None:
         with awaited(parameters.values()):
-            current = self._current_code(parameters, key[2])
+            active = self._active_variant(parameters, key[2])
         if stale is not None:
             stale.close()
         try:
             with dynamo_timed("chunkflow.bind"), awaited(parameters.values()):
                 fresh = self._place(
                     parameters,
-                    current.code.program.offloaded,
-                    lambda arena: self._bind(current, parameters, key[2], self._arena or arena),
+                    active.variant.program.offloaded,
+                    lambda arena: self._bind(active, parameters, key[2], self._arena or arena),
                 )
         except BaseException as error:
-            if stale is None or current.code is stale.code:
+            if stale is None or active.variant is stale.variant:
                 raise
-            current.fall_back(stale.code)
-            if not current.by_itself or not isinstance(error, ChunkflowError):
+            active.fall_back(stale.variant)
+            if not active.by_itself or not isinstance(error, ChunkflowError):
                 raise
             _log.warning("the current plan is kept: %s", error)
             return
@@ -194,42 +200,42 @@ class CompiledGraph:
             fresh.adopt(stale)
         self._programs[key] = fresh
 
-    def _current_code(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
-        """Return the current code of a model at ``sizes``.  Create it if there is none.
+    def _active_variant(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> ActiveVariant:
+        """Return the active variant of a model at ``sizes``.  Create it if there is none.
 
-        The codes are not kept in a weak dictionary: its callbacks run in the garbage collector, where Python would drop a
+        The variants are not kept in a weak dictionary: its callbacks run in the garbage collector, where Python would drop a
         Ctrl-C.
         """
         first = next(iter(parameters.values()))
-        self._current = {key: kept for key, kept in self._current.items() if not kept[0].expired()}
+        self._active = {key: kept for key, kept in self._active.items() if not kept[0].expired()}
         key = id(first), sizes
-        if key not in self._current:
-            code = self.codes.code(sizes, self._changed(parameters))
+        if key not in self._active:
+            variant = self.variants.variant(sizes, self._changed(parameters))
             memory = first.host if isinstance(first, HostWeight) else first
-            self._current[key] = StorageWeakRef(memory.untyped_storage()), CurrentCode(code)
-        return self._current[key][1]
+            self._active[key] = StorageWeakRef(memory.untyped_storage()), ActiveVariant(variant)
+        return self._active[key][1]
 
     def _bind(
-        self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes, arena: Arena
+        self, active: ActiveVariant, parameters: Mapping[str, nn.Parameter], sizes: Sizes, arena: Arena
     ) -> SingleCall:
         """Make a program for a model whose weights are placed, and bind the program to the memory of ``arena``.
 
-        First, the weights are converted to the forms that the code expects (compressed or sharded).  Which weights can be
-        compressed was determined before the code was lowered, for one set of weights.  So different code must be lowered in
-        two cases: the present weights belong to another block or model that shares the graph, or they were written since
+        First, the weights are converted to the forms that the variant expects (compressed or sharded).  Which weights can be
+        compressed was determined before its regions were lowered, for one set of weights.  So other regions must be lowered
+        in two cases: the present weights belong to another block or model that shares the graph, or they were written since
         then and their new values cannot be compressed.
         In two other cases, the plan changes, but nothing is lowered: the ranks do not agree on the weights to shard, or more
         weights are in files than the plan expects (because the plan was made for another model).
         """
-        sources = self._take_sources(current.code, parameters)
-        if sources != current.code.sources:
-            current.adapt(self.codes.code(sizes, self._changed(parameters), **sources))
+        sources = self._take_sources(active.variant, parameters)
+        if sources != active.variant.sources:
+            active.adapt(self.variants.variant(sizes, self._changed(parameters), **sources))
         buffers = ((name, buffer_of(parameter)) for name, parameter in parameters.items())
-        current.adapt(current.code.reading(frozenset(n for n, b in buffers if b is not None and b.source.reads_file)))
-        return bind_program(CallSite(current, parameters), arena)
+        active.adapt(active.variant.reading(frozenset(n for n, b in buffers if b is not None and b.source.reads_file)))
+        return bind_program(CallSite(active, parameters), arena)
 
-    def _take_sources(self, code: Code, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:
-        """Convert the weights to the sources that ``code`` wants, as far as possible.  Return the sources that the weights
+    def _take_sources(self, variant: Variant, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:
+        """Convert the weights to the sources that ``variant`` wants, as far as possible.  Return the sources that the weights
         then have, in the form of :attr:`Code.sources`.
 
         A compressed weight is decompressed if several regions read it or the graph returns it.  All other compressed weights
@@ -238,7 +244,7 @@ class CompiledGraph:
         for store in _stores(parameters.values()):
             if store.exported:
                 store.sync_external_writes()  # before a program is bound, so that it copies the written values
-        able, wanted = takes_packed(self.codes.first.cut), code.packed if self._packs else frozenset()
+        able, wanted = takes_packed(self.variants.first.cut), variant.packed if self._packs else frozenset()
         buffers = {
             name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None
         }
@@ -248,7 +254,7 @@ class CompiledGraph:
             elif buffer.compressed and name not in able:
                 buffer.unpack()
         compressed = frozenset(name for name, buffer in buffers.items() if buffer.compressed)
-        return {"pack": compressed, "peers": _shard_across_peers(buffers, code.on_peers)}
+        return {"pack": compressed, "peers": _shard_across_peers(buffers, variant.on_peers)}
 
 
 def _shard_across_peers(buffers: Mapping[str, HostBuffer], wanted: Collection[str]) -> frozenset[str]:

@@ -74,7 +74,7 @@ class Order:
     def _key_of(self, call: CallSite) -> CallKey | None:
         """Return the key of a call, which identifies the weights of each region and the collectives between regions.  Return
         None if the call cannot be part of a cycle, for example because the user chose its placement."""
-        settings, buffers, problem = call.code.settings, call.buffers, call.program.problem
+        settings, buffers, problem = call.variant.settings, call.buffers, call.program.problem
         chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         chosen = chosen or settings.preamble
         if chosen or "cycle" in settings.disabled or not buffers:
@@ -232,7 +232,7 @@ class Order:
             self._refused.append(keys)
             return None
         try:
-            replan_after = max(call.code.replan_after for call in calls)
+            replan_after = max(call.variant.replan_after for call in calls)
             parts = calls_of(calls, [self._live_bytes(key) for key in keys])
             cycle = planned(self._arena, keys, *parts, settings, replan_after=replan_after)
         except ChunkflowError as error:

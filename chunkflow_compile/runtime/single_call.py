@@ -21,13 +21,13 @@ from chunkflow_compile.passes.program.rewrite import Program
 from .arena import Arena
 from .bound_cycle import BoundCycle
 from .call_site import CallKey, CallSite
-from .codes import Code
 from .cycle_plan import merge_settings, planned
 from .device import check_kind, refuse_capture
 from .executor import Executor
 from .measurement import StepMeasurement
 from .order import Order
 from .rows import Table
+from .variants import Variant
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class SingleCall(BoundCycle):
     closed = False
 
     def __init__(self, call: CallSite, arena: Arena) -> None:
-        code, cycle = call.code, Cycle.of(call.program)
+        variant, cycle = call.variant, Cycle.of(call.program)
         one = call.in_cycle({weight.name: weight.name for weight in call.program.problem.weights})
-        super().__init__(arena, [one], call.buffers, code.settings, cycle, advice=code.advice)
+        super().__init__(arena, [one], call.buffers, variant.settings, cycle, advice=variant.advice)
         self.call = call
         self.key: CallKey | None = None
         self.table: Table | None = None
@@ -57,7 +57,7 @@ class SingleCall(BoundCycle):
         of = block if call.part and block else "the model"
         self.title = f"{of} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
         self.started = time.monotonic()
-        self.folder = code.folder
+        self.folder = variant.folder
         died = partial(_weight_died, weakref.ref(arena))
         self._weights = [weakref.ref(token, died) for buffer in call.buffers.values() if (token := buffer.token)]
 
@@ -68,14 +68,14 @@ class SingleCall(BoundCycle):
         Raises ChunkflowError, and removes the program from the arena, if the device does not have enough memory or if this
         program and another one are not safe in one arena.
         """
-        code = self.code
-        if code.verified:
+        variant = self.variant
+        if variant.verified:
             self.arena.prove(self.program)
-        self.arena.add(self, code.kind)
+        self.arena.add(self, variant.kind)
         try:
             self.key = self.order.add(self.call)
             if not (self.call.part and self.key):  # otherwise the cycle that contains it is re-planned
-                self.replan_after = code.replan_after
+                self.replan_after = variant.replan_after
             self.executor_of(self.call, 0)
         except BaseException:
             self.close()
@@ -83,8 +83,8 @@ class SingleCall(BoundCycle):
         self.call.counts.add_program()
 
     @property
-    def code(self) -> Code:
-        return self.call.code
+    def variant(self) -> Variant:
+        return self.call.variant
 
     @property
     def program(self) -> Program:
@@ -94,7 +94,7 @@ class SingleCall(BoundCycle):
     def preamble(self) -> bool:
         """Whether this program is a preamble: it computes inputs of a main program (hoisted.py) and is planned together with
         that program."""
-        return self.code.settings.preamble
+        return self.variant.settings.preamble
 
     @property
     def budget(self) -> tuple[int, int | None] | None:
@@ -119,7 +119,7 @@ class SingleCall(BoundCycle):
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user about the compilation and, if the option ``cudagraphs`` is set, about the CUDA graph of the
         call."""
-        return (*self.code.notes, self.call.captures.note) if self.code.cudagraphs else self.code.notes
+        return (*self.variant.notes, self.call.captures.note) if self.variant.cudagraphs else self.variant.notes
 
     @property
     def executor(self) -> Executor:
@@ -213,8 +213,8 @@ def bind_program(call: CallSite, arena: Arena) -> SingleCall:
     Raises ChunkflowError if the device does not have enough memory, or if this program and another one are not safe in one
     arena.
     """
-    code = call.code
-    check_kind(arena.device, code.kind)
+    variant = call.variant
+    check_kind(arena.device, variant.kind)
     refuse_capture(arena.device)
     with arena.lock():
         program = SingleCall(call, arena)
@@ -257,21 +257,21 @@ def replan(
     Raises ChunkflowError, and changes nothing, if no plan meets the goal.  If several programs exceed the budget, the
     BudgetError of the program that needs most is raised.
     """
-    swaps, remade = list[partial[None]](), dict[tuple[Code, Timings | None], Code]()
+    swaps, remade = list[partial[None]](), dict[tuple[Variant, Timings | None], Variant]()
     short: BudgetError | None = None  # the error of the program that needs most
     for cycle, timings in cycles.items():
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
-            current = cycle.call.current
-            key = current.code, timings  # blocks of one type share a code
+            active = cycle.call.active
+            key = active.variant, timings  # blocks of one type share a variant
             if goal is not None:
-                change["goal"] = current.code.settings.goal.aimed_at(goal)
+                change["goal"] = active.variant.settings.goal.aimed_at(goal)
             try:
-                code = remade[key] = remade.get(key) or current.code.remade(**change)
+                variant = remade[key] = remade.get(key) or active.variant.remade(**change)
             except BudgetError as error:
                 short = max(short or error, error, key=lambda e: e.needed)
                 continue
-            plan, swap = code.program.plan, partial(current.run, code, by_itself)
+            plan, swap = variant.program.plan, partial(active.run, variant, by_itself)
         else:
             order = order_of(cycle.arena)
             calls = None if order is None else order.latest_calls(cycle.keys)
