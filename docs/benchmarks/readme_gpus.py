@@ -194,6 +194,11 @@ def with_all_packed(cut: Cut) -> Problem:
     return packed(cut, packable(cut)).problem
 
 
+def _minimum(cut: Cut) -> int:
+    """Return the minimum bytes of weights and activations with which a cut runs.  They are the same for all GPUs."""
+    return least_memory(cut.problem, load_profile("rtx-4090-pcie"), CHUNK_BYTES) + cut.problem.live_bytes
+
+
 def _fastest(cuts: Sequence[Cut], plan: Callable[[Cut], Plan]) -> float:
     """Return the seconds of a forward with the best of several cuts.  ``cuts``: cuts of a model, in ascending order of
     the number of slices."""
@@ -205,7 +210,7 @@ def _fastest(cuts: Sequence[Cut], plan: Callable[[Cut], Plan]) -> float:
         times[id(cut)] = made.predicted.step_s
         return made
 
-    chosen = best_split(cuts, planned)
+    chosen = best_split(cuts, planned, _minimum)
     if id(chosen) not in times:
         planned(chosen)  # raises an error, because the budget is too small for all cuts
     return times[id(chosen)]
@@ -265,8 +270,7 @@ class Planned:
     @cached_property
     def least(self) -> int:
         """The minimum budget in bytes with which the transformer and the decoder run.  It is the same for all GPUs."""
-        hardware, problems = load_profile("rtx-4090-pcie"), [cut.problem for cut in self.cuts]
-        needed = min(least_memory(problem, hardware, CHUNK_BYTES) + problem.live_bytes for problem in problems)
+        needed = min(map(_minimum, self.cuts))
         vae = self.others[-1]
         return budget_for(max(needed + self.small, vae.weights + vae.activations + self.experts * self.kept))
 
