@@ -26,12 +26,12 @@ from .device import DeviceKind
 from .wrapped_calls import LoweredRegion
 
 # The maximum number of sizes whose plans are kept.  If there are more, the least recently used plan is dropped.  The number
-# is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  Each size keeps a plan, and a program for
-# each block if blocks are compiled separately.
+# is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  For each size, a plan is kept, and also a
+# program per block if blocks are compiled separately.
 KEPT_SIZES = 32
 
-# The maximum number of goals for which a graph keeps variants.  If there are more, the oldest is dropped.  Models of one
-# class share a graph, and each of them may have its own goal.
+# The maximum number of goals for which a graph keeps variants.  If there are more, the oldest variant is dropped.  Models of
+# one class share a graph, and each of them may have its own goal.
 KEPT_GOALS = 4
 
 Sizes = tuple[int, ...]
@@ -45,8 +45,8 @@ class Variant:
 
     ``cut``, ``settings``: the cut graph and the settings that the program was made from.  The goal in the settings contains
     the names of the compressed weights and of the sharded weights.
-    ``make``: a function that runs the passes on another cut graph (``pieces``) or with other settings.  Arguments are passed
-    by name.  It returns the last stage and the folder of the dump.
+    ``make``: a function that runs the passes on another cut graph (``pieces``) or with other settings, all given as keyword
+    arguments.  It returns the last stage and the folder of the dump.
     ``lower``: a function that lowers the regions of a program.  Its second argument is a dict from region keys to lowered
     code that can be reused.
     ``replan_after``: the number of warm steps after which the program is re-planned from measured times; 0 means never.
@@ -54,8 +54,8 @@ class Variant:
     ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option with this name.
     ``pin_bytes``: the maximum bytes of host memory to pin; None means as many as the machine allows.
     ``notes``: sentences for the user about the compilation.
-    ``advice``: a function that returns a sentence on which plan would fit.  It is called for the message of the error that
-    is raised if the arena does not fit.
+    ``advice``: a function that returns a sentence for the error that is raised if the device does not have enough memory;
+    the sentence says which plan would fit.
     """
 
     program: Program
@@ -85,19 +85,18 @@ class Variant:
 
     @property
     def in_files(self) -> frozenset[str]:
-        """The names of the weights that the plan expects in files."""
+        """The names of the weights that are in files according to the plan."""
         return frozenset(w.name for w in self.program.problem.weights if w.source.file)
 
     @property
     def sources(self) -> Mapping[str, frozenset[str]]:
-        """The names of the compressed weights (key ``pack``) and of the sharded weights (key ``peers``), as in
-        :class:`Goal`."""
+        """The names of the compressed weights (key ``pack``) and of the sharded weights (key ``peers``).  The keys are names
+        of fields of :class:`Goal`."""
         return {"pack": self.packed, "peers": self.on_peers}
 
     @property
     def verified(self) -> bool:
-        """Whether programs are verified.  If so, this program is also verified together with the other programs in its
-        arena."""
+        """Whether programs are verified, each by itself and together with the other programs in its arena."""
         return "verify" not in self.settings.disabled
 
     def remade(self, **settings: Any) -> Variant:
@@ -121,12 +120,11 @@ class Variant:
         return replace(variant, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
 
     def reading(self, names: frozenset[str]) -> Variant:
-        """Return the variant for weights of which some are in files although the plan expects them in host memory.
+        """Return the variant for the case that the weights ``names`` are in files.  It is planned again, but not compiled.
 
-        Nothing is compiled.  ``names``: names of the weights that are in files.
-        Returns this variant unchanged in three cases.  First, the plan may already expect all these weights in files.
-        Second, the program may be planned as part of a cycle.  Third, the user may have given the plan.  In the second and
-        third case, each copy of such a weight reads the file directly.
+        Returns this variant unchanged in three cases: the plan already expects all weights in ``names`` to be in files, the
+        program is planned as part of a cycle, or the user gave the plan.  In the last two cases, the plan may expect some of
+        these weights in host memory; each copy of these weights then reads the file directly.
         """
         if names <= self.in_files or self.settings.part or self.settings.plan is not None:
             return self
@@ -144,7 +142,7 @@ class Variant:
         if self.folder is None:
             stage, _ = self.make(pieces=pieces, likes=likes, last="planned")
             assert stage.plan is not None
-            if stage.plan.placement == self.program.plan.placement:  # its transfers are verified already
+            if stage.plan.placement == self.program.plan.placement:  # the transfers are unchanged, and were verified
                 program = replace(self.program, problem=pieces.problem, plan=stage.plan)
                 return replace(self, program=program, cut=pieces)
             likes = ((pieces.problem, stage.plan),)
@@ -155,17 +153,17 @@ class Variant:
 
 @dataclass(eq=False)
 class ActiveVariant:
-    """Names the variant that the next call of one model runs.  It outlives the programs of the model.
+    """The holder of the variant that the next call of one model runs.  The holder outlives the programs of the model.
 
-    ``by_itself``: whether the variant was chosen by automatic re-planning (``replan_after``), not by the user.  If so, a
-    failure to start it is logged instead of raised.
+    ``by_itself``: whether the variant was chosen by automatic re-planning (``replan_after``), not by the user.  If so, an
+    error when the variant is started is logged instead of raised.
     """
 
     variant: Variant
     by_itself: bool = False
 
     def run(self, variant: Variant, by_itself: bool) -> None:
-        """Make the next call run ``variant``.  ``by_itself``: see the class."""
+        """Make the next call run ``variant``.  ``by_itself``: see :class:`ActiveVariant`."""
         self.variant, self.by_itself = variant, by_itself
 
     def fall_back(self, variant: Variant) -> None:
@@ -178,7 +176,8 @@ class ActiveVariant:
 
 
 class VariantCache:
-    """The variants of one graph, indexed by sizes and by goal.  Sizes for which the programs are equal share a variant."""
+    """The variants of one graph, indexed by sizes and by goal.  If the programs for two sizes are equal, both sizes share
+    one variant."""
 
     def __init__(self, first: Variant, traced: Traced, goal: Goal) -> None:
         """``first``: the variant at the sizes for which the graph was compiled.  ``goal``: the goal given by the options."""
@@ -202,8 +201,8 @@ class VariantCache:
         return self._traced.graph
 
     def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
-        """Return the sizes under which the variant for a call with ``inputs`` is kept; None if there is no variant for this
-        call yet."""
+        """Return the key of the variants for a call with ``inputs``; None if there is no variant for the sizes of these
+        inputs yet."""
         if not self._symbols:
             return ()
         same = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
@@ -233,9 +232,9 @@ class VariantCache:
             self._same = {other: size for other, size in self._same.items() if size != oldest}
 
     def variant(self, sizes: Sizes, changed: Goal | None, **form: frozenset[str]) -> Variant:
-        """Return the variant for sizes that :meth:`sizes` has returned.  ``changed``: see :meth:`plan`.  ``form``: the names
-        of the compressed weights and of the sharded weights, as fields of the goal.  Raises ChunkflowError if no plan meets
-        the goal."""
+        """Return the variant for ``sizes``, which :meth:`sizes` has returned.  ``changed``: see :meth:`plan`.  ``form``: the
+        names of the compressed weights (``pack``) and of the sharded weights (``peers``).  Raises ChunkflowError if no plan
+        meets the goal."""
         goal = self._goal.aimed_at(changed)
         return _variant_for(
             replace(goal, pack=form.get("pack", goal.pack), peers=form.get("peers", goal.peers)), self._variants[sizes]
