@@ -230,7 +230,7 @@ def _hunyuan15_forward(
 
 
 def _longcat_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """Return inputs for LongCat-Image: those of FLUX, without pooled text and guidance."""
+    """Return inputs for LongCat-Image: the inputs of FLUX without pooled text and guidance."""
     inputs = _flux_inputs(config, shape, generator)
     return {name: value for name, value in inputs.items() if name not in ("pooled_projections", "guidance")}
 

@@ -93,7 +93,7 @@ def table(rows: Iterator[Row]) -> str:
 
 
 def written(page: str, table: str) -> str:
-    """The page with this table.  Raises ChunkflowError if the page has no place for it."""
+    """The page with this table.  Raises ChunkflowError if the page lacks the lines around the table."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -81,7 +81,7 @@ HOST_OF_32_GB = 22 * GIB
 class Gpu:
     """A GPU.  ``memory``: its memory in GB according to its data sheet.
 
-    ``budget``: the argument ``memory`` of ``compile`` in GiB.  The CUDA context, libraries and a desktop use the
+    ``budget``: the budget that is given to ``compile``, in GiB.  The CUDA context, libraries and a desktop use the
     remaining memory.
     """
 

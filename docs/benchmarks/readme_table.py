@@ -300,7 +300,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def written(readme: str, rows: Sequence[Row]) -> str:
     """Return the README with its generated parts replaced.  The title of the picture contains the digest of the charts.
 
-    Raises ChunkflowError if the README has no place for one of the parts.
+    Raises ChunkflowError if the README lacks the lines around a part.
     """
     chart = f'![time per step over GPU memory, one chart per model](docs/{CHART.name} "{digest(rows)}")'
     gpus = f"{table(rows)}\n\n{chart}\n\n{models(rows)}\n\n{short_of_ram(rows)}"

@@ -199,7 +199,7 @@ def _seconds(seconds: float) -> str:
 
 
 def written(page: str, rows: Sequence[Row]) -> str:
-    """The page with the table of these rows.  Raises ChunkflowError if the page has no place for it."""
+    """The page with the table of these rows.  Raises ChunkflowError if the page lacks the lines around the table."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
