@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from chunkflow_compile.hardware.calibrate import STAGES, calibrate, repeated_seconds
+from chunkflow_compile.hardware.calibrate import STAGES, calibrate
+from chunkflow_compile.hardware.device_figures import repeated_seconds
 from chunkflow_compile.hardware.drive_rate import drive_rate
 from chunkflow_compile.hardware.profiles import measured_path
 from chunkflow_compile.hardware.stopwatch import why_uneven

@@ -22,8 +22,8 @@ from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.bytes import as_weight
 from chunkflow_compile.weights.host_buffer import HostBuffer
-from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.locks import ProcessLock, aside
+from chunkflow_compile.weights.pin_order import pin_all
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.source import Bytes, DriveBytes
 from chunkflow_compile.weights.staging import GpuStagings

@@ -25,7 +25,7 @@ from tabulate import tabulate
 
 from chunkflow_compile.catalog.presets import OutputSizes, Preset, preset
 from chunkflow_compile.catalog.sizes import Timestep
-from chunkflow_compile.hardware.calibrate import BACKENDS
+from chunkflow_compile.hardware.device_figures import BACKENDS
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.hardware import Hardware
