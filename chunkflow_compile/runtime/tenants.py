@@ -25,7 +25,7 @@ class Tenant(Owner, Protocol):
 
     ``budget``: a pair: the id of the program's model, and the maximum bytes of offloaded weights that this model may have on
     the device (None means no limit).  If the program does not limit the arena at all, the property is None instead of a
-    pair.  ``reads``: ids of the weights that the program reads; two programs that read the same weights have equal values.
+    pair.  ``reads``: ids of the weights that the program reads; programs that read the same weights have the same ids.
     ``stale``: whether a weight of the program was dropped, moved or stored in other memory, so that the program can never
     run again.
     """
@@ -47,7 +47,7 @@ class Tenant(Owner, Protocol):
 
 
 class Tenants:
-    """The programs that run in an arena, as weak references, and the pairs of them that have been verified together.
+    """Weak references to the programs that run in an arena, and the pairs of programs that have been verified together.
 
     Not thread-safe: the caller holds the lock of the arena.
     """
