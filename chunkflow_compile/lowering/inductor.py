@@ -27,7 +27,7 @@ from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 # The assertions that Inductor's code makes in each call of a region: they check the sizes, strides and alignment of the
 # inputs, and of the outputs of kernels that Inductor did not generate.
 _ASSERTIONS = ("size_asserts", "alignment_asserts")
-# More ops whose outputs Inductor allocates itself; torch has no tag for them.
+# Reductions.  Like pointwise ops, they get outputs that Inductor has allocated, but torch has no tag for them.
 _REDUCTIONS = ("aten::mean", "aten::sum")
 # Ops that Inductor may replace by torch's attention kernel, which allocates its own outputs.
 _FUSED_INTO_ATTENTION = ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_safe_softmax")
@@ -94,7 +94,7 @@ def _boxed(region: Callable[..., Sequence[Any]], module: GraphModule) -> Lowered
 
 
 def _without_wrappers(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
-    """Return Inductor's code without the wrappers of torch if the wrappers have no effect; they take 6 us per call.
+    """Return Inductor's code without torch's wrappers if they have no effect.  The wrappers take 6 us per call.
 
     The first call still runs all wrappers: they compare the results of custom ops with their schemas, and complete
     Inductor's autotuning cache.  Under a profiler, all calls run the wrappers, because they record the name of the region.

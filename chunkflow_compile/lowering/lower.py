@@ -36,10 +36,10 @@ def lower_regions(
     """Return submodule name -> callable.  The callable takes the region's inputs in a list, which it empties, and returns
     the outputs as a sequence.
 
-    ``inductor``: the user's Inductor configuration, for every region.  ``report``: a function that is called with a
-    description of each step.  ``note``: a function that is called with a message if a region cannot be lowered with
-    TensorRT.  This function must be called inside a torch.compile backend, because the fake tensors of the regions belong to
-    the backend's fake mode.
+    ``inductor``: the user's Inductor configuration, for every region.  ``report``: a function that is called with messages
+    about progress.  ``note``: a function that is called with a message if a region cannot be lowered with TensorRT.  This
+    function must be called inside a torch.compile backend, because the fake tensors of the regions belong to the backend's
+    fake mode.
     """
     modules = {name: region.module for name, region in program.regions.items()}
     if lowering == "eager":

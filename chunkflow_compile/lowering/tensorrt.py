@@ -76,7 +76,7 @@ def through_tensorrt(module: GraphModule) -> LoweredRegion:
         **SETTINGS,
     )
     if not any(type(m).__module__.startswith("torch_tensorrt") for m in engine.modules()):
-        # the graph is returned unchanged, despite the settings
+        # torch-tensorrt returned the graph unchanged, despite the settings
         raise NotImplementedError("none of its ops is supported")
     return _with_strides(engine, [v.stride() for v in wanted])
 

@@ -39,7 +39,7 @@ Make = Callable[[torch.device, DeviceKind], Device]
 
 
 class SharedDevice(Protocol):
-    """The interface through which the arenas that share a device limit the memory that each of them uses."""
+    """The interface of an object that limits the memory of each arena on a shared device."""
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
         """Free memory that other arenas hold on the device, because ``arena`` is about to allocate ``nbytes``."""
@@ -112,6 +112,9 @@ class Arena:
     Switching from one program to another is a cold start, with two exceptions.  If both programs place the same weights in
     the same slots, the second program uses the weights that the first one has left there.  If programs are called in a
     repeating order, they run as a cycle (order.py).
+
+    ``lock``: a lock that is held while the ops of a call are issued.  ``holder``: the contents of the memory; None if they
+    are unknown or incomplete.  ``lost_weight``: whether a weight of a program was dropped since the last call.
     """
 
     def __init__(
@@ -121,9 +124,9 @@ class Arena:
         memory that the arena may use; None if no other arena uses the device.  Raises ChunkflowError for an unsupported
         device."""
         self.device = check_device(device)
-        self.lock = ProcessLock()  # held while the ops of a call are issued
-        self.holder: ArenaContents | None = None  # the contents of the memory; None if they are unknown or incomplete
-        self.lost_weight = False  # whether a weight of a program was dropped since the last step
+        self.lock = ProcessLock()
+        self.holder: ArenaContents | None = None
+        self.lost_weight = False
         self.graphs = CudaGraphs()
         self.bits = InputBits()  # shared by all tables of rows, because all blocks of a model get the same tensors
         self._make = make
@@ -170,9 +173,9 @@ class Arena:
     ) -> Binding:
         """Bind a cycle to the arena's memory.  The caller holds the lock.
 
-        ``owner``: the object that keeps the resident weights on the device until they are released (:meth:`release`) or it
-        ends.  ``buffers``: the offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``:
-        see :meth:`reserve`.
+        ``owner``: the object for which the resident weights stay on the device, until :meth:`release` is called for it or it
+        is garbage-collected.  ``buffers``: the offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.
+        ``advice``: see :meth:`reserve`.
         Raises ChunkflowError if the device does not have enough memory.
         """
         plan = cycle.plan
@@ -241,8 +244,8 @@ class Arena:
         The budget of a model is the smallest budget of its programs, because a program with larger activations leaves less
         memory for weights.  If any program of a model has no limit, the model has no limit.
 
-        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes that it needs in addition,
-        for resident weights outside this memory.
+        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes of resident weights that the
+        plan must still copy to the device, outside the arena's memory.
         """
         budgets: dict[int, float] = {}
         for program in self.programs:
@@ -316,7 +319,7 @@ class Arena:
         self.holder = None
 
     def hold(self, contents: ArenaContents) -> None:
-        """Note that the memory has the contents ``contents``: all copies into it have been issued."""
+        """Note that the memory now has these ``contents``: all copies into the memory have been issued."""
         self.holder = contents
 
     def discard(self, contents: ArenaContents | None) -> None:

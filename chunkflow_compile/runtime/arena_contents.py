@@ -13,10 +13,9 @@ class ArenaContents:
     All programs with the same placement share this object, and so do all calls of a cycle.
 
     ``events``: the events of a step, indexed by event number.  They mark when windows open and when copies have arrived.
-    ``next_call``: the number of the call that can run without a prologue, because the memory contains the weights that it
-    needs at its start; None while a call runs.  ``measured``: whether the calls of the current pass are measured.
-    ``measurement_requested``: whether :meth:`Device.measure` requested a measurement of this pass.  ``versions``: name of a
-    weight -> the version of its values in the memory.
+    ``next_call``: the number of the call that can run next without a prologue; None while a call runs.  ``measured``:
+    whether the calls of the current pass are measured.  ``measurement_requested``: whether :meth:`Device.measure` requested
+    a measurement of this pass.  ``versions``: name of a weight -> the version of its values in the memory.
     """
 
     def __init__(self, device: Device, events: CallEvents) -> None:
@@ -51,7 +50,7 @@ class ArenaContents:
         """Return the seconds from the end of the previous call to ``begin``; 0 if the previous call was not measured.
 
         ``number``, ``begin``, ``end``: the number of this call, and the times in seconds when it began and ended.  The
-        number and the end are kept for the next call.
+        number and the end are stored for the next call.
         """
         before, self._last_end = self._last_end, (number, end)
         return max(0.0, begin - before[1]) if before is not None and before[0] == number - 1 else 0.0

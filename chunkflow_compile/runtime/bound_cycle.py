@@ -30,11 +30,11 @@ from .measurement import CycleTimes, StepMeasurement, as_one
 class BoundCycle:
     """A sequence of calls that repeats and runs under one plan, bound to the memory of an arena.
 
-    ``calls``: the calls as they were planned.  ``settings``: the settings of the planning, without measured times.
-    ``replan_after``: the number of warm passes after which the cycle is re-planned from measured times (see
+    ``calls``: the calls as they were planned.  ``settings``: the settings with which the calls were planned, without
+    measured times.  ``replan_after``: the number of warm passes after which the cycle is re-planned from measured times (see
     :meth:`CycleTimes.due`); 0 means never.  ``folder``: the folder that measurements are written to, or None.  ``keys``: the
     keys of the calls; empty if the cycle consists of one program that runs alone.  ``position``: the index of the expected
-    next call.  ``jumps``: how often a call other than the expected one entered the cycle.
+    next call.  ``jumps``: the number of calls so far that were not the expected next call.
     """
 
     def __init__(
@@ -62,17 +62,18 @@ class BoundCycle:
         self.folder: Path | None = None
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
-        self._seen: list[tuple[int, ...] | None] = [
-            None for _ in calls
-        ]  # by call: its weight versions when it last ran
+        # for each call: the versions of its weights when it last ran
+        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]
         self.times = CycleTimes(cycle)
-        self._begun = 0  # the number of passes that have begun
+        self._passes_begun = 0
         self._in_order = 0  # the number of calls that the current pass has made in order; 0 after a jump
         self._binding: Binding | None = None
         self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
             weakref.WeakKeyDictionary() for _ in calls
         ]
-        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()  # region -> its key
+        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = (
+            weakref.WeakKeyDictionary()
+        )  # the keys of proved regions
 
     @property
     def plan(self) -> Plan:
@@ -153,10 +154,10 @@ class BoundCycle:
         self._in_order = number + 1 if number in (0, self._in_order) else 0
         if number == 0:
             # times are saved after passes 1, 2, 4, 8, ..., because the process may be killed before it ends
-            if self.folder is not None and self._begun and not self._begun & (self._begun - 1):
+            if self.folder is not None and self._passes_begun and not self._passes_begun & (self._passes_begun - 1):
                 self._collect(wait=False)
                 self.times.save(self.folder)
-            self._begun += 1
+            self._passes_begun += 1
         return executor
 
     def executor_of(self, call: CallSite, number: int) -> Executor:
@@ -184,7 +185,7 @@ class BoundCycle:
         for executors in self._executors:
             for call, executor in list(executors.items()):
                 executor.forget()
-                del executors[call]  # first, so that a Ctrl-C does not leave an unusable executor here
+                del executors[call]  # removed first, so that a Ctrl-C does not leave an unusable executor here
                 executor.drop_references()
         if self._binding is not None:
             self.arena.discard(self._binding.state)

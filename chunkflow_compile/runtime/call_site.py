@@ -54,11 +54,12 @@ class CallSite:
     """The calls of a compiled graph, at one size, on the weights of one model.
 
     ``variant``: the variant that the calls run.  ``active``: the holder of the variant that the next call is to run.  After
-    the model was re-planned, this is another variant, and the next call creates another call site for it.
+    the model is re-planned, ``active`` holds another variant, and the next call creates a new call site.
     ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of these weights, in the order of
     ``buffers``.  ``in_place``: the parameters that are not offloaded, by name.  ``kept_bytes``: the total bytes of these
     parameters.
-    ``model``: an id of the model that owns the weights.  ``counts``: the counters of this model.
+    ``reads``: ids of all weights; call sites that read the same weights have equal ids.  ``model``: an id of the model that
+    owns the weights.  ``counts``: the counters of this model.
     ``steps``: the number of steps so far.  ``measured``: the measurements of the latest measured steps.  ``captures``: the
     log of captures of this call into CUDA graphs.
     """
@@ -76,9 +77,7 @@ class CallSite:
         self.steps = 0
         self.captures = CaptureLog(self.counts, active.variant.cudagraphs)
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
-        self.reads = tuple(
-            map(id, (*self.buffers.values(), *self.in_place.values()))
-        )  # equal if the weights are the same
+        self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))
         self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._storeless = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
@@ -129,8 +128,8 @@ class CallSite:
         self.counts.add_call(cost.moved, cost.primed)
 
     def notice(self, again: bool = False) -> None:
-        """Let modules write the weights that they compute before each call, such as adapters.  Then find writes through
-        tensors of a state_dict (exported weights), which no version counter records.
+        """Let modules write the weights that they compute before each call, such as the weights of adapters.  Then find
+        writes through tensors of a state_dict (exported weights), which no version counter records.
 
         The caller does not hold the lock of the arena.  ``again``: whether :meth:`notice` already ran for the current call.
         If so, exported weights are not checked again: each check would count a write for every exported weight that is still
@@ -203,8 +202,8 @@ class CallSite:
         return names
 
     def in_cycle(self, names: Mapping[str, str], live: int = 0) -> Call:
-        """Return the calls of this site as a call of a cycle.  ``names``: weight name in this call site -> name in the
-        cycle.  ``live``: see :class:`Call`."""
+        """Return the :class:`Call` that stands for this call site in a cycle.  ``names``: weight name in this call site ->
+        name in the cycle.  ``live``: see :class:`Call`."""
         keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
         in_files = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.source.file)
         return Call(self.variant.cut, names, keep, in_files, live)

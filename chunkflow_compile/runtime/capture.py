@@ -81,7 +81,7 @@ def _reason_of_any_rank(program: Program, why: str) -> str:
 def capture(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> CudaGraph:
     """Record a call as a CUDA graph for the input sizes in ``env``, without running the call; return the graph.
 
-    ``target``: the target that the call has when it is issued op by op.  ``call``: the number of the call in the cycle.
+    ``target``: the target to which the call is issued when it runs op by op.  ``call``: the number of the call in the cycle.
     ``env``: the values of the step, indexed by node number; only the inputs are set.
 
     Raises ChunkflowError for inputs that cannot be recorded, and RuntimeError if there is not enough memory.  An op that

@@ -160,6 +160,6 @@ def _output(number: int, read: Reader, env: list[Any]) -> None:
 
 
 def _poison(pieces: Sequence[torch.Tensor], env: list[Any]) -> None:
-    """Set all bits.  This is NaN in every floating-point type except the ``fnuz`` variants of float8."""
+    """Set all bits, which gives NaN in every floating-point type except the ``fnuz`` variants of float8."""
     for piece in pieces:
         piece.fill_(255)

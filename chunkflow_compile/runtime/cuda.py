@@ -45,7 +45,7 @@ class CudaDevice(Device):
         self.compute = self.collective = CudaStream(cuda, self._clock)
         self.copy = CudaStream(cuda, self._clock, cuda.stream())
         self._handover, self._issued = self.event(), [self.event() for _ in LANES]
-        self._reading: Engine | None = None  # owns the thread that reads from the SSD
+        self._reading: Engine | None = None
         self._launched: torch.cuda.Event | None = None  # recorded after the latest graph launch
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
@@ -170,10 +170,10 @@ class CudaDevice(Device):
         self.copy.end_step()
         if begun is not None:
             self._clock.end(begun, self.compute.stream, [lane.stream for lane in self.lanes], over)
-        self.collect()  # here, because the GPU now has a step to run: the host needs milliseconds to read a thousand events
+        self.collect()  # now, because the host needs milliseconds to read a thousand events, and the GPU has a step to run
 
     def collect(self, wait: bool = False) -> None:
-        # after measure(0), steps are timed from outside, and reading events would disturb them
+        # after measure(0), the caller times the steps, and reading events would disturb these times
         if self.compute.inherited or (self._left == 0 and not wait):
             return
         try:

@@ -126,8 +126,8 @@ class StagedCopies(CudaStream):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chunkflow-copies")
         self._staging = Staging(self.cuda.staging, partial(self.cuda.event, False), self.cuda.copy, super().record)
         self._newest: Future[None] | None = None
-        self._worker = 0  # the identifier of the separate thread
-        self._reader: Engine | None = None  # runs the reads from the SSD, for whose events copies wait
+        self._thread_id = 0
+        self._reader: Engine | None = None
         # id of an event -> a future that ends when the latest record of the event in this step has been issued
         self._records: dict[int, Future[None]] = {}
         self._marks: list[torch.cuda.Event] = []  # reusable events that mark points of the compute stream
@@ -207,7 +207,7 @@ class StagedCopies(CudaStream):
         would be a deadlock.  In these threads, it is only called by a finalizer that unpins the memory of another model.
         The copies of that model have already been issued, because every step ends with :meth:`end_step`.
         """
-        here = threading.get_ident() == self._worker or (self._reader is not None and self._reader.runs_here)
+        here = threading.get_ident() == self._thread_id or (self._reader is not None and self._reader.runs_here)
         if self._newest is not None and not here and not self.inherited:
             _raise_from(self._newest)
 
@@ -236,7 +236,7 @@ class StagedCopies(CudaStream):
         before = self._newest
 
         def run() -> None:
-            self._worker = threading.get_ident()
+            self._thread_id = threading.get_ident()
             if before is not None and (error := before.exception()) is not None:
                 raise error  # after a failure, nothing more is issued until synchronize has raised the error
             work()

@@ -171,6 +171,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # only now: since() has just read the old frame
+            self._free.append(before)  # only now, because since() has just read this frame
         self._newest = frame, start
         frame.report(start)

@@ -24,8 +24,8 @@ from .variants import without_call_fields
 
 # The maximum number of calls in a cycle.  It is enough for two models of 128 blocks, called twice per step.
 MOST_CALLS = 512
-# The number of earlier calls with the key of the last call that are tried as the beginning of a cycle.  A single try is not
-# enough, because a step cache skips blocks in some steps, so the last call may have come earlier in another order of calls.
+# The number of earlier calls with the key of the last call that are tried as the beginning of a cycle.  Several are tried
+# because a step cache skips blocks in some steps, so not every sequence of calls between two calls with this key repeats.
 _TRIES = 4
 
 
@@ -96,7 +96,7 @@ def planned(
 ) -> BoundCycle:
     """Plan a cycle.  Raises ChunkflowError if there is no plan."""
     with planning(f"{len(keys)} calls that repeat"):
-        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # more calls are not captured
+        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # longer cycles are not captured
         cycle = make_cycle(calls, replace(settings, timings=timings, joined=joined))
         return BoundCycle(arena, calls, buffers, settings, cycle, keys=keys, replan_after=replan_after)
 
@@ -139,7 +139,7 @@ def _outside(calls: Sequence[CallSite]) -> int:
     These are the weights of the models that none of the calls reads, and the tables of rows.
     """
     left: dict[int, int] = {}
-    for call in dict.fromkeys(calls):  # dict.fromkeys, because a call may occur several times in a cycle
+    for call in dict.fromkeys(calls):  # without repetitions, because a call may occur several times in a cycle
         left[call.model] = left.get(call.model, call.variant.settings.outside + call.kept_bytes) - call.kept_bytes
     tables = sum(call.variant.settings.table for call in dict.fromkeys(calls))
     return tables + sum(max(0, nbytes) for nbytes in left.values())

@@ -156,7 +156,7 @@ class Executor:
                 issue(step)
             step.cost.end_issue(self.device.clock.now() - begin_s)
         number = state.end_call(self._next)
-        # takes the cost only: a reference to the step would keep its values alive
+        # the cost only, because a reference to the step would keep its values alive
         over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
         return step
@@ -207,11 +207,11 @@ class Executor:
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
         if cold:
-            self.device.recover()  # a failed copy belonged to another model, or the prologue repeats it
+            self.device.recover()  # nothing is lost: a failed copy was for another model, or the prologue repeats it
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
-                reads.recover()  # a failed read belonged to another model, or the prologue repeats it
+                reads.recover()  # nothing is lost: a failed read was for another model, or the prologue repeats it
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)

@@ -159,14 +159,14 @@ class CompiledGraph:
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
-                # otherwise another thread has replaced the program meanwhile
+                # otherwise another thread has replaced the program in the meantime
                 if self._programs.get(key) is program and sizes in self.variants:
                     self._renew(key, program, parameters)
 
     def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
         """Plan for the sizes of a call.  The number of plans is limited; if an older plan is dropped, end its programs."""
         with self._lock(), awaited(parameters.values()):
-            if self.variants.sizes(inputs) is None:  # another thread may have planned for these sizes meanwhile
+            if self.variants.sizes(inputs) is None:  # another thread may have planned for these sizes in the meantime
                 self.variants.plan(inputs, self._changed(parameters))
                 self._active = {key: kept for key, kept in self._active.items() if key[1] in self.variants}
                 for key, program in [*self._programs.items()]:
@@ -220,9 +220,9 @@ class CompiledGraph:
 
         First, the weights are compressed or sharded as the variant expects.  If some weights cannot be compressed, other
         regions are lowered.  This happens in two cases: the weights belong to another block or model than the weights for
-        which the variant was lowered, or they were written after that.  In two other cases, a new plan is made, but nothing
-        is lowered: the ranks do not agree on the weights to shard, or more weights are in files than the plan expects
-        (because the plan was made for another model).
+        which the variant was lowered, or they were written after it was lowered.  In two other cases, a new plan is made,
+        but nothing is lowered: the ranks do not agree on the weights to shard, or more weights are in files than the plan
+        expects (because the plan was made for another model).
         """
         sources = self._take_sources(active.variant, parameters)
         if sources != active.variant.sources:

@@ -39,7 +39,7 @@ class Preamble:
     """Computes rows and keeps them in tables.  Each model has one table, or one table per block if blocks are compiled
     separately.
 
-    The graphs that are compiled for different sizes of a model share a preamble.
+    All graphs that are compiled for different sizes of one model share one preamble.
     ``key``: two preambles with equal keys compute the same rows.  ``hoisted``: names of the weights that only the preamble
     reads.  ``most_bytes``: the maximum size of each table in bytes.
     """

@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 @dataclass
 class BitSources:
-    """The number of inputs whose bits were found in each of four ways, and the number of transfers to the host.
+    """For each of four ways to find the bits of an input, the number of inputs; and the number of transfers to the host.
 
     If a call also reads the timesteps of an expected schedule, they count as inputs of this call.
     """

@@ -86,7 +86,7 @@ class _Compiler:
         self._target = target
         self._number = {node.name: i for node, i in target.number.items()}
         self._windows = len(target.program.problem.regions)
-        # the index of the window to which stalls are added: the next region's, or at the end the last region's
+        # the index of the window to which stalls are added: the window of the next region, or the last window
         self._window = 0
         self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region is the last to read
         self._computes: list[Compute] = []

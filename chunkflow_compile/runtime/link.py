@@ -115,7 +115,7 @@ class Wire:
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
             served.carry(amount)
             self.quantum -= amount
-            if single:  # it was several quanta at once; a new transfer waits for the rest of the last quantum
+            if single:  # several quanta were served at once; a new transfer waits for the rest of the last one
                 self.quantum %= self.emulation.quantum
             if served.left <= _NOTHING:
                 served.end(self.now)

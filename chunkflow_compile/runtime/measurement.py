@@ -71,8 +71,8 @@ class RegionWatch:
 
 
 class StepMeasurement(NamedTuple):
-    """The measurement of one run of a program (a step).  A tuple, because every measured call creates one, and tuples are
-    faster than dataclasses.
+    """The measurement of one run of a program (a step).  It is a tuple because every measured call creates one, and a
+    dataclass would take longer to create.
 
     ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds for which compute
     stalled because weights had not arrived, including the copies of a cold start.  ``collective_s``: the total seconds of
@@ -148,7 +148,7 @@ class Measured:
     def timings(self) -> Timings:
         """Return timings to plan from.  They add up to the duration of the step.
 
-        The sum of the window medians is smaller than the median of the sums, because in each step some window takes
+        The sum of the window medians is smaller than the median of the sums, because in each step some windows take
         unusually long.  So the window medians are scaled to the median of the sums.  The remaining time of the step (host
         overhead) is divided equally among the regions.
         """
@@ -195,10 +195,10 @@ class CycleTimes:
 
     def __init__(self, cycle: Cycle) -> None:
         self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
-        self._cycle = cycle
         self._newest: list[StepMeasurement] = []  # the measured calls of the current, incomplete pass
-        self._predicted = seconds_of_calls(cycle)
+        self._cycle = cycle
         self._ended = 0  # the number of passes without a jump, including passes that were not measured
+        self._predicted = seconds_of_calls(cycle)
         self._ranks: RankTimes | None = None  # set while the times of other ranks are awaited
 
     @property
@@ -271,7 +271,7 @@ class CycleTimes:
             device.collect(wait=True)
             self._ranks = RankTimes(self.groups, {self.name: self.timings(after)})
         else:
-            device.compute.synchronize()  # all ranks have posted their times once the collectives of the pass are done
+            device.compute.synchronize()  # after the collectives of the pass, all ranks have posted their times
             self._ranks.read()
         if self._ranks.missing:
             return None

@@ -160,7 +160,9 @@ class Order:
         for cycle in [c for c in (self.current, *self.cycles) if c is not None]:
             count, other = len(cycle.keys), cycle is not self.current
             places = (number % count for number in range(cycle.position, cycle.position + count))
-            number = next((number for number in places if cycle.keys[number] is key), None)  # the expected one first
+            number = next(
+                (number for number in places if cycle.keys[number] is key), None
+            )  # nearest to the expected one
             if number is None or (other and not call.part and cycle.keys[number - 1] is not previous):
                 continue
             if other or number != cycle.position:
@@ -195,8 +197,8 @@ class Order:
         """Plan a new cycle that begins with the latest call, whose key is ``key``.  Return None if there is no such cycle.
 
         See :func:`candidate_periods` for the cycles that are tried.  If the current cycle contains the latest call, the new
-        cycle must be longer than the current one.  The current cycle need not contain the latest call: for example, a block
-        may be split into slices at another size.
+        cycle must be longer than the current one.  If it does not contain the call, for example because a block is split
+        into slices at another size, the new cycle may have any length.
         """
         current = self.current
         if current is not None and len(self.cycles) >= _MOST_CYCLES:

@@ -1,6 +1,6 @@
 """Reading ahead: read weights from the SSD into a ring buffer in host memory.  Copies to the device read from this buffer.
 
-The ops of a step (step.py) determine when which bytes are read to which position in the ring.
+The ops of a step (step.py) determine which bytes are read, when they are read, and to which position in the ring.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Missing:
 class RowStatistics:
     """Statistics of a table.
 
-    ``hits``: the number of calls whose row was in the table.  ``misses``: the number of calls whose row was not.
+    ``hits``: the number of calls whose row was in the table.  ``misses``: the number of calls whose row was missing.
     ``computed``: the number of rows added so far, including guessed rows.  ``rows``, ``nbytes``: the number and the total
     bytes of the rows that the table contains now.  ``transfers``: the number of times that the host has read device memory.
     ``fill_s``: the total seconds spent on computing rows.

@@ -92,17 +92,19 @@ class ExpectedSchedule:
 
 
 def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # The models that get each form: ``cast``: Wan, SD3, HunyuanVideo.  ``scaled``: FLUX, FLUX.2, Qwen-Image, LongCat-Image,
+    # whose pipelines cast the timesteps before they divide.  ``inverted``: Z-Image.
     with torch.no_grad():
         t = timesteps.detach().reshape(-1)
-        cast = t.to(dtype)  # Wan, SD3, HunyuanVideo (with or without a cast)
-        scaled = cast / 1000  # FLUX, FLUX.2, Qwen-Image, LongCat-Image: t.expand(batch).to(dtype) / 1000
-        inverted = (1000 - t) / 1000  # Z-Image
+        cast = t.to(dtype)
+        scaled = cast / 1000
+        inverted = (1000 - t) / 1000
         return torch.stack([form.to(dtype) for form in (cast, scaled, inverted)])
 
 
 class UsedKeys:
-    """The keys of the latest calls, oldest first.  They are kept when rows are dropped, and so is what they show about the
-    schedule."""
+    """The keys of the latest calls, oldest first.  When rows are dropped, the keys are kept, so that the schedules of
+    earlier generations stay known."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[Key, None] = OrderedDict()

@@ -73,7 +73,7 @@ class SingleCall(BoundCycle):
         self.arena.add(self, variant.kind)
         try:
             self.key = self.order.add(self.call)
-            if not (self.call.part and self.key):  # a call that may run in another cycle is re-planned there
+            if not (self.call.part and self.key):  # other calls are re-planned as part of a cycle
                 self.replan_after = variant.replan_after
             self.executor_of(self.call, 0)
         except BaseException:

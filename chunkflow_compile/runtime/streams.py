@@ -47,8 +47,8 @@ class Bell:
         self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
 
     def ring(self) -> None:
-        """Wake each waiting thread whose function ``ready`` now returns True.  It is called here, because waking a thread in
-        vain would cost more."""
+        """Wake each waiting thread whose function ``ready`` now returns True.  This method calls ``ready`` itself, because
+        waking a thread in vain would cost more."""
         with self.lock:
             for waiter, ready in list(self._waiting.items()):
                 if ready():
@@ -291,7 +291,7 @@ class ThreadStream:
         self._put(_Item(run))
 
     def end_work(self, at: float) -> None:
-        """Set the time at which the running work counts as ended to ``at``, although it has not returned yet."""
+        """Let the running work count as ended at the time ``at``, although it has not returned yet."""
         self.ended = at
 
     def record(self, event: HostEvent) -> None:
@@ -320,7 +320,7 @@ class ThreadStream:
         over.acquire()
         self._put(_Item(end=lambda _: over.release()))
         over.acquire()  # a simple lock, as in Bell
-        failure, self.failure = self.failure, None  # the stream is usable again
+        failure, self.failure = self.failure, None
         if failure is not None:
             raise ChunkflowError(str(failure)) from failure
 
