@@ -70,7 +70,7 @@ def prefer_huge_pages(pages: torch.Tensor) -> None:
     _libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)
 
 
-def for_copies(pages: torch.Tensor) -> None:
+def advise_for_copies(pages: torch.Tensor) -> None:
     """Advise the kernel about private memory from which a GPU is going to copy."""
     prefer_huge_pages(pages)
     if [int(part) for part in re.findall(r"\d+", platform.release())[:2]] < _FORKS_COPY_PINNED:
@@ -152,7 +152,7 @@ def open_pages(host: torch.Tensor) -> None:
     reports an error."""
     if _libc().mprotect(host.data_ptr(), whole_pages(host.nbytes), _ACCESS):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    for_copies(host)
+    advise_for_copies(host)
 
 
 def own_memory(host: torch.Tensor, owned: set[int]) -> None:
