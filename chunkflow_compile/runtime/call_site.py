@@ -127,11 +127,11 @@ class CallSite:
         self.steps += 1
         self.counts.add_call(cost.moved, cost.primed)
 
-    def notice(self, again: bool = False) -> None:
+    def refresh(self, again: bool = False) -> None:
         """Let modules write the weights that they compute before each call, such as the weights of adapters.  Then find
         writes through tensors of a state_dict (exported weights), which no version counter records.
 
-        The caller does not hold the lock of the arena.  ``again``: whether :meth:`notice` already ran for the current call.
+        The caller does not hold the lock of the arena.  ``again``: whether :meth:`refresh` already ran for the current call.
         If so, exported weights are not checked again: each check would count a write for every exported weight that is still
         in use.
         """
@@ -208,7 +208,7 @@ class CallSite:
         in_files = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.source.file)
         return Call(self.variant.cut, names, keep, in_files, live)
 
-    def let_go(self) -> None:
+    def drop_weights(self) -> None:
         """Drop all references to weights after the program has ended."""
         self.buffers, self.in_place = {}, {}
         self._states, self._hosts, self._storeless, self._stores, self._fills = [], [], [], [], []

@@ -120,7 +120,7 @@ class CaptureLog:
             self.why_not = f"the host is busy for {share:.0%} of a step only"
         return not self.why_not
 
-    def refuse(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         """Stop recording the call, and log the reason once."""
         self.why_not = why
         _log.warning("A call is no CUDA graph, and is issued op by op: %s", why)
@@ -131,7 +131,7 @@ class CaptureLog:
         self.passes, self.nbytes = PASSES - 1, 0
         self._dropped_early = self._dropped_early + 1 if launches < _LEAST_LAUNCHES else 0
         if self._dropped_early >= _MAX_DROPPED_EARLY:
-            self.refuse(f"{_MAX_DROPPED_EARLY} graphs were dropped after fewer than {_LEAST_LAUNCHES} calls: {why}")
+            self.give_up(f"{_MAX_DROPPED_EARLY} graphs were dropped after fewer than {_LEAST_LAUNCHES} calls: {why}")
 
 
 class CudaGraph:
@@ -208,7 +208,7 @@ class CudaGraph:
         for target, tensor in zip(self._targets, given, strict=True):
             if not same_bits(target, tensor):
                 tensor.copy_(target)
-                self._log.refuse(
+                self._log.give_up(
                     f"one of {', '.join(self._suspects)} writes an input, of which a graph has a copy: declare it "
                     "(torch.library.custom_op(..., mutates_args=...))"
                 )

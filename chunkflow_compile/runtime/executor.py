@@ -138,7 +138,7 @@ class Executor:
         self.cost = step.cost
         self._steps += 1
         if self._streams:  # a program without streamed weights does not use the arena's memory
-            if self.binding.arena.holder is not state:
+            if self.binding.arena.contents is not state:
                 self._prime(step)
             elif jumps:
                 self._prime(step, self._stale(), jumps=True)
@@ -229,11 +229,11 @@ class Executor:
             self._prologues[jumps, lanes] = made
         return made
 
-    def _finish(self, cost: Cost, number: int, begin: float, end: float, whole: bool) -> None:
+    def _finish(self, cost: Cost, number: int, begin: float, end: float, consecutive: bool) -> None:
         idle_s = self.state.idle_before(number, begin, end)
         copied, windows = self.traffic.drain(end), cost.windows
         read_s, read_bytes = self.binding.arena.reader.collect() if self.target.on_drive else (0.0, 0)
-        if not whole or windows is None or self._file is None:
+        if not consecutive or windows is None or self._file is None:
             return
         if self.captures is not None and end > begin:
             self.captures.shares.append(cost.issue_s / (end - begin))

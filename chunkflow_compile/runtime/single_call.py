@@ -21,8 +21,8 @@ from chunkflow_compile.passes.program.rewrite import Program
 from .arena import Arena
 from .bound_cycle import BoundCycle
 from .call_site import CallKey, CallSite
-from .cycle_plan import merge_settings, planned
-from .device import check_kind, refuse_capture
+from .cycle_plan import merge_settings, plan_cycle
+from .device import check_kind, check_no_capture
 from .executor import Executor
 from .measurement import StepMeasurement
 from .order import Order
@@ -137,8 +137,8 @@ class SingleCall(BoundCycle):
         if len(rows) > 1:
             self._check_rows(rows)
         if arena.device.type == "cuda":
-            refuse_capture(arena.device)
-        arena.refuse_inside()
+            check_no_capture(arena.device)
+        arena.check_not_inside()
         if arena.lost_weight:
             arena.close_stale()
             self.order.prune()
@@ -193,7 +193,7 @@ class SingleCall(BoundCycle):
                 finally:  # also after a Ctrl-C
                     self.closed, self._weights, self.table = True, [], None
                     self.order.remove(self.call)
-                    self.call.let_go()
+                    self.call.drop_weights()
                     self.arena.remove(self)
 
 
@@ -213,7 +213,7 @@ def bind_program(call: CallSite, arena: Arena) -> SingleCall:
     """
     variant = call.variant
     check_kind(arena.device, variant.kind)
-    refuse_capture(arena.device)
+    check_no_capture(arena.device)
     with arena.lock():
         program = SingleCall(call, arena)
         program.start()
@@ -276,7 +276,7 @@ def replan(
             if order is None or calls is None or (merged := merge_settings(calls)) is None:
                 raise ChunkflowError("A program of this cycle has ended since it was measured: call the model again.")
             merged = replace(merged, goal=merged.goal.aimed_at(goal), **settings)
-            again = planned(cycle.arena, cycle.keys, cycle.calls, cycle.buffers, merged, timings)
+            again = plan_cycle(cycle.arena, cycle.keys, cycle.calls, cycle.buffers, merged, timings)
             plan, swap = again.plan, partial(order.swap_plan, cycle, again)
         if not by_itself or plan.placement != cycle.plan.placement:
             swaps.append(swap)
