@@ -73,7 +73,7 @@ class BoundCycle:
         ]
         self._proved: weakref.WeakKeyDictionary[GraphModule, str] = (
             weakref.WeakKeyDictionary()
-        )  # the keys of proved regions
+        )  # for each proved region, its key
 
     @property
     def plan(self) -> Plan:
@@ -185,7 +185,7 @@ class BoundCycle:
         for executors in self._executors:
             for call, executor in list(executors.items()):
                 executor.forget()
-                del executors[call]  # removed first, so that a Ctrl-C does not leave an unusable executor here
+                del executors[call]  # a Ctrl-C after this line leaves no unusable executor here
                 executor.drop_references()
         if self._binding is not None:
             self.arena.discard(self._binding.state)
@@ -269,7 +269,7 @@ class BoundCycle:
 
         Raises ChunkflowError if the device does not have enough memory.
         """
-        if self.keys:  # programs that ran alone may keep some of these weights outside the arena's memory
+        if self.keys:  # programs that ran alone may keep weights of this cycle outside the arena's memory
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._buffer_refs}

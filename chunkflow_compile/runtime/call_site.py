@@ -82,7 +82,9 @@ class CallSite:
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._storeless = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
         weights = [parameters[name] for name in self.buffers]
-        self._marks = list(map(mark_of, weights))  # read before the states, so that a concurrent change is noticed
+        self._marks = list(
+            map(mark_of, weights)
+        )  # read the marks before the states, so that a concurrent change is noticed
         self._watch(list(map(state_of, weights)))
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])

@@ -226,7 +226,7 @@ class CudaGraph:
         """Wait for launches in flight, then free the memory of the graph.  ``why``: the reason that is logged."""
         if self.graph is not None:
             self._device.compute.synchronize()
-            graph, self.graph = self.graph, None  # first, so that a Ctrl-C cannot leave a graph without its tensors
+            graph, self.graph = self.graph, None  # cleared first, so that a Ctrl-C leaves no graph without its tensors
             self._outputs, self._inputs, self._targets, self._shared = [], [], [], {}
             self._device.reset(graph)
             self._log.dropped(self.launches, why)

@@ -128,7 +128,7 @@ class Clock:
         ``marked``: whether to measure the call.  ``consecutive``: whether the previous call of the program was measured.
         """
         with self._lock:
-            if self.open is not None:  # left open by a call that failed
+            if self.open is not None:  # a call that failed has left its frame open
                 self._free.append(self.open)
                 self.open = None
             if marked:
@@ -171,6 +171,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # only now, because since() has just read this frame
+            self._free.append(before)  # not earlier, because since() reads this frame
         self._newest = frame, start
         frame.report(start)

@@ -138,7 +138,7 @@ def _outside(calls: Sequence[CallSite]) -> int:
     These are the weights of the models that none of the calls reads, and the tables of rows.
     """
     left: dict[int, int] = {}
-    for call in dict.fromkeys(calls):  # without repetitions, because a call may occur several times in a cycle
+    for call in dict.fromkeys(calls):  # each call is counted once, although it may occur several times in a cycle
         left[call.model] = left.get(call.model, call.variant.settings.outside + call.kept_bytes) - call.kept_bytes
     tables = sum(call.variant.settings.table for call in dict.fromkeys(calls))
     return tables + sum(max(0, nbytes) for nbytes in left.values())

@@ -156,7 +156,7 @@ class Executor:
                 issue(step)
             step.cost.end_issue(self.device.clock.now() - begin_s)
         number = state.end_call(self._next)
-        # the cost only, because a reference to the step would keep its values alive
+        # pass the cost only: a reference to the step would keep its values alive
         over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
         return step

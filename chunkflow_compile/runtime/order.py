@@ -142,7 +142,7 @@ class Order:
             self._unexpected = 0
             return current, current.position
         if current is None and key is previous and not call.part:
-            return None  # a whole model that is called again: a cycle of one call
+            return None  # a whole model that is called repeatedly runs alone
         return self._on_unexpected_call(key, previous, call)
 
     def _on_unexpected_call(
@@ -160,9 +160,8 @@ class Order:
         for cycle in [c for c in (self.current, *self.cycles) if c is not None]:
             count, other = len(cycle.keys), cycle is not self.current
             places = (number % count for number in range(cycle.position, cycle.position + count))
-            number = next(
-                (number for number in places if cycle.keys[number] is key), None
-            )  # nearest to the expected one
+            # the search starts at the expected position
+            number = next((number for number in places if cycle.keys[number] is key), None)
             if number is None or (other and not call.part and cycle.keys[number - 1] is not previous):
                 continue
             if other or number != cycle.position:
@@ -229,8 +228,9 @@ class Order:
             return None
         settings = merge_settings(calls)
         regions = sum(len(call.program.problem.regions) for call in calls)
+        # a whole model that is called repeatedly is already a cycle of one call
         again = any(a is b and not c.part for a, b, c in zip(keys, (*keys[1:], keys[0]), calls, strict=True))
-        if settings is None or regions > MOST_REGIONS or again:  # again: a whole model is a cycle of one call
+        if settings is None or regions > MOST_REGIONS or again:
             self._rejected.append(keys)
             return None
         try:

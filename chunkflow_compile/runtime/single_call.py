@@ -73,7 +73,7 @@ class SingleCall(BoundCycle):
         self.arena.add(self, variant.kind)
         try:
             self.key = self.order.add(self.call)
-            if not (self.call.part and self.key):  # other calls are re-planned as part of a cycle
+            if not (self.call.part and self.key):  # a part of a cycle is re-planned with its cycle
                 self.replan_after = variant.replan_after
             self.executor_of(self.call, 0)
         except BaseException:
@@ -190,7 +190,7 @@ class SingleCall(BoundCycle):
                 try:
                     for cycle in (self, *self.order.cycles_of(self.call)):
                         self.arena.release(cycle)
-                finally:  # also after a Ctrl-C
+                finally:  # do this also after a Ctrl-C
                     self.closed, self._weights, self.table = True, [], None
                     self.order.remove(self.call)
                     self.call.drop_weights()
@@ -256,7 +256,7 @@ def replan(
     BudgetError of the program with the largest minimum is raised.
     """
     swaps, remade = list[partial[None]](), dict[tuple[Variant, Timings | None], Variant]()
-    short: BudgetError | None = None  # the error with the largest minimum
+    short: BudgetError | None = None  # the error that states the largest minimum
     for cycle, timings in cycles.items():
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):

@@ -121,7 +121,7 @@ class Target:
             device.lane("pull")  # created now, because a step must not create streams
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         self.started, self.in_flight = device.event(), device.event()
-        # one for each collective, because several may be in flight
+        # one event per collective, because several collectives may be in flight
         self.ended = [device.event() for _ in program.problem.collectives]
 
     def copy(self, op: Copy) -> NamedCopy:
