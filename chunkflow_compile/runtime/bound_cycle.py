@@ -98,7 +98,7 @@ class BoundCycle:
         """The latest measured passes, oldest first; each is a tuple of one measurement per call.  Waits for passes in
         flight."""
         self._collect()
-        return list(self.times.whole)
+        return list(self.times.complete)
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:

@@ -178,7 +178,7 @@ class SingleCall(BoundCycle):
     def adopt(self, other: SingleCall) -> None:
         """Copy the measurements of ``other``, which this program replaces."""
         self.call.measured.extend(other.measurements)
-        self.times.whole.extend(other.times.whole)
+        self.times.complete.extend(other.times.complete)
 
     def close(self) -> None:
         """Wait for work of this program in flight, free its memory, and remove it from the arena.
