@@ -156,10 +156,10 @@ class CudaGraph:
         nbytes: int,
     ) -> None:
         """``copied``: for each input that is copied before a launch, its position and the tensor that it is copied to.
-        ``in_place``: positions and tensors of the inputs that the graph reads at the inputs' own addresses.  ``fixed``:
-        positions and values of the inputs that are not tensors.  ``outputs``: for each output, its recorded value and a
-        position: if the output is one of the inputs, the position of this input; otherwise None.  ``suspects``: names of ops
-        that may write to inputs without declaring this in their schemas."""
+        ``in_place``: positions and tensors of the inputs that the graph reads without such a copy.  ``fixed``: positions and
+        values of the inputs that are not tensors.  ``outputs``: for each output, its recorded value and a position: if the
+        output is one of the inputs, the position of this input; otherwise None.  ``suspects``: names of ops that may write
+        to inputs without declaring this in their schemas."""
         self.graph = graph
         self.moved_bytes, self.nbytes = moved_bytes, nbytes
         self.launches = 0
