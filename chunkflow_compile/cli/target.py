@@ -17,6 +17,7 @@ from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.catalog.trace_cache import CacheEntry
 from chunkflow_compile.catalog.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, Options
+from chunkflow_compile.passes.cutting import choose_cut, groups_for
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers
@@ -26,9 +27,9 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import Hoisting, HoistingFigures, hoisting_of
 from chunkflow_compile.passes.names import OnPeers
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, groups_for, make_plan
 from chunkflow_compile.passes.placement.exchanging import GroupChoice
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.plan_tables import hoisting_sentence
 from chunkflow_compile.report.record import prose

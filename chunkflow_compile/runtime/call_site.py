@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.program.cycle import Call, block_of
 from chunkflow_compile.private_torch import core
 from chunkflow_compile.weights.counts import Counts

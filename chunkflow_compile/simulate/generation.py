@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
+from chunkflow_compile.passes.cutting import choose_cut, whole_blocks
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.hoist import Halves
@@ -15,9 +16,9 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import plan_halves
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Hoist, Pack, Split
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan, whole_blocks
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.splitting import split_into, splits
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
 from chunkflow_compile.report.plan_tables import slices_notes
