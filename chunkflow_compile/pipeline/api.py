@@ -18,7 +18,7 @@ from chunkflow_compile.options import BackendOptions, PipelineOptions, refuse_po
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.pipeline.apply import Dtypes, PipelineT, apply, remove
-from chunkflow_compile.placed.placement import is_pipeline
+from chunkflow_compile.placed.arguments import is_pipeline
 from chunkflow_compile.units import Size
 
 _ModelT = TypeVar("_ModelT", bound=nn.Module)
