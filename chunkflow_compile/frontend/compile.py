@@ -32,7 +32,8 @@ from chunkflow_compile.frontend.block_kinds import (
 from chunkflow_compile.frontend.guard_filter import needed
 from chunkflow_compile.frontend.preconditions import guard_hooks, warn_of_small_weights
 from chunkflow_compile.frontend.survey import surveyed
-from chunkflow_compile.options import BackendOptions, Options, for_backend, parse_options
+from chunkflow_compile.option_parsing import for_backend, parse_options
+from chunkflow_compile.options import BackendOptions, Options
 from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, shortage
 from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.placed.arguments import unwrap

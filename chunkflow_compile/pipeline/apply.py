@@ -26,7 +26,8 @@ from chunkflow_compile.frontend.compile import (
 )
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.options import Options, PipelineOptions, for_backend, refuse_positional
+from chunkflow_compile.option_parsing import for_backend, refuse_positional
+from chunkflow_compile.options import Options, PipelineOptions
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers, Pack
 from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
