@@ -33,8 +33,8 @@ from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.option_parsing import parse_options
 from chunkflow_compile.options import Options
+from chunkflow_compile.passes.cutting import make_cut, whole_blocks
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
-from chunkflow_compile.passes.pipeline import make_cut, whole_blocks
 from chunkflow_compile.passes.placement.splitting import REPEATS, split_into
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.pipeline.budget import Budget, budget_of

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from chunkflow_compile.catalog.sizes import Shape
-from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.problem import Problem
 
 
