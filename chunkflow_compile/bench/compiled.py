@@ -1,4 +1,4 @@
-"""The compiled model of a measurement.  All arms of a compilation are plans for the same regions."""
+"""The compiled model of a measurement.  The arms of a compilation run different plans for the same regions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.placed.offload import programs
-from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.measurement import StepMeasurement, measured
 from chunkflow_compile.runtime.single_call import SingleCall
+from chunkflow_compile.runtime.variants import Variant
 from chunkflow_compile.weights.host_buffer import Form, buffer_of
 from chunkflow_compile.weights.pieces import Pieces
 
@@ -25,15 +25,16 @@ from .pace import paced
 T = TypeVar("T")
 # The number of resident steps whose median compute time sets the bandwidth of the emulated link.
 COMPUTE_STEPS = 4
-# The number of resident steps before the arms are planned.  The first touches memory for the first time and is not counted;
-# the others are measured.
+# The number of resident steps before the arms are planned.  The first step is not counted, because it writes to new
+# memory pages.
 CALIBRATION = 3
 
 
 class Compilation:
-    """A compilation of an offloaded model.  There may be several with the same weights and different options.
+    """A compilation of an offloaded model.  A model can have several compilations with different options, which share its
+    weights.
 
-    ``call``: compiled model.  ``arena``: arena that all compilations of the model share.
+    ``call``: the compiled model.  ``arena``: the arena that all compilations of the model share.
     """
 
     def __init__(
@@ -43,49 +44,50 @@ class Compilation:
         processes: int,
         options: Mapping[str, Any],
     ) -> None:
-        """Lower every region, and run one step.  ``inputs``: function from a step number to the inputs of the step.
-        ``processes``: number of processes that measure the same."""
+        """Compile the model and run one step.  ``inputs``: a function from a step number to the inputs of the step.
+        ``processes``: the number of processes that run this measurement."""
         self.call = torch.compile(model, backend="chunkflow", fullgraph=True, options=dict(options))
         self.call(**inputs(0))
         self._model, self._inputs, self._processes = model, inputs, processes
         newest = programs(model)[-1]
         self.arena = newest.arena
-        self._current = newest.call.current
-        self._pieces: dict[str, Pieces] = {}  # shards by weight name, once weights have been sharded
+        self._active = newest.call.active
+        self._pieces: dict[str, Pieces] = {}  # the shards of all weights that were ever sharded, by name
 
     @property
     def program(self) -> SingleCall:
         """The program of the latest call."""
-        return next(p for p in programs(self._model) if p.call.current is self._current)
+        return next(p for p in programs(self._model) if p.call.active is self._active)
 
     @property
-    def code(self) -> Code:
-        """The code that the next call runs."""
-        return self._current.code
+    def variant(self) -> Variant:
+        """The variant that the next call runs."""
+        return self._active.variant
 
-    def use(self, code: Code) -> None:
-        """Make the next call run this code, with the weights in the form and the place that it expects.
+    def use(self, variant: Variant) -> None:
+        """Make the next call run ``variant``, and convert the weights to the form that it expects: packed or not, sharded
+        or not.
 
-        The programs of other compilations are ended, so that they occupy no memory while this one is measured.
+        Also close the programs of other compilations, so that they occupy no memory while this one is measured.
         """
         for program in programs(self._model):
-            if program.call.current is not self._current:
+            if program.call.active is not self._active:
                 program.close()
         for name, parameter in self._model.named_parameters():
             if (buffer := buffer_of(parameter)) is None:
                 continue
-            if buffer.compressed and name not in code.packed:
+            if buffer.compressed and name not in variant.packed:
                 buffer.unpack()
-                buffer.form = Form.COMPRESSIBLE  # left by another arm
+                buffer.form = Form.COMPRESSIBLE  # another arm has packed it
             if buffer.pieces is not None:
                 self._pieces[name] = buffer.pieces
-            buffer.pieces = self._pieces.get(name) if name in code.on_peers else None
-            if (peers := buffer.store.peers) is not None and name in code.on_peers and buffer.pieces is None:
+            buffer.pieces = self._pieces.get(name) if name in variant.on_peers else None
+            if (peers := buffer.store.peers) is not None and name in variant.on_peers and buffer.pieces is None:
                 peers.pending.add(buffer.name)
-        self._current.code = code
+        self._active.variant = variant
 
     def compute_s(self) -> list[float]:
-        """Seconds per region of a resident step, averaged over the ranks."""
+        """Run resident steps; return the seconds of each region, averaged over the ranks."""
         self._repeat(COMPUTE_STEPS)
         steps = self.program.measurements[-COMPUTE_STEPS:]
         mine = [median(column) for column in zip(*(m.windows.compute_s for m in steps), strict=True)]
@@ -97,23 +99,23 @@ class Compilation:
         program = self.program
         return step_timings(program.plan, program.measurements[-CALIBRATION + 1 :], self._processes)
 
-    def calibrate_with(self, code: Code, pace: float | None) -> tuple[Code, Timings]:
-        """Run the code of another resident step.  Return the code and its measured times.  ``pace``: factor by which its
-        regions are slowed down to a fixed duration, or None."""
-        self.use(code)
+    def calibrate_with(self, variant: Variant, pace: float | None) -> tuple[Variant, Timings]:
+        """Run another resident step; return the variant that ran and its measured times.  ``pace``: the duration to which
+        regions are held, as a multiple of their measured times, or None."""
+        self.use(variant)
         if pace is not None:
-            self.use(paced(code, self.compute_s(), pace))
+            self.use(paced(variant, self.compute_s(), pace))
         timings = self.calibrate()
-        return self.code, timings
+        return self.variant, timings
 
     def _repeat(self, steps: int) -> None:
-        """Run the same step several times.  If weights are hoisted, the first one computes the row for all."""
+        """Run the same step several times.  If products are hoisted, only the first run computes the row."""
         for _ in range(steps):
             self.call(**self._inputs(0))
 
 
 def step_timings(resident: Plan, steps: Sequence[StepMeasurement], processes: int) -> Timings:
-    """Seconds of regions and collectives with all weights resident, averaged over the ranks."""
+    """Return the seconds of regions and collectives in resident steps, averaged over the ranks."""
     mine = measured(resident, steps).timings()
     everyone = gather(mine, processes)
     return replace(

@@ -63,7 +63,9 @@ from chunkflow_compile.frontend.trace import (
 from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.option_parsing import parse_options
+from chunkflow_compile.options import Options
+from chunkflow_compile.passes.cutting import goal_of_cut
 from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, first_line
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packed
@@ -73,9 +75,10 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hoisting import hoisting_of
 from chunkflow_compile.passes.names import STAGES, ExchangeGroups, StageName
 from chunkflow_compile.passes.pieces import piece_bytes
-from chunkflow_compile.passes.pipeline import Settings, Stage, goal_of_cut, stages
+from chunkflow_compile.passes.pipeline import Stage, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.problem import Parameter, Problem
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex
@@ -87,10 +90,10 @@ from chunkflow_compile.private_torch.inductor import InductorError
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.codes import Code, Codes, decided, without_call_fields
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants, awaited
 from chunkflow_compile.runtime.hoisted import HoistedGraph
+from chunkflow_compile.runtime.variants import Variant, VariantCache, decided, without_call_fields
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
@@ -98,7 +101,7 @@ from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 _log = logging.getLogger(__name__)
 
 
-# The note for pack="auto" without a memory budget.  The choice of weights to pack depends on this budget.
+# The note for pack="auto" without a memory budget.
 _NO_GOAL = (
     "pack='auto' packs nothing: which weights to pack depends on a budget, and neither memory= nor weight_memory= was given. "
     "With memory='8GiB', or pack=True, the weights have 0.76 of their bytes in host memory and on the link"
@@ -190,7 +193,7 @@ def _compile_frame(
         warn_of_small_weights(index.root, min_bytes)  # for a pipeline, compile() gives this warning
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in offloaded]
-        if part and wanted:  # move the weights of the other blocks, too: then the guards of this block also fit those
+        if part and wanted:  # also move the weights of all other blocks, so that the guards of this block hold for them
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
         move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
@@ -254,8 +257,8 @@ def _compile_with_dynamic_shapes(
 
     In two cases, the graph is compiled only for the sizes of this call.  One case is that Inductor fails on dynamic shapes.
     The other is that the budget is too small for whole blocks: blocks can be split into slices only at fixed sizes.
-    ``fixed``: for each graph that is compiled for fixed sizes, the tuple of its weight names.  In these two cases, the weight
-    names of this graph are added.
+    ``fixed``: one tuple of weight names for each graph that is compiled for fixed sizes.  In the two cases above, this
+    function adds the weight names of this graph.
     """
     names = tuple(p.name for p in compiler.parameters)
     if names not in fixed:
@@ -295,7 +298,7 @@ class _GraphCompiler:
     model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: notes for the user on decisions that were made before
     planning.  ``survey``: the survey during which the graph is compiled; None if the graph is compiled for an ordinary call.
     ``agreed``: the number of groups of heads on which the ranks have agreed, with its notes.  If a rank compiles the graph
-    again at fixed sizes, it does not ask the others again.
+    again at fixed sizes, it uses this number again instead of asking the other ranks.
     """
 
     chosen: Options
@@ -352,8 +355,8 @@ class _GraphCompiler:
 
     @property
     def _expected_goal(self) -> Goal:
-        """The goal from the settings.  If this goal sets neither a budget nor a slowdown, the budget, the slowdown and the
-        policy come from the goal that the model is expected to get."""
+        """The goal from the settings.  If this goal has neither a budget nor a slowdown, both and the policy come from the
+        goal that the model is expected to get."""
         goal = self.settings.goal
         return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal
 
@@ -396,7 +399,7 @@ class _GraphCompiler:
             regions = lower_regions(program, lowering, chosen.inductor, self.report, notes.append)
         for note in notes if self.survey is None else ():
             _log.warning("%s", note)
-        code = Code(
+        variant = Variant(
             program=program,
             cut=stage.cut,
             settings=settings,
@@ -412,10 +415,12 @@ class _GraphCompiler:
             pin_bytes=chosen.pin_bytes(),
             advice=partial(_room_advice, program, chosen, settings.outside, settings.arena, goal=settings.goal),
         )
-        place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, self.root)
-        goal = settings.goal if settings.preamble else decided(replace(chosen.goal, hoist=False), code.cut)
+        place = partial(start_program, self.device, self.min_bytes, chosen.pack, variant.kind, self.root)
+        goal = settings.goal if settings.preamble else decided(replace(chosen.goal, hoist=False), variant.cut)
         changed = _no_other_goal if settings.preamble else _goal_of
-        return CompiledGraph(Codes(code, traced, goal), place, changed, chosen.arena, tables, chosen.pack is not False)
+        return CompiledGraph(
+            VariantCache(variant, traced, goal), place, changed, chosen.arena, tables, chosen.pack is not False
+        )
 
     def _refuse_pieces(self, program: Program) -> None:
         """Raise ChunkflowError if the budget is too small for this rank's pieces of all weights."""
@@ -483,14 +488,15 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer 
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
-    """Return the problem and the plan of each running program that differs from ``settings`` only in its input sizes."""
+    """Return the problem and the plan of each running program whose settings differ from ``settings`` only in the input
+    sizes."""
     if placement is None or settings.goal.policy != "chunkflow" or settings.timings is not None:
         return ()
     running = [p for p in placement.programs if not p.closed]
     return tuple(
         (p.program.problem, p.plan)
         for p in running
-        if without_call_fields(p.code.settings) == without_call_fields(settings)
+        if without_call_fields(p.variant.settings) == without_call_fields(settings)
     )
 
 
@@ -504,13 +510,13 @@ def _no_other_goal(_: Mapping[str, nn.Parameter]) -> None:
 
 
 def _is_first_compilation() -> bool:
-    """Whether Dynamo compiles this code for the first time.
+    """Whether Dynamo compiles the running function for the first time.
 
     Dynamo creates the guards after the backend returns.  In the first compilation, the backend has moved the weights by then,
     so the guards describe moved weights and fit all later calls.  A later compilation may be for a model that was restored,
-    or for another model of the class.  In this case the weights move only at the first call, so the guards describe ordinary
-    weights and fit all models whose weights have not moved.  From its second call on, such a model fits the guards of the
-    first compilation.
+    or for another model of the same class.  The weights of such a model move only at its first call, so the guards describe
+    ordinary weights and fit all models whose weights have not moved.  From its second call on, the model fits the guards of
+    the first compilation.
     """
     compilation = torch._guards.CompileContext.current_compile_id()
     return compilation is not None and compilation.frame_compile_id == 0

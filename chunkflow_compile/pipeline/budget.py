@@ -2,8 +2,8 @@
 
 Each phase has its own arena for weights, except that phases which alternate in every step share an arena.  The programs of
 phases with a shared arena run as one cycle, and one plan covers them all.  Before a phase begins, the arenas of other phases
-are freed, least recently used first, until the weights and the activations of the phase fit.  During a call of a phase, the
-memory that it needs in addition to its weights is measured.  Then its weights are planned for the rest of the budget.
+are freed, least recently used first, until the weights and the activations of the phase fit.  Each call of a phase measures
+the memory that the phase needs in addition to its weights.  The weights are then planned for the rest of the budget.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile.hardware.headroom import budget_for, usable
+from chunkflow_compile.hardware.headroom import usable
 from chunkflow_compile.passes.errors import ChunkflowError, shortage
 from chunkflow_compile.pipeline.allocators import Allocator
 from chunkflow_compile.pipeline.oom_retry import RngSnapshot, given_to, out_of_memory, runs_once
 from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
+from chunkflow_compile.pipeline.shortages import no_memory_for_weights, no_plan, out_of_memory_again
 from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.locks import ProcessLock
 
 _log = logging.getLogger(__name__)
@@ -67,15 +67,13 @@ class Budget:
         self.turn = ProcessLock()
         self.lock = ProcessLock()
         self.phases: list[Phase] = []
-        self.pipelines = weakref.WeakKeyDictionary[
-            Any, frozenset[str]
-        ]()  # compiled pipeline -> names of its components
+        # compiled pipeline -> names of its components
+        self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()
         self.arguments: dict[str, Any] = {}  # arguments of compile(pipe), also used for components that are added later
         self._generated = False  # whether a generation has ended since compile(pipe)
         self._allocator = Allocator(device)
-        self.most: int | None = (
-            None  # peak bytes on the device over all calls since compile(pipe); None if not measured
-        )
+        # the peak bytes on the device over all calls since compile(pipe); None if they are not measured
+        self.most: int | None = None
         self._warned = False  # whether the warning about gradients was logged
         self._last: list[Phase] = []  # the phases in the order of their last calls; the phase called last is at the end
         self._settled = False  # whether other arenas were already freed for the phase at the end of ``_last``
@@ -206,11 +204,13 @@ class Budget:
                 self.most = peak if self.most is None else max(self.most, peak or 0)
         except (torch.OutOfMemoryError, ChunkflowError) as error:
             if phase.counts and (short := shortage(error)) is not None:
-                raise self._needs(phase, short.needed, short is error) from error
+                needed = short.needed + kept_by(self.phases) - phase.kept
+                raise no_plan(phase, needed, self.total, symbolic=short is error) from error
             if not out_of_memory(error):
                 raise
             if again or runs_once(phase.root, call):
-                raise self._does_not_fit(phase, error) from error
+                self._vacate(self.phases)
+                raise out_of_memory_again(phase, self.total, error) from error
         else:
             phase.ended(steps, time.perf_counter() - begun)
             try:
@@ -329,30 +329,6 @@ class Budget:
                         other.keep_budget()
                 return
 
-    def _does_not_fit(self, phase: Phase, error: BaseException) -> ChunkflowError:
-        self._vacate(self.phases)
-        tiling = f", or pipe.{phase.name}.enable_tiling()." if hasattr(phase.root, "enable_tiling") else "."
-        return ChunkflowError(
-            f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {size(self.total)} with its weights "
-            f"streamed: {str(error).splitlines()[0]} Call restore(pipe), then compile with more "
-            f"memory, or call the pipeline with smaller sizes{tiling}"
-        )
-
-    def _needs(self, phase: Phase, needed: int, compiled: bool) -> ChunkflowError:
-        """Return the error for a program that has no plan within the budget.
-
-        ``needed``: the number of bytes that the program needs in addition to the small weights of other phases.
-        ``compiled``: whether the program was already compiled with symbolic sizes.
-        """
-        fixed = " or with dynamic=False (blocks are split only at fixed sizes)" if compiled else ""
-        needed += kept_by(self.phases) - phase.kept
-        return ChunkflowError(
-            f"memory={size(self.total)} is too little for {phase.name} ({type(phase.root).__name__}): one of its programs "
-            f"needs {size(needed)}, for its predicted activations and as few of its weights as possible. Call restore(pipe), "
-            f"then compile with at least memory={enough(budget_for(needed))!r}{fixed}, or call the pipeline with "
-            "smaller sizes."
-        )
-
     def _note(self, phase: Phase, held: int, others: int, peak: int | None) -> None:
         """Record the memory that a call needed in addition to the weights, and plan the weights for the rest of the budget.
 
@@ -365,15 +341,14 @@ class Budget:
         if peak is None:
             if phase.budget is None or phase.grew:
                 phase.assume(kept_by(self.phases))
-        elif others == self._held_by_others(
-            phase
-        ):  # otherwise the peak may include weights that were evicted meanwhile
+        # If the call has evicted weights of other phases, the peak may include them, and nothing is learned from it.
+        elif others == self._held_by_others(phase):
             # The activations of a CUDA graph are in its memory pool, which stays allocated between calls.
             pool = phase.arena.graphs.nbytes + kept_by(self.phases) if phase.arena.graphs.nbytes else 0
             phase.learn(max(0, peak - after - others, pool), steady=held == after)
         try:
             replanned = self._plan(phase)
-        except ChunkflowError:  # a smaller call may fit
+        except ChunkflowError:  # a later call with smaller sizes may fit
             phase.unlearn(learned)
             self._settled = False
             raise
@@ -391,9 +366,8 @@ class Budget:
         asked = tuple((p.name, len(programs(p.root)), p.live, p.limit) for p in planned)
         before, little = self._refused.pop(phase, None), _WORTH_A_PLAN * self.total
         if before is not None and before.asked == asked and before.rest - little <= rest <= before.rest:
-            self._refused[phase] = (
-                before  # planning would fail again: the limits have hardly changed since the last attempt
-            )
+            # planning would fail again, because the limits have hardly changed since the last attempt
+            self._refused[phase] = before
             raise ChunkflowError(before.why)
         for p in planned:
             budget = rest + p.kept
@@ -409,20 +383,12 @@ class Budget:
         return replanned
 
     def _set_budget(self, phase: Phase, budget: int) -> None:
+        """Plan a phase for ``budget`` bytes of weights on the device.  Raises ChunkflowError if this is too little."""
         try:
             phase.plan_for(budget)
         except ChunkflowError as error:
-            least, most = phase.least, max(self._sharing(phase), key=lambda p: p.activations)
-            calls, whose = "its calls", "its"
-            if most is not phase:
-                calls, whose = f"calls of {most.name}, with which it takes turns,", "their"
-            needs = f", which need {size(least)}" if budget < least else f": {error}"
-            raise ChunkflowError(
-                f"memory={size(self.total)} is too little for {phase.name} ({type(phase.root).__name__}): {calls} take "
-                f"{size(most.activations - most.kept)} beside {whose} weights, activations mostly, so {size(max(0, budget))} "
-                f"are left for the weights{needs}. Call restore(pipe), then compile with at least "
-                f"memory={enough(budget_for(least + most.activations - phase.kept))!r}, or the pipeline with smaller sizes."
-            ) from error
+            largest = max(self._sharing(phase), key=lambda p: p.activations)
+            raise no_memory_for_weights(phase, largest, budget, self.total, error) from error
         if phase.arena.held > budget - phase.kept:
             self._vacate([phase])
 

@@ -18,7 +18,8 @@ from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.pipeline.components import components_of
-from chunkflow_compile.placed.placement import Placement, instead_of_model, is_pipeline, placement_of, unwrap
+from chunkflow_compile.placed.arguments import instead_of_model, is_pipeline, unwrap
+from chunkflow_compile.placed.placement import Placement, placement_of
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.locks import ProcessLock
@@ -158,7 +159,7 @@ class Metrics:
             "chunkflow_host_bytes": sum(b.nbytes for b in buffers if not b.source.file),
             "chunkflow_drive_bytes": sum(b.nbytes for b in buffers if b.source.file),
         }
-        budgets = [program.code.settings.goal.memory for program in programs if not program.preamble]
+        budgets = [program.variant.settings.goal.memory for program in programs if not program.preamble]
         if (budget := budget_of(watched.root())) is not None:
             figures["chunkflow_budget_bytes"] = budget.total
         elif budgets and None not in budgets:

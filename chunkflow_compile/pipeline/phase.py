@@ -88,7 +88,9 @@ class Phase:
         self.methods: dict[str, Any] = {}
         self._warned = 0  # the maximum number of bytes for which a warning about the budget was logged
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
-        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # of the newest call: each program, how often it ran
+        self._ran: list[
+            tuple[weakref.ref[SingleCall], int]
+        ] = []  # the programs of the newest call, and how often each ran
 
     @property
     def root(self) -> nn.Module:
@@ -100,7 +102,7 @@ class Phase:
     def begins(self) -> bool:
         """Whether calls of the component are still intercepted.
 
-        ``module.compile()`` ends this, because it replaces the attribute that intercepts the calls.
+        ``module.compile()`` replaces the attribute that intercepts the calls.
         """
         return bool(self.methods) or isinstance(self.root._compiled_call_impl, Entry)
 
@@ -127,8 +129,8 @@ class Phase:
 
         It includes the weights that never leave the device.
         """
-        codes = {id(program.code): program.code for program in programs(self.root)}.values()
-        plannable = [(code.program.problem, code.settings) for code in codes]
+        variants = {id(program.variant): program.variant for program in programs(self.root)}.values()
+        plannable = [(variant.program.problem, variant.settings) for variant in variants]
         needed = [least_memory(p, s.hardware, s.chunk_bytes, s.outside, s.arena, s.part) for p, s in plannable]
         return max([self.kept, *needed])
 
@@ -218,7 +220,7 @@ class Phase:
         ``small``: the size in bytes of the weights that never leave the device, summed over all phases.  ``first``: the first
         of the phases that share this phase's arena; the memory of the arena is counted only for this first phase.
         """
-        predicted, measured = self._predicted(), self.seconds(wait=True)
+        predicted, measured = self._predicted_s(), self.seconds(wait=True)
         newest = self._newest()
         hardware = next((program.plan.hardware for program, _ in newest), None)
         notes = dict.fromkeys(note for program in programs(self.root) for note in program.notes)
@@ -261,7 +263,7 @@ class Phase:
         """Return the programs of the newest call, and how often each of them ran."""
         return [(program, count) for ref, count in self._ran if (program := ref()) is not None]
 
-    def _predicted(self) -> float | None:
+    def _predicted_s(self) -> float | None:
         """Return the predicted seconds for the newest call, or None if there is no prediction.
 
         If the programs of the call run in a cycle, the prediction is from the plan of the cycle.  Otherwise it is from the
@@ -271,10 +273,10 @@ class Phase:
         problems = {program.key: program.program.problem for program, _ in newest}
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
-            if all(id(program.code.cut) in cuts for program, _ in newest):
-                return _predicted(bound, problems.keys())
-            if problems.keys() == set(bound.keys):  # the cycle was planned for other sizes
-                return _played(bound, problems)
+            if all(id(program.variant.cut) in cuts for program, _ in newest):
+                return _planned_s(bound, problems.keys())
+            if problems.keys() == set(bound.keys):  # the cycle contains these calls, but at other sizes
+                return _simulated_s(bound, problems)
         times = [(count, s.plan.predicted.step_s) for s, count in newest if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
 
@@ -296,7 +298,7 @@ class Phase:
         return _median([*self._seconds]) if self._seconds else None
 
 
-def _predicted(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
+def _planned_s(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
     """Return the predicted seconds for the calls of a cycle that have these keys; None if the plan has no prediction.
 
     The time of a call ends when the next call begins.
@@ -306,7 +308,7 @@ def _predicted(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | N
     return sum(seconds for key, seconds in zip(cycle.keys, seconds_of_calls(cycle.cycle), strict=True) if key in keys)
 
 
-def _played(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> float:
+def _simulated_s(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> float:
     """Simulate a pass over a cycle with the cycle's plan, but with other input sizes; return the predicted seconds.
 
     ``problems``: for each key of a call, the scheduling problem of this call at its new sizes.
@@ -334,7 +336,7 @@ def kept_by(phases: Iterable[Phase]) -> int:
 
 
 class Entry:
-    """Replaces a method of a component, and runs its calls as a phase."""
+    """A callable that replaces a method of a component, so that :meth:`Budget.run` runs the calls of this method."""
 
     def __init__(self, run: Callable[..., Any], phase: Phase, name: str, call: Callable[..., Any]) -> None:
         """``run``: a function that takes the phase and a call with bound arguments.  ``name``: the name of the method.

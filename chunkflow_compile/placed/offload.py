@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, Hoist, OnPeers, Pack
+from chunkflow_compile.placed.arguments import unwrap
 from chunkflow_compile.placed.index import ModelIndex, filled_by, is_distributed
 from chunkflow_compile.placed.placement import (
     PLACEMENT,
@@ -22,7 +23,6 @@ from chunkflow_compile.placed.placement import (
     packable,
     placement_of,
     placements_of,
-    unwrap,
 )
 from chunkflow_compile.placed.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.private_torch.dynamo import compile_lock
@@ -32,7 +32,6 @@ from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.groups import Group, group_of, group_to_share_in
 from chunkflow_compile.weights.guards import detach_guards
 from chunkflow_compile.weights.host_buffer import buffer_of
-from chunkflow_compile.weights.host_store import give_back
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, keep_dtype
@@ -40,6 +39,7 @@ from chunkflow_compile.weights.modules import hooks_of
 from chunkflow_compile.weights.node import node_of, report_absence
 from chunkflow_compile.weights.packed import packed_like
 from chunkflow_compile.weights.peers import Peers
+from chunkflow_compile.weights.restoring import restore_weight
 from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ def offload(
 ) -> nn.Module:
     """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
-    Each moved parameter is still a tensor with the same shape and dtype, and reports the compute device
-    (:class:`HostWeight`).  Smaller parameters and buffers are moved to ``device``, which is also the compute device
-    (default: the device of the parameters).  For a tensor subclass, such as a quantized weight, the inner tensors are moved.
-    After ``from_pretrained``, a weight may still be mapped from its safetensors file.  Such a weight is read from the file.
-    On a terminal, a progress bar shows the expected duration of the move.
+    Each moved parameter becomes a :class:`HostWeight`, which has the same shape and dtype and reports the compute device as
+    its device.  Smaller parameters and buffers are moved to the compute device.  This is ``device``, or by default the device
+    of the parameters.  For a tensor subclass, such as a quantized weight, the inner tensors are moved.  Weights that
+    ``from_pretrained`` has only mapped from their safetensors file are read from this file.  On a terminal, a progress bar
+    shows the expected duration of the move.
 
     ``dtype``: the dtype to cast floating-point weights to, or None.  The weights are cast one by one.  The result is the
     same as with ``from_pretrained(torch_dtype=dtype)``: modules that the class of the model keeps in float32 stay in
@@ -129,7 +129,7 @@ def offload(
         raise
     asks, name = {"peers": peers, "share": group_to_share_in(share, target) is not None}, type(root).__name__
     if group is None and not asks["share"] and (world := group_of()) is not None:
-        world.count_apart(name, asks)
+        world.record_unshared(name, asks)
     node = node_of(share, target, asks, name)
     with contextlib.nullcontext() if node is None else node:
         together = None
@@ -233,7 +233,7 @@ def refuse_accelerate(root: nn.Module) -> None:
             if not getattr(inner, "offload", False):
                 continue
             devices = map(torch.device, getattr(inner, "original_devices", {}).values())
-            if any(device.type == "meta" for device in devices):  # the hook cannot restore the weights
+            if any(device.type == "meta" for device in devices):  # the hook has no weights to load again
                 undo = "load it again without device_map, offload_folder and load_checkpoint_and_dispatch"
             else:
                 undo = (
@@ -247,8 +247,8 @@ def refuse_accelerate(root: nn.Module) -> None:
 
 
 def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: int) -> list[torch.Tensor]:
-    """Return the weights of ``modules`` that can be streamed and either have at least ``min_bytes`` or are filled before
-    each call."""
+    """Return the weights of ``modules`` that can be streamed, if they have at least ``min_bytes`` or are filled by a module
+    (see :func:`filled_by`)."""
     held = [(inside, leaf) for m in modules for _, tensor in tensors_of(m) for inside, leaf in leaves(tensor)]
     held = [(inside, p) for inside, p in held if bytes_of(p) >= min_bytes or id(p) in index.filled]
     large = {id(p): p for inside, p in held if why_not(p, index, inside) is None}
@@ -302,7 +302,7 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
         # the weights of a copied model, and weights that were assigned after the last call
         for leaf in [*leaves_of(unwrap(model))]:
             if isinstance(leaf, HostWeight):
-                give_back(leaf, target or leaf.device, GpuStagings())
+                restore_weight(leaf, target or leaf.device, GpuStagings())
     return model
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,16 +18,17 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import Hoist, OnPeers, Pack
 from chunkflow_compile.passes.packing import can_pack
+from chunkflow_compile.placed.arguments import unwrap
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.index import filled_by, shards_of
-from chunkflow_compile.private_torch.dynamo import OptimizedModule, compile_lock, dynamo_timed
+from chunkflow_compile.private_torch.dynamo import compile_lock, dynamo_timed
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.weights.checkpoint import Mappings
 from chunkflow_compile.weights.guards import Guards
 from chunkflow_compile.weights.host_buffer import buffer_of, store_of
 from chunkflow_compile.weights.host_memory import give_free_memory_back
-from chunkflow_compile.weights.host_store import HostStore, no_room_for
+from chunkflow_compile.weights.host_store import HostStore
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
@@ -36,6 +36,7 @@ from chunkflow_compile.weights.locks import ProcessLock
 from chunkflow_compile.weights.node import Node
 from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.progress import moving
+from chunkflow_compile.weights.restoring import no_room_for
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.hoisted import Preamble
@@ -54,7 +55,7 @@ class Placement:
     ``progress``: the progress display for the compilation of the model's parts; None before the first compilation.
     ``fixed``: one tuple of weight names for each part of the model that is compiled separately for each size, because
     Inductor fails on dynamic shapes in this part.  ``owner``: a function that returns the name of the owner of this
-    placement, or None if it has no owner.  Only the owner may undo the placement.  ``goal``: the goal that the owner or
+    placement, or None if there is no owner.  Only the owner may undo the placement.  ``goal``: the goal that the owner or
     ``replan`` has set, or None; it also applies to later sizes.  ``owned_arena``: the arena that the owner provides for the
     programs, or None.
     ``expected``: the goal that the owner expects to set later; regions are cut for this goal.  None without an owner.
@@ -122,7 +123,7 @@ class Placement:
         self.owner, self.owned_arena, self.expected = owner, arena, expected
 
     def follow(self, timesteps: Callable[[], torch.Tensor | None]) -> None:
-        """Let rows be computed ahead for the timesteps of a schedule.  ``timesteps``: see the class."""
+        """Let rows be computed in advance for the timesteps of a schedule.  ``timesteps``: see the class."""
         self.timesteps = timesteps
 
     def aim_for(self, goal: Goal) -> None:
@@ -156,8 +157,7 @@ class Placement:
         return sum(preamble.statistics[program].nbytes for preamble, program in self.tables)
 
     def preamble(self, key: object) -> Preamble | None:
-        """Return the preamble with this key, which was made for another size or another block of the model; None if there is
-        none."""
+        """Return the preamble with this key if another size or another block of the model has one already; otherwise None."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)
 
     def share(self, preamble: Preamble) -> None:
@@ -217,7 +217,7 @@ class Placement:
 
         ``node``: the ranks with which this rank shares memory, or None; it is closed afterwards.  ``on_drive``: names of the
         weights to store on the SSD.
-        Waits for running steps of other threads first, because they may read the weights at the present addresses.
+        First waits for running steps of other threads, which may read the weights at their old addresses.
         """
         with self.quiet(), dynamo_timed("chunkflow.place"):
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
@@ -389,47 +389,6 @@ def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
     it."""
     if (method := ref()) is not None:
         method()
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model that torch.compile has wrapped, or ``model`` itself if it is not wrapped.  Raises ChunkflowError if
-    ``model`` is not a module."""
-    if not isinstance(model, nn.Module):
-        raise ChunkflowError(instead_of_model(model))
-    return model._orig_mod if isinstance(model, OptimizedModule) else model
-
-
-def is_pipeline(given: Any) -> bool:
-    """Return whether an argument is a diffusers pipeline or another object with ``components``, and not a model."""
-    return not isinstance(given, nn.Module) and isinstance(getattr(given, "components", None), Mapping)
-
-
-def instead_of_model(given: Any, or_pipeline: bool = False) -> str:
-    """Return a message on why an argument is not a model and what to pass instead.  ``or_pipeline``: whether a pipeline is
-    also accepted."""
-    wanted, loader = (
-        ("a model or a pipeline", "DiffusionPipeline") if or_pipeline else ("a model", "FluxTransformer2DModel")
-    )
-    if isinstance(given, type):
-        name = given.__name__
-        return f"{name} is a class, not {wanted}: pass an instance, as {name}.from_pretrained(...) returns."
-    if isinstance(given, str | Path):
-        load = f"{loader}.from_pretrained({str(given)!r})"
-        return f"{str(given)!r} is a name, not {wanted}: load it first, such as with {load}."
-    this = f"This {type(given).__name__}"
-    if or_pipeline:
-        fix = (
-            "the pipeline itself, not its components"
-            if isinstance(given, Mapping)
-            else "a torch.nn.Module or a pipeline"
-        )
-        return f"{this} is neither a model nor a diffusers pipeline: pass {fix}."
-    if is_pipeline(given):
-        return (
-            f"{this} is a pipeline, not a model: pass one component, such as pipe.transformer. For the whole pipeline, call "
-            "chunkflow_compile.compile(pipe)."
-        )
-    return f"{this} is not a model: pass a torch.nn.Module."
 
 
 def _values(tensor: torch.Tensor, device: torch.device, before: torch.Tensor | None) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,18 +11,15 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 import torch
-from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import ALIGNMENT
 from chunkflow_compile.passes.program.cycle import Cycle
-from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.bytes import as_weight
 from chunkflow_compile.weights.host_buffer import HostBuffer
-from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.locks import ProcessLock, aside
+from chunkflow_compile.weights.pin_order import pin_all
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.source import Bytes, DriveBytes
 from chunkflow_compile.weights.staging import GpuStagings
@@ -34,50 +30,20 @@ from .device import DeviceKind, check_device, make_device
 from .device_base import Device
 from .input_bits import InputBits
 from .read_ahead import DriveReader
+from .tenants import Owner, Tenant, Tenants
 
-Make = Callable[[torch.device, DeviceKind], Device]
+MakeDevice = Callable[[torch.device, DeviceKind], Device]
 
 
 class SharedDevice(Protocol):
-    """The interface through which the arenas that share a device limit the memory that each of them uses."""
+    """The interface of an object that limits the memory of each arena on a shared device."""
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
         """Free memory that other arenas hold on the device, because ``arena`` is about to allocate ``nbytes``."""
 
     def most_bytes(self, arena: Arena) -> int | None:
-        """Return the maximum total bytes of weights in ``arena``; None means the sum of the budgets of its models."""
-
-
-class Owner(Protocol):
-    """The interface of a program or a cycle that runs in the memory of an arena."""
-
-    def unbind(self) -> None:
-        """Wait for work in flight, then drop every reference to the arena's memory, so that this memory can be freed."""
-
-
-class Tenant(Owner, Protocol):
-    """The interface of a program that runs in an arena, alone or as part of cycles.
-
-    ``budget``: the id of the program's model, and the maximum bytes of offloaded weights that this model may have on the
-    device (None means no limit).  The whole property is None if the program does not limit the arena.  ``reads``: ids of the
-    weights that the program reads; equal for programs that read the same weights.  ``stale``: whether a weight was dropped,
-    moved or stored in other memory, so that the program can never run again.
-    """
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def budget(self) -> tuple[int, int | None] | None: ...
-
-    @property
-    def reads(self) -> tuple[int, ...]: ...
-
-    @property
-    def stale(self) -> bool: ...
-
-    def close(self) -> None:
-        """End the program, which can then never run again."""
+        """Return the maximum total bytes of weights in ``arena``.  None means that only the budgets of its models limit
+        it."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +52,12 @@ class Binding:
 
     ``arena``: the arena whose memory contains the slots, and whose streams the program uses.
     ``values``: name of an offloaded weight -> the tensor on the device that regions read: a view of a slot, or a resident
-    copy.  For all other weights, regions read the parameter, which is an input of every call.
+    copy.  A weight that is not offloaded is not in this mapping: regions read its parameter, which is an input of every
+    call.
     ``slots``: name of a streamed weight -> its bytes in the arena's memory, uint8.
     ``hosts``: name of a streamed weight -> its bytes in host memory or on the SSD, uint8.
-    ``state``: the contents of the slots.  Programs with the same placement share this object, and so do the calls of a
-    cycle.  None if the program shares its slots with no other program.
+    ``state``: the contents of the slots.  All programs that place the same weights in the same slots share this object, and
+    so do all calls of a cycle.  None if the program shares its slots with no other program.
     """
 
     arena: Arena
@@ -103,24 +70,29 @@ class Binding:
 class Arena:
     """Device memory and streams that several programs share.
 
-    The size of an arena is the size of the largest plan that ran in it, not the sum of all plans.  The programs of one model
+    An arena is as large as the largest plan that ran in it, not as large as all plans together.  The programs of one model
     share an arena automatically.  Models that run one after the other can share an arena: pass it to each of them as
     ``options={"arena": arena}``.  Examples are the two transformers of Wan 2.2, or a text encoder and a transformer.
-    Each switch from one program to another is a cold start, with two exceptions.  Programs that place the same weights in
-    the same way share the contents of the memory.  Programs that are called in a repeating order run as a cycle (order.py).
+    Switching from one program to another is a cold start, with two exceptions.  If both programs place the same weights in
+    the same slots, the second program uses the weights that the first one has left there.  If programs are called in a
+    repeating order, they run as a cycle (order.py).
+
+    ``lock``: a lock that is held while the ops of a call are issued.  ``contents``: the contents of the memory; None if they
+    are unknown or incomplete.  ``lost_weight``: whether a weight of a program was dropped since the last call.
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", *, make: Make = make_device, shared: SharedDevice | None = None
+        self, device: torch.device | str = "cpu", *, make: MakeDevice = make_device, shared: SharedDevice | None = None
     ) -> None:
         """``make``: a function that creates the streams for a device and its kind.  ``shared``: an object that limits the
         memory that the arena may use; None if no other arena uses the device.  Raises ChunkflowError for an unsupported
         device."""
         self.device = check_device(device)
-        self.lock = ProcessLock()  # held while a step is issued
-        self.holder: ArenaContents | None = None  # the contents that the last program left, if they are complete
-        self.lost_weight = False  # whether a weight of a program was dropped since the last step
+        self.lock = ProcessLock()
+        self.contents: ArenaContents | None = None
+        self.lost_weight = False
         self.graphs = CudaGraphs()
+        self.tenants = Tenants()
         self.bits = InputBits()  # shared by all tables of rows, because all blocks of a model get the same tensors
         self._make = make
         self._shared = shared
@@ -129,17 +101,15 @@ class Arena:
         self._reader: DriveReader | None = None
         self._running: tuple[int, str] | None = None  # the process id and the title of the running call
         self._memory: torch.Tensor | None = None
-        self._programs: list[weakref.ref[Tenant]] = []
         # bound program or cycle -> its resident weights outside the arena's memory; several owners may share a copy
         self._residents: weakref.WeakKeyDictionary[Owner, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
         self._states: weakref.WeakValueDictionary[object, ArenaContents] = weakref.WeakValueDictionary()
-        self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that are allocated now."""
+        """The bytes of device memory that the arena has allocated for slots."""
         return 0 if self._memory is None else self._memory.numel()
 
     @property
@@ -151,7 +121,7 @@ class Arena:
     def evict(self) -> None:
         """Free the arena's memory and the resident weights.  The next step of each program copies its weights again."""
         with self.lock():
-            self.refuse_inside()
+            self.check_not_inside()
             self._unbind()
             self._residents.clear()
 
@@ -166,9 +136,9 @@ class Arena:
     ) -> Binding:
         """Bind a cycle to the arena's memory.  The caller holds the lock.
 
-        ``owner``: the object that keeps the resident weights on the device until they are released (:meth:`release`) or it
-        ends.  ``buffers``: the offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``:
-        see :meth:`reserve`.
+        ``owner``: the object for which the resident weights stay on the device, until :meth:`release` is called for it or it
+        is garbage-collected.  ``buffers``: the offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.
+        ``advice``: see :meth:`reserve`.
         Raises ChunkflowError if the device does not have enough memory.
         """
         plan = cycle.plan
@@ -184,10 +154,9 @@ class Arena:
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
-        # Cycles that place the same weights in the same way share one state object, which describes the contents of the
-        # memory.  The key of this object also contains whether each weight is read from the SSD.  This may change although
-        # the values stay the same: after a failed write to a weight, cycles that are bound later no longer read it from the
-        # SSD.
+        # Cycles that place the same weights in the same slots share one state object, which describes the contents of the
+        # memory.  The key of this object also says which weights are read from the SSD: after a failed write to a weight,
+        # cycles that are bound later no longer read this weight from the SSD, although its values are unchanged.
         weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
@@ -233,24 +202,12 @@ class Arena:
                 self.release(program)
 
     def _evict_for(self, nbytes: int, residents: int) -> None:
-        """Evict everything if the next plan would exceed the budgets of the models.
+        """Evict everything if the weights on the device and the next plan together would exceed the budgets of the models.
 
-        Together with the next plan, the weights that earlier programs left on the device may exceed the budget.  The budget
-        of a model is the smallest budget of its programs, because a program with larger activations leaves less memory for
-        weights.  If any program of a model has no limit, the model has none.
-
-        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes that it needs in addition,
-        for resident weights outside this memory.
+        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes of resident weights that the
+        plan must still copy to the device, outside the arena's memory.
         """
-        budgets: dict[int, float] = {}
-        for program in self.programs:
-            if program.budget is None:
-                continue
-            model, budget = program.budget
-            most_bytes = math.inf if budget is None else budget
-            unlimited = math.inf in (most_bytes, budgets.get(model))
-            budgets[model] = math.inf if unlimited else min(most_bytes, budgets.get(model, most_bytes))
-        most = sum(budgets.values())
+        most = self.tenants.most_bytes()
         if self._shared is not None and (shared := self._shared.most_bytes(self)) is not None:
             most = min(most, shared)
         if self.held + max(0, nbytes - self.nbytes) + residents > most:
@@ -273,25 +230,12 @@ class Arena:
     @property
     def programs(self) -> list[Tenant]:
         """The programs that run in the arena, alone or in cycles, oldest first."""
-        return [program for ref in self._programs if (program := ref()) is not None]
-
-    def prove(self, program: Program) -> None:
-        """Verify a program together with each program of this arena.  Each pair of modules is verified only once.
-
-        Raises FindingError if two of the programs are not safe in one arena.
-        """
-        mine = program.module
-        for other in (tenant.program for tenant in self.programs):
-            theirs = other.module
-            if theirs is not mine and mine not in self._proved.setdefault(theirs, weakref.WeakSet()):
-                verify_together(other, program)
-                self._proved[theirs].add(mine)
-                self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
+        return self.tenants.programs
 
     def add(self, program: Tenant, kind: DeviceKind) -> None:
         """Add a program to the arena.  Raises ChunkflowError if the other programs use a different ``kind`` of device."""
         with self.lock():
-            self.refuse_inside()
+            self.check_not_inside()
             self.sweep()
             if self._streams is None:
                 self._streams, self._kind = self._make(self.device, kind), kind
@@ -300,53 +244,47 @@ class Arena:
                     "Programs that share an arena run on the same streams, so they need the same kind of device: set "
                     'debug="threads" for all of them or for none, and use one hardware profile if it emulates a link.'
                 )
-            self._programs.append(weakref.ref(program, partial(_sweep, weakref.ref(self))))
+            self.tenants.add(program, partial(_sweep, weakref.ref(self)))
 
     def remove(self, program: Tenant) -> None:
         """Remove a program.  The program must have released its memory."""
         with self.lock():
-            self._programs = [ref for ref in self._programs if ref() is not program]
+            self.tenants.remove(program)
             self.sweep()
 
     def begin_filling(self) -> None:
-        """Note that copies into the memory begin.  Until :meth:`hold`, the contents count as incomplete for every
-        program."""
-        self.holder = None
+        """Note that copies into the memory begin.  Until :meth:`hold` is called, the contents of the memory are incomplete,
+        so that any other call starts cold."""
+        self.contents = None
 
     def hold(self, contents: ArenaContents) -> None:
-        """Note that the memory holds the chunks of ``contents``, or that all copies of these chunks have been issued."""
-        self.holder = contents
+        """Note that the memory now has these ``contents``: all copies into the memory have been issued."""
+        self.contents = contents
 
     def discard(self, contents: ArenaContents | None) -> None:
-        """Make the next call a cold start if the memory holds the chunks of ``contents``."""
-        if self.holder is contents:
-            self.holder = None
+        """If the memory contains the chunks of ``contents``, make the next call a cold start."""
+        if self.contents is contents:
+            self.contents = None
 
     def begin_call(self, title: str) -> None:
-        """Note that a call runs from now until :meth:`end_call`.  ``title``: the name of the call in error messages."""
+        """Note that a call has begun; it ends with :meth:`end_call`.  ``title``: the name of the call in error messages."""
         self._running = os.getpid(), title
 
     def end_call(self) -> None:
         self._running = None
 
     def lose_weight(self) -> None:
-        """Note that a weight of a program was dropped.  The next step ends the programs that need the weight."""
+        """Note that a weight was dropped.  The next call of any program first ends the programs that need this weight."""
         self.lost_weight = True
 
     def close_stale(self) -> None:
-        """End the programs that have lost a weight, for example of a deleted adapter, so that they free their other
-        weights."""
+        """End the programs of which a weight was dropped, see :meth:`Tenants.close_stale`."""
         self.lost_weight = False
-        stale: dict[tuple[int, ...], bool] = {}  # cached, because programs for several sizes read the same weights
-        for program in self.programs:
-            if program.reads not in stale:
-                stale[program.reads] = program.stale
-            if stale[program.reads]:
-                program.close()
+        self.tenants.close_stale()
 
-    def refuse_inside(self) -> None:
-        """Raise ChunkflowError if a call is running now.  Such a call runs in this thread, because other threads wait for
-        the lock."""
+    def check_not_inside(self) -> None:
+        """Raise ChunkflowError if this thread is already inside a call.  The caller holds the lock, so no other thread can
+        be inside a call."""
         if self._running is not None and self._running[0] == os.getpid():
             raise ChunkflowError(
                 f"A compiled model is called inside a call of {self._running[1]}, from an op of its own, and both share an "
@@ -359,11 +297,11 @@ class Arena:
         holds the lock.
 
         If the memory must grow, the old memory is freed first, and other arenas on a shared device free memory if needed.
-        Each cycle is bound again at its next step.
+        All cycles are unbound; each of them is bound to the new memory at its next call.
 
-        ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.
-        Raises ChunkflowError if the device does not have enough memory.  Before it raises, it tries to allocate memory of
-        the old size again; if this fails too, the arena is left without memory.
+        ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.  Raises
+        ChunkflowError if the device does not have enough memory.  In this case, memory of the old size is allocated again;
+        if this also fails, the arena is left without memory.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:
@@ -383,7 +321,7 @@ class Arena:
         """Unbind all programs and cycles, and free the memory."""
         for bound in list(self._residents):
             bound.unbind()
-        self._memory = self.holder = None
+        self._memory = self.contents = None
         if self._streams is not None:
             self._streams.release()
         self._states.clear()
@@ -391,19 +329,18 @@ class Arena:
     def sweep(self) -> None:
         """Forget programs that were garbage-collected.  If no program is left, free the memory and close the streams."""
         with self.lock():
-            self._programs = [ref for ref in self._programs if ref() is not None]
-            if self._programs or self._streams is None:
+            if self.tenants.prune() or self._streams is None:
                 return
             for bound in list(self._residents):
                 self.release(bound)
             streams, memory = self._streams, self._memory
-            self._streams = self._memory = self.holder = None
-            self._states.clear()  # an ended program may still hold contents, whose events belong to these streams
+            self._streams = self._memory = self.contents = None
+            self._states.clear()  # an ended program may keep its contents alive, and their events belong to these streams
             streams.close()
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            del memory  # only now, because copies into the memory may have been in flight until the streams were closed
+            del memory  # not earlier: copies into the memory may be in flight until close() returns
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:
@@ -418,7 +355,7 @@ class Arena:
         return raw[start : start + nbytes]
 
     def __deepcopy__(self, _: object) -> Arena:
-        """Return the arena itself, so that a copy of a model that was compiled with an arena shares the arena."""
+        """Return the arena itself: the copy of a compiled model uses the same arena as the model."""
         return self
 
     def __reduce_ex__(self, _: object) -> NoReturn:

@@ -1,9 +1,10 @@
-"""Time on a GPU: marks are recorded between pieces of work on the streams, and read after the GPU has passed them.
+"""Time on a GPU: marks are recorded between pieces of work on the streams.  Their times are read after the GPU has passed
+them.
 
-A mark is a timed event.  Events are created in the first passes and then reused: each measured call takes a free frame of
-events.  A later call reads the times of this frame once the GPU has passed its marks.  Each pass over the calls of a cycle
-is measured either as a whole or not at all; this is decided when the pass begins.  The host never waits for a frame: if none
-is free, the call is not measured, and its pass does not count as measured.
+A mark is a timed event.  Events are created in the first passes and then reused: each measured call takes a free *frame*,
+which is a set of events.  The times of a frame are read during a later call, once the GPU has passed its marks.  Each pass
+over the calls of a cycle is measured either as a whole or not at all; this is decided when the pass begins.  The host never
+waits for a free frame: if there is none, the call is not measured, and its whole pass does not count as measured.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from .device_base import StepEnd, Waited, Watch
 # The initial number of frames.  If a whole model is one call, the host is rarely more than one call ahead of the GPU,
 # because the launch queue of a GPU holds about a thousand kernels.
 FRAMES = 4
-# The maximum number of events in all frames together; this is enough for four passes over 60 blocks.  If the blocks of a
-# model are compiled separately, the host is many calls ahead of the GPU.  More frames are then created, up to this limit.
+# The maximum number of events in all frames together.  It is enough for four passes over 60 blocks.  If the blocks of a
+# model are compiled separately, the host is many calls ahead of the GPU, so more than FRAMES frames are created.
 MOST_EVENTS = 8192
 
 
 class Frame:
-    """The marks of a call.  ``whole``: whether the previous call of the same program was also measured."""
+    """The marks of a call.  ``consecutive``: whether the previous call of the same program was also measured."""
 
     def __init__(self, event: Callable[[], torch.cuda.Event]) -> None:
         self._event = event
         self._events: list[torch.cuda.Event] = []
         self._numbers = count()
         self._reports: list[Callable[[Callable[[int], float]], None]] = []
-        self._lock = threading.Lock()  # a second thread records marks if it issues copies from pageable memory
+        self._lock = threading.Lock()  # the thread that issues copies from unpinned memory also records marks
         self._ends: tuple[int, ...] = ()
-        self.whole = True
+        self.consecutive = True
 
-    def open(self, stream: torch.cuda.Stream | None, whole: bool) -> None:
+    def open(self, stream: torch.cuda.Stream | None, consecutive: bool) -> None:
         """Begin a call on ``stream``."""
-        self._numbers, self._ends, self.whole = count(), (), whole
+        self._numbers, self._ends, self.consecutive = count(), (), consecutive
         self._reports.clear()
         self.mark(stream)
 
     def mark(self, stream: torch.cuda.Stream | None) -> int:
         """Record a mark at this point of ``stream``; return its number."""
-        number = next(self._numbers)  # next() needs no lock, because it is one call into C
+        number = next(self._numbers)  # No lock is needed, because next() is one call into C.
         if number >= len(self._events):
             self._grow(number)
         self._events[number].record(stream)
@@ -60,7 +61,7 @@ class Frame:
 
     @property
     def events(self) -> int:
-        """The number of events in the frame, including those that only earlier calls used."""
+        """The number of events in the frame.  The present call may use fewer events."""
         return len(self._events)
 
     def between(self, begin: int, end: int, watch: Watch) -> None:
@@ -74,9 +75,9 @@ class Frame:
         self._reports.append(lambda at: waited(at(end) - at(begin)))
 
     def close(self, compute: torch.cuda.Stream | None, lanes: Sequence[torch.cuda.Stream], over: StepEnd) -> None:
-        end, whole = self.mark(compute), self.whole
+        end, consecutive = self.mark(compute), self.consecutive
         self._ends = end, *map(self.mark, lanes)
-        self._reports.append(lambda at: over(at(0), at(end), whole))
+        self._reports.append(lambda at: over(at(0), at(end), consecutive))
 
     def passed(self) -> bool:
         return all(self._events[i].query() for i in self._ends)
@@ -109,24 +110,25 @@ class Clock:
     def __init__(self, event: Callable[[], torch.cuda.Event], most: int = MOST_EVENTS) -> None:
         self._event = event
         self._most = most
-        # The free frames form a queue.  So the first calls use one frame after the other, and thereby create the events of
-        # all frames.  Later calls create no events, unless the host runs further ahead of the GPU.
+        # The free frames form a queue, so the first calls use one frame after the other and create the events of all frames.
+        # Later calls create events only if the host runs further ahead of the GPU.
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._frames = FRAMES
         self._pending: deque[Frame] = deque()
         self.open: Frame | None = None  # the frame of the running call, if it is measured
-        self._newest: tuple[Frame, float] | None = None  # the frame that was read last, and the time of its first mark
+        self._newest: tuple[Frame, float] | None = (
+            None  # the latest frame that was read, and the time of its first mark
+        )
         self.zero = 0.0  # time.monotonic() when the host began the first frame
         self._lock = threading.RLock()
 
     def begin(self, stream: torch.cuda.Stream, marked: bool, consecutive: bool) -> Frame | None:
-        """Begin a call; return its frame.  Return None if the call is not ``marked`` (not to be measured) or no frame is
-        free.
+        """Begin a call; return its frame.  Return None if the call is not to be measured or no frame is free.
 
-        ``consecutive``: whether the previous call of the program was measured.
+        ``marked``: whether to measure the call.  ``consecutive``: whether the previous call of the program was measured.
         """
         with self._lock:
-            if self.open is not None:  # left open by a call that failed
+            if self.open is not None:  # a call that failed has left its frame open
                 self._free.append(self.open)
                 self.open = None
             if marked:
@@ -139,7 +141,8 @@ class Clock:
     def end(
         self, frame: Frame, compute: torch.cuda.Stream | None, lanes: Sequence[torch.cuda.Stream], over: StepEnd
     ) -> None:
-        """End a call.  ``over``: a function that :meth:`collect` calls after the GPU has passed the end of the call."""
+        """End a call.  ``over``: a function to call with the times of the call; :meth:`collect` calls it after the GPU has
+        passed the end of the call."""
         with self._lock:
             frame.close(compute, lanes, over)
             self.open = None
@@ -168,6 +171,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # only now, because the time of the new frame was computed relative to this frame
+            self._free.append(before)  # not earlier, because since() reads this frame
         self._newest = frame, start
         frame.report(start)

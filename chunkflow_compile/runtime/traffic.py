@@ -1,4 +1,4 @@
-"""Traffic: the transfers over PCIe into a rank.  This module determines which transfers overlapped no other transfer."""
+"""Traffic: the transfers over PCIe into a rank, and which of them overlapped no other transfer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chunkflow_compile.passes.names import LANES, Lane
 
 from .measurement import WindowSeconds
 
-_UNDER_WAY = float("inf")
+_UNKNOWN = float("inf")
 
 
 class Copied(NamedTuple):
@@ -27,7 +27,7 @@ class Copied(NamedTuple):
     alone_bytes: int = 0
 
 
-_NOTHING = Copied()
+_NO_COPIES = Copied()
 
 
 @dataclass(eq=False)
@@ -35,17 +35,17 @@ class Transfer:
     """A transfer over PCIe.
 
     ``log``: the queue to which the transfer is added when it begins.  ``nbytes``: for a copy, its size in bytes.
-    ``windows``, ``window``: for a collective or its completion, the seconds per window and the index of the window to which
-    its duration is added.  ``begin``, ``end``: the times when the transfer began and ended, in seconds of the device's
-    clock; infinite until they are known.
+    ``windows``, ``window``: for a collective or its completion, the record of seconds per window, and the index of the
+    window to which the duration is added.  ``begin``, ``end``: the times when the transfer began and ended, in seconds of
+    the device's clock; infinite until they are known.
     """
 
     log: deque[Transfer]
     nbytes: int = 0
     windows: WindowSeconds | None = None
     window: int = 0
-    begin: float = _UNDER_WAY
-    end: float = _UNDER_WAY
+    begin: float = _UNKNOWN
+    end: float = _UNKNOWN
 
     def begins(self, at: float) -> None:
         self.begin = at
@@ -58,7 +58,7 @@ class Transfer:
 class Traffic:
     """The transfers of a program.
 
-    One thread reports copies, one reports pulls, and one reports collectives.  Another thread calls :meth:`drain`.
+    Copies, pulls, collectives and calls of :meth:`drain` come from four different threads.
     """
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class Traffic:
         self._pulled: deque[Transfer] = deque()
 
     def copy(self, nbytes: int, lane: Lane = "copy") -> Transfer:
-        """Create the record of a copy that is about to run in a lane."""
+        """Return the record of a copy that is about to run in a lane."""
         return Transfer(self._lanes[lane], nbytes)
 
     def collective(self, windows: WindowSeconds, window: int) -> Transfer:
-        """Create the record of a collective, or of its completion, that is about to run."""
+        """Return the record of a collective, or of the completion of a collective, that is about to run."""
         return Transfer(self._collectives, windows=windows, window=window)
 
     def drain(self, now: float) -> Copied:
@@ -83,7 +83,7 @@ class Traffic:
         No collective may be in flight when this method is called.
         """
         if not (self._collectives or self._drained or any(self._lanes.values())):
-            return _NOTHING
+            return _NO_COPIES
         fresh = [self._collectives.popleft() for _ in range(len(self._collectives))]
         beside = [[overlaps for _, overlaps in _overlaps(fresh, list(lane))] for lane in self._lanes.values()]
         for collective, *overlaps in zip(fresh, *beside, strict=True):
@@ -109,7 +109,7 @@ class Traffic:
     def copied_bytes(self) -> int:
         """Bytes of all copies that have ended."""
         copies = (copy for lane in self._lanes.values() for copy in list(lane))
-        return self._counted + sum(copy.nbytes for copy in copies if copy.end < _UNDER_WAY)
+        return self._counted + sum(copy.nbytes for copy in copies if copy.end < _UNKNOWN)
 
     def forget(self) -> None:
         """Drop all transfers of a failed step, so that no later step counts them."""
@@ -122,7 +122,7 @@ class Traffic:
 
 
 def _ended(lane: deque[Transfer], now: float) -> Iterator[Transfer]:
-    """Remove the transfers that had ended by ``now`` from ``lane``, and yield these transfers."""
+    """Remove the transfers that had ended by ``now`` from ``lane``; yield the removed transfers."""
     while lane and lane[0].end <= now:
         yield lane.popleft()
 

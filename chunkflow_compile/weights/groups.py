@@ -28,7 +28,7 @@ _PAUSE_S = 0.02
 # After this many seconds of waiting, the log names the missing ranks, and :meth:`Group.posted` checks whether they will
 # still post.
 LOGGED_S = 5.0
-# The JSON that a rank stores when it withdraws its value.
+# The JSON that replaces a value when its rank withdraws it.
 _WITHDRAWN = "null"
 
 # Backends whose process groups have real ranks, that is, processes that can all reach the store.
@@ -50,14 +50,15 @@ class Group:
 
     @property
     def key(self) -> str:
-        """The prefix of this group's keys in the store.  It is equal on all ranks of the group, whereas torch's group
-        names may differ between ranks."""
+        """The prefix of this group's keys in the store.  All ranks of the group have the same prefix, whereas torch's
+        group names may differ between ranks."""
         return f"chunkflow/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]}"
 
     def post(self, what: str, value: Any) -> str:
         """Publish a JSON-serialisable value for the other ranks, and return the key to pass to :meth:`posted`.
 
-        ``what``: the purpose of the value.  The n-th values that the ranks post for the same purpose belong together.
+        ``what``: the purpose of the value.  The n-th value that a rank posts for a purpose belongs to the n-th values
+        of the other ranks for this purpose.
         Raises ChunkflowError if the store cannot be reached.
         """
         with reached():
@@ -70,13 +71,11 @@ class Group:
     def posted(
         self, key: str, seconds: float = 0.0, absent: Callable[[list[int]], bool] = lambda missing: False
     ) -> dict[int, Any]:
-        """Return rank -> posted value for the ranks that have posted one.  The value is None if the rank has withdrawn
-        it.
+        """Return rank -> posted value for the ranks that have posted a value.  A withdrawn value is None.
 
         Wait at most ``seconds`` for the other ranks.  ``absent``: a function that takes the missing ranks, and returns
-        whether one of them will not post; after LOGGED_S the wait also ends when it returns True.
-        If a rank is still missing at the end, this rank withdraws its value, and its next post replaces the withdrawn
-        value.
+        whether one of them will never post; if so, the wait ends.  It is first called after LOGGED_S seconds.  If a
+        rank is still missing at the end, this rank withdraws its value, and its next post replaces the withdrawn value.
         Raises as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
@@ -100,29 +99,31 @@ class Group:
                         self.store.delete_key(each)
         return values
 
-    def count_apart(self, model: str, asks: Mapping[str, Any]) -> None:
-        """Record, for ranks that wait for this one, that it places a model of class ``model`` without them.
+    def record_unshared(self, model: str, asks: Mapping[str, Any]) -> None:
+        """Record that this rank places a model of class ``model`` without other ranks, so that ranks that wait for this
+        one stop waiting.
 
-        ``asks``: the arguments with which this rank called ``offload``, for errors on the other ranks.  Does nothing if
-        the store cannot be reached, because this rank does not need the store.
+        ``asks``: the arguments with which this rank called ``offload``, for errors on the other ranks.  Errors of the
+        store are ignored, because this rank does not need it.
         """
-        place = _apart(model, self.rank)
+        place = _unshared_key(model, self.rank)
         with contextlib.suppress(StoreEnded), reached():
             self.store.set(f"{place}/asks", json.dumps(asks))
             self.store.add(f"{place}/count", 1)
 
-    def placed_apart(self, model: str, ranks: Collection[int]) -> tuple[int, dict[str, Any]] | None:
-        """Find the first of ``ranks`` that has placed models of class ``model`` on its own more often than this rank.
+    def find_unshared(self, model: str, ranks: Collection[int]) -> tuple[int, dict[str, Any]] | None:
+        """Find the first of ``ranks`` that has placed models of class ``model`` without other ranks more often than
+        this rank.
 
-        Returns that rank and the arguments that it passed, or None.  The same surplus is not returned again, because
-        this rank's count is raised to match.
+        Returns the rank and the arguments that it passed to ``offload``, or None.  If there is such a rank, this rank's
+        count is set to the count of that rank, so that the next call does not find the same placements.
         """
         with reached():
-            mine = self._count(_apart(model, self.rank))
+            mine = self._count(_unshared_key(model, self.rank))
             for rank in ranks:
-                place = _apart(model, rank)
+                place = _unshared_key(model, rank)
                 if (more := self._count(place) - mine) > 0:
-                    self.store.add(f"{_apart(model, self.rank)}/count", more)
+                    self.store.add(f"{_unshared_key(model, self.rank)}/count", more)
                     return rank, json.loads(self.store.get(f"{place}/asks"))
         return None
 
@@ -139,9 +140,9 @@ class Group:
         return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
 
 
-def _apart(model: str, rank: int) -> str:
-    """Return the store key under which a rank counts the models of one class that it has placed on its own.  The key
-    does not depend on the group."""
+def _unshared_key(model: str, rank: int) -> str:
+    """Return the store key under which a rank counts the models of one class that it has placed without other ranks.
+    Ranks that are in different groups use the same key."""
     return f"chunkflow/apart/{hashlib.sha256(model.encode()).hexdigest()[:16]}/{rank}"
 
 
@@ -173,8 +174,8 @@ def group_to_share_in(share: Any, device: torch.device) -> Group | None:
     """Return the group whose ranks share weights that are placed for ``device``, or None.
 
     ``share``: True, False, a process group, or None.  None selects the default process group if ``device`` is a GPU,
-    and otherwise no group.  If None finds no group for a GPU although the machine runs several ranks, the reason is
-    logged.
+    and otherwise no group.  If the default process group cannot be used although the machine runs several ranks, the
+    reason is logged.
     Raises ChunkflowError if sharing was requested explicitly and there is no such group.
     """
     if share is False or (share is None and device.type != "cuda"):
@@ -201,10 +202,10 @@ def ranks_of(name: str) -> tuple[int, ...]:
 
 
 def ranks_together() -> int:
-    """Return how many ranks run a model at the same time: the ranks on this machine if the launcher provides their
-    number, otherwise all ranks of the default process group.  With a fake process group it is the number of ranks that
-    the group emulates."""
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # a plan without ranks
+    """Return how many ranks run a model at the same time.  These are the ranks on this machine if the launcher provides
+    their number, otherwise all ranks of the default process group, or all ranks that a fake process group emulates."""
+
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # planning only
         return dist.get_world_size()
     group = group_of()
     return local_ranks(1 if group is None else len(group.ranks))

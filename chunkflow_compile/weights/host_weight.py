@@ -1,8 +1,8 @@
 """An offloaded weight as a tensor: its bytes are in host memory, and its device is the compute device.
 
-An op outside a program that reads such a weight gets a temporary copy on the device.  An op that writes the weight writes
-the host memory, and every program uses the new values from its next call on.  A view of the weight is a view of the host
-memory.
+An op outside a program that reads such a weight gets a temporary copy on the device.  An op that writes to the weight
+changes the host memory, and programs use the new values from their next call on.  A view of the weight is a view of the
+host memory.
 """
 
 from __future__ import annotations
@@ -19,44 +19,23 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.private_torch import core
-from chunkflow_compile.private_torch.dynamo import InstructionTranslator, ShortenTraceback
 
-from .bytes import in_one_memory, ordinary, same_place
+from .bytes import is_same_view, ordinary, share_storage
+from .declared import on_fetched, written_by
 from .exchange import STATE
 from .host_buffer import HostBuffer
-from .undeclared import cannot_be_seen, declares, on_copies, wait_for_collective
-
-_LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
-_LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
-_LIBRARY.impl("fetch", lambda host, device: host.to(device, copy=True), "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "chunkflow::fetch", lambda host, device: torch.empty_like(host, device=device), lib=_LIBRARY
-)
-# The op that copies host memory to the device in the graphs of other backends.
-FETCH = torch.ops.chunkflow.fetch.default
+from .tracing import FETCH, OURS, traces_for_us, tracing_backend
+from .undeclared import cannot_be_seen, declares, on_copies
+from .unsupported import CompiledViewError, refusal, refuse
 
 _aten = torch.ops.aten
 # Ops that return views without declaring it in their schemas.
 _VIEWS = {_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
 # Ops whose results need the conjugate or negative bit, which a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
-# Ops that write without reading, so that nothing has to be fetched.
-_FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
-
-
-# The name of ChunkFlow's backend.
-_OURS = "chunkflow"
-# All attributes of a HostWeight; "token" stays with the tensor when its values are exchanged.
+# All attributes of a HostWeight.  Unlike the others, "token" stays with the tensor when its values are exchanged.
 _OWN = {*STATE, "token"}
-
-
-class CompiledViewError(ChunkflowError, ShortenTraceback):
-    """A ChunkflowError that is raised while Dynamo traces; Dynamo passes it on unchanged."""
-
-    def __init__(self, said: str) -> None:
-        super().__init__(said, first_useful_frame=None)
 
 
 class HostWeight(torch.Tensor):
@@ -98,8 +77,8 @@ class HostWeight(torch.Tensor):
         return weight
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
-        backend = _traced_by()
-        if backend != _OURS:
+        backend = tracing_backend()
+        if backend != OURS:
             if backend is not None:
                 self.buffer.warn_of_compiler(backend)
             return ["raw_host"], self.device
@@ -115,11 +94,11 @@ class HostWeight(torch.Tensor):
         inner: Mapping[str, torch.Tensor], device: torch.device, size: Sequence[int], stride: Sequence[int]
     ) -> Any:
         (host,) = inner.values()
-        if isinstance(host, FakeTensor) and _is_for_us():
-            offset = host.storage_offset()  # a DTensor around it has the same offset
+        if isinstance(host, FakeTensor) and traces_for_us():
+            offset = host.storage_offset()  # a DTensor that contains the weight has the same offset
             with host.fake_mode, core.view_tracking(False):
                 room = torch.empty(offset + host.numel(), dtype=host.dtype, device=device)
-                return room.as_strided(size, stride, offset)  # not a view, because the weight is not a view
+                return room.as_strided(size, stride, offset)  # without view tracking, because the weight is not a view
         return HostWeight(host, device)
 
     @classmethod
@@ -129,9 +108,8 @@ class HostWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], HostWeight) else None
-        refused = (
-            torch.Tag.inplace_view in func.tags or func in _LAZY_VIEWS
-        )  # such as set_ and resize_, which replace the memory
+        # inplace views, such as set_ and resize_, replace the memory of a tensor
+        refused = torch.Tag.inplace_view in func.tags or func in _LAZY_VIEWS
         if first is not None and not refused:
             if func.is_view or func in _VIEWS:
                 with _tracked():
@@ -140,10 +118,10 @@ class HostWeight(torch.Tensor):
             if func is _aten._to_copy.default and type(first.host) is torch.Tensor:
                 return first._converted(kwargs)
         if refused or cannot_be_seen(func):
-            _refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
+            refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
         if not declares(func) and not _traced(args, kwargs):
             return on_copies(cls, func, args, kwargs)
-        written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
+        written = [x for x in written_by(func, args, kwargs) if isinstance(x, HostWeight)]
         with contextlib.ExitStack() as held:
             # in this order, so that two threads never deadlock
             for weight in sorted(written, key=lambda w: w.buffer.order):
@@ -153,16 +131,17 @@ class HostWeight(torch.Tensor):
                 written[0].host.copy_(source)
                 written[0].buffer.count_write()
                 return written[0]
-            return _fetched(func, args, kwargs, written)
+            return on_fetched(cls, func, args, kwargs, written)
 
     @property
     def writes(self) -> int:
-        """A number that changes with every write to the values: through this or another weight, to the host memory, or by
-        compiled code."""
+        """A number that changes with every write to the values: by an op on this weight or on another view of it, to
+        the host tensor, or by compiled code."""
         return self.buffer.written + self.host._version + self._version
 
     def fetch(self) -> torch.Tensor:
         """Return a copy of the values on the device, or the host memory itself if the device is the CPU."""
+
         if type(self.host) is not torch.Tensor:  # during tracing
             traced: torch.Tensor = FETCH(self.host, self.device)
             return traced
@@ -183,22 +162,22 @@ class HostWeight(torch.Tensor):
 
     @property
     def raw_host(self) -> torch.Tensor:
-        """The host memory, for code compiled by other backends.  Such code may write the memory without any op, so a
-        packed weight is first unpacked permanently, except during tracing."""
+        """The host memory, for code compiled by other backends.  Such code may write to the memory without calling an
+        op, so a packed weight is first unpacked permanently.  During tracing, it stays packed."""
         self.buffer.expose()
         if self.buffer.compressed and detect_fake_mode() is None:
             self.buffer.unpack()
         return self.host
 
     def _alias(self, host: torch.Tensor) -> Any:
-        """Wrap ``host`` as a weight.  It is a view of the same memory, or new memory, which some view ops return
-        instead."""
-        same = in_one_memory(host, self.host)
+        """Wrap ``host``, the result of a view op, as a weight.  Its buffer is the same if ``host`` is a view, and a new
+        one if the op has copied the values, which some view ops do."""
+        same = share_storage(host, self.host)
         return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
-        """Convert the weight: the result stays in host memory if the device is the same, and is an ordinary tensor on
-        another device."""
+        """Convert the weight.  The result is a HostWeight if the device is the same, and an ordinary tensor if it
+        differs."""
         device = kwargs.get("device")
         target = self.device if device is None else with_index(torch.device(device))
         if target == self.device or target.type == "cpu":
@@ -232,7 +211,8 @@ class HostWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the weight as an ordinary tensor on the CPU."""
-        # for a packed weight, an exported view takes no host memory if it is on the SSD
+
+        # for a packed weight, an exported view is usually in a scratch file and takes no host memory
         read = self.buffer.export_view if self.buffer.compressed else self.buffer.values
         return self.plain(read(self.host)).__reduce_ex__(protocol)
 
@@ -258,7 +238,8 @@ class HostWeight(torch.Tensor):
             return {}
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
-    # Methods that are not implemented by an op, and would access memory that this tensor does not have.
+    # Methods that torch does not implement by ops.  The methods of torch.Tensor would access memory that this tensor
+    # does not have.
 
     @property
     def data(self) -> Any:
@@ -277,21 +258,23 @@ class HostWeight(torch.Tensor):
         a weight on the same device        the other weight's          the other weight's
         a tensor on the CPU                the tensor's                a new one
         a tensor on another device         a copy                      a new one
-        one that is not :func:`ordinary`   a copy                      a new one
+        not dense, or an inference tensor  a copy                      a new one
         another class or layout            raises ChunkflowError       none
         =================================  ==========================  =====================
         """
         if value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter, HostWeight):
-            _refuse(self, f"data of type {type(value).__name__} and layout {value.layout}")
+            refuse(self, f"data of type {type(value).__name__} and layout {value.layout}")
         if isinstance(value, HostWeight) and value.device == self.device:
             host, buffer = value.host, value.buffer
         else:
             host, buffer = value.detach().to("cpu"), None
-        if buffer is self.buffer and same_place(host, self.host):
-            return  # p.data += x has written the memory already
-        if buffer is None and same_place(host, self.host) and self.buffer.backs(self):
-            return  # a tensor of the weight's own state_dict
-        part = buffer is self.buffer  # another view of the same memory, which may be only a part of the backing
+        if buffer is self.buffer and is_same_view(host, self.host):
+            return  # p.data += x has already written to the memory
+        if buffer is None and is_same_view(host, self.host) and self.buffer.backs(self):
+            # a tensor of the weight's own state_dict
+            return
+        # whether ``value`` is another view of the same memory, perhaps of only a part of it
+        part = buffer is self.buffer
         if part:
             self.buffer.unpack()
         with self.buffer.write(replacing=not part), torch.inference_mode(False), torch.no_grad():
@@ -309,7 +292,7 @@ class HostWeight(torch.Tensor):
                 self.buffer.host = self.host
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a view of the values.  It is read-only, because a write through it would go unnoticed."""
+        """Return the values as a read-only array, because a write to the array would go unnoticed."""
         if self.device.type != "cpu" and not force:
             raise TypeError(f"can't convert {self.device} device type tensor to numpy: call .cpu() first.")
         if self.requires_grad and not force:
@@ -322,8 +305,8 @@ class HostWeight(torch.Tensor):
         """Return an ordinary tensor on the CPU.  If the device of the weight is the CPU, the tensor shares the memory
         of the weight, like the tensors of a state_dict.
 
-        A weight on the CPU is returned unchanged where an ordinary tensor would break autograd, a conversion of the
-        model, or a trace.
+        While a gradient is recorded, while a model is converted or traced, or if the memory format changes, calls
+        ``torch.Tensor.cpu`` instead.
         """
         ordinary = self.device.type == "cpu" and memory_format == torch.preserve_format
         if (
@@ -346,48 +329,28 @@ class HostWeight(torch.Tensor):
         return False
 
     def data_ptr(self) -> NoReturn:
-        _refuse(self, "data_ptr()")
+        refuse(self, "data_ptr()")
 
     def storage(self) -> NoReturn:
-        _refuse(self, "storage()")
+        refuse(self, "storage()")
 
     def share_memory_(self) -> NoReturn:
-        _refuse(self, "share_memory_()")
+        refuse(self, "share_memory_()")
 
     def __dlpack__(self, **_: Any) -> NoReturn:
-        _refuse(self, "DLPack")
+        refuse(self, "DLPack")
 
     @property
     def __cuda_array_interface__(self) -> NoReturn:
-        raise AttributeError(_refusal(self, "__cuda_array_interface__"))  # hasattr is False
+        raise AttributeError(refusal(self, "__cuda_array_interface__"))  # so that hasattr returns False
 
 
-def _traced_by() -> str | None:
-    """Return the backend for which Dynamo traces a call in this thread, or None.  Also return None for torch.export,
-    because it executes nothing."""
-    try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:  # Dynamo does not trace in this thread
-        return None
-    backend = output.compiler_fn
-    return None if output.export else getattr(backend, "compiler_name", getattr(backend, "__name__", "a function"))
-
-
-def _is_for_us() -> bool:
-    """Whether Dynamo traces for ChunkFlow in this thread.
-
-    A program gets each weight on the device, so its trace contains an ordinary tensor there.  All ops of torch accept
-    that, whereas loops (``while_loop``) and ``flex_attention`` do not accept tensor subclasses.
-    """
-    return _traced_by() == _OURS
-
-
-# These getters are for code that compares many weights in every call.  Both raise AttributeError for a tensor that is in
-# no store.  ``mark_of`` returns an object that is replaced after each change of a weight, unless the version of its
-# host tensor records the change.  If the buffer is ``exposed``, the version of the weight must be compared as well;
-# otherwise ``written`` counts the same writes.
+# Two getters for code that looks for changes of many weights in every call.  Both raise AttributeError for a tensor
+# that is in no store.  ``mark_of`` returns an object that is replaced when a weight changes.  Two types of changes do
+# not replace it: changes that ``host._version`` records, and, if the buffer is ``exposed``, changes that the weight's
+# own ``_version`` records.
 mark_of = attrgetter("token.state")
-# ``state_of`` returns everything that may change: the buffer, its form, and the counters that ``writes`` adds up.
+# ``state_of`` returns the buffer, its form, and the three counters whose sum is ``writes``.
 state_of = attrgetter("buffer", "buffer.form", "buffer.written", "host._version", "_version")
 
 
@@ -406,67 +369,14 @@ def like(tensor: torch.Tensor, weight: HostWeight) -> Any:
     return replacement
 
 
-def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[HostWeight]) -> Any:
-    """Run an op on fetched values, and write the values of the ``written`` weights back to host memory."""
-    values: dict[int, torch.Tensor] = {}
-
-    outs = {id(x) for name, value in kwargs.items() if name.startswith("out") for x in pytree.tree_leaves(value)}
-    others = (args, [value for name, value in kwargs.items() if not name.startswith("out")])
-    read = {id(x) for x in pytree.tree_leaves(others)} if outs else set()
-
-    def fetch(weight: HostWeight) -> torch.Tensor:
-        if (
-            id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor
-        ):  # the op may resize it
-            value = torch.empty_like(weight.host, device=weight.device)
-            values[id(weight)] = value.copy_(weight.fetch()) if id(weight) in read else value
-        if id(weight) not in values:
-            fills = func in _FILLS and type(weight.host) is torch.Tensor
-            values[id(weight)] = weight.host if fills else weight.fetch()
-        return values[id(weight)]
-
-    positional, named = pytree.tree_map_only(HostWeight, fetch, (tuple(args), dict(kwargs)))
-    result = func(*positional, **named)
-    wait_for_collective(func, [values[id(weight)] for weight in written])
-    for weight in written:
-        if values[id(weight)].shape != weight.shape:
-            _refuse(weight, f"out= of shape {list(values[id(weight)].shape)}")
-    for weight in written:
-        if not in_one_memory(values[id(weight)], weight.host):
-            weight.host.copy_(values[id(weight)])
-        weight.buffer.count_write()
-    given = {id(values[id(weight)]): weight for weight in written}
-    return pytree.tree_map_only(torch.Tensor, lambda t: given.get(id(t), t), result)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the tensors that an op writes, according to its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
 def _traced(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     given = pytree.tree_leaves((args, kwargs))
     return any(isinstance(x, HostWeight) and type(x.host) is not torch.Tensor for x in given)
 
 
-def _refusal(weight: HostWeight, what: str) -> str:
-    return (
-        f"{what} needs the memory of {weight.buffer.name} on {weight.device}, but ChunkFlow keeps this weight in host "
-        "memory: use weight.cpu() or model.state_dict(), which return ordinary tensors, or call "
-        "chunkflow_compile.restore(model) first."
-    )
-
-
-def _refuse(weight: HostWeight, what: str) -> NoReturn:
-    raise ChunkflowError(_refusal(weight, what))
-
-
 @contextlib.contextmanager
 def _tracked() -> Iterator[None]:
-    """A context in which views share the version counter of their base, which views created inside a dispatch normally
-    do not."""
+    """A context in which new views share the version counter of their base.  Inside ``__torch_dispatch__``, views
+    normally do not."""
     with torch.inference_mode(False), core.view_tracking(True):
         yield

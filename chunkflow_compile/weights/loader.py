@@ -1,4 +1,4 @@
-"""The loader: it moves the weights of one placement into host memory, with their dtypes and the pages that they need."""
+"""The loader: it reads or copies weights into host memory in their final dtypes, or into files on the SSD."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .host_memory import empty_pages, fill, near_cpus
 from .limits import check_room, host_memory
 from .mapping import close_pages, whole_pages
 from .node import Node
-from .packed import Packed, address_space, do_not_fit, fits, pack_into
+from .packed import Packed, address_space, fits, mark_unfit, pack_into
 from .sharing import LoadRequest, SharedPages
 from .staging import GpuStagings
 
-# Bytes to fill between two checks of the free memory; a check takes half a millisecond.
+# Bytes of weights to load between two checks of the free memory; a check takes half a millisecond.
 _CHECKED = 256 << 20
 # A function that takes the name and the tensor of a weight, and returns the dtype with which to load the weight.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 
 
 class WeightLoader:
-    """Creates the host tensors for the weights of one move to host memory, in the order of the weights.
+    """Creates the host tensors for one move of weights to host memory, one weight after the other.
 
     Each weight gets its own pages, which can be pinned for a GPU and shared.  On the CPU, a weight may keep its present
     memory instead.
@@ -52,16 +52,17 @@ class WeightLoader:
         shards: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """``device``: the device on which programs run.  ``weights``: all weights of the move, with their names.
-        ``dtype_of``: returns the dtype to load a weight with.  ``pages``: whether every weight gets its own pages.
-        ``node``: the ranks with which to share the weights, or None; these ranks all move the weights of the same
-        model.  ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the weights to pack
-        now.  ``packable``: the names of the weights that may be packed later.
-        ``shards``: name -> the part of the weight that this rank has; ranks share equal parts only.
+        ``dtype_of``: returns the dtype to load a weight with.  ``pages``: whether each weight gets separate pages.
+        ``node``: the ranks with which to share the weights, or None; all of them move the weights of the same model.
+        ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the weights to pack now.
+        ``packable``: the names of the weights that may be packed later.
+        ``shards``: name -> an id of the part of the weight that this rank has; ranks share a weight only if they have
+        the same part.
 
         Raises ChunkflowError if the weights do not fit in host memory.
         """
         self._cpus = near_cpus(device)
-        # with less free memory, the page cache of the checkpoint would push out other memory
+        # if memory is short, keep the checkpoint out of the page cache
         direct = host_memory().free < 2 * sum(w.nbytes for _, w in weights)
         self._reader = CheckpointReader(direct, self._cpus)
         self._shards = shards or {}
@@ -78,7 +79,7 @@ class WeightLoader:
         self._unchecked = 0
         self._shared: SharedPages | None = None
         try:
-            self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
+            self._weights = {name: self._request(name, tensor) for name, tensor in weights}
             if node is not None:
                 self._shared = SharedPages(node, [w for w in self._weights.values() if not w.stays])
             read = [
@@ -87,8 +88,9 @@ class WeightLoader:
             self._after = dict(pairwise(read))
             copied = [w for w in self._weights.values() if self._takes_memory(w)]
             self._todo = sum(w.takes for w in copied)
-            self._twice = max((w.for_a_moment for w in copied), default=0)  # weights are placed one after the other
-            check_room(self._todo + self._twice)
+            # the maximum and not the sum, because weights are placed one after the other
+            self._temporary = max((w.takes_temporarily for w in copied), default=0)
+            check_room(self._todo + self._temporary)
         except BaseException as error:
             self.close(error)
             raise
@@ -139,8 +141,8 @@ class WeightLoader:
         return self._weights[name].part is not None
 
     def placed(self, name: str, tensor: torch.Tensor) -> HostBuffer:
-        """Return the host memory of a shared weight after all ranks have written their weights.  If the values differ
-        on this rank, the memory is private.
+        """Return the host memory of a shared weight after all ranks have written their weights.  If this rank has other
+        values than the rank that wrote them, this rank gets private memory.
 
         Raises ChunkflowError if private memory does not fit.
         """
@@ -148,7 +150,7 @@ class WeightLoader:
         weight, values = self._weights[name], alias(tensor)
         if self._shared.same(name, values):
             return self._in_shared_memory(self._shared, weight, values)
-        return self._unplanned(weight, values)
+        return self._unshared(weight, values)
 
     def report(self) -> None:
         """Log on all ranks which weights differ."""
@@ -156,22 +158,22 @@ class WeightLoader:
             self._shared.report()
 
     def _in_shared_memory(self, shared: SharedPages, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
-        """Return the memory of a shared weight that has been written, or private memory if the weight could not be
-        packed."""
+        """Return the memory of a shared weight after it was written, or private memory if the weight was to be packed
+        and its values do not fit in the packed form."""
         backing = shared.backing(weight.name)
         if weight.source.compressed and not fits(backing.host):
-            # no rank could use the packed form, so the weight stays unpacked on all ranks
-            return self._unplanned(replace(weight, source=replace(weight.source, values=0)), values)
+            # the shared memory is too small for the unpacked values
+            return self._unshared(replace(weight, source=replace(weight.source, values=0)), values)
         self._kept.add(weight.name)
         if weight.source.compressed:
             backing = Packed(address_space(weight.like), backing)
         return HostBuffer(backing.host, backing)
 
-    def _unplanned(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
+    def _unshared(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
         """Return private memory for a weight that other ranks share.  Raises ChunkflowError if it does not fit in host
         memory."""
         if not weight.source.file:
-            check_room(weight.takes + weight.for_a_moment if weight.source.compressed else weight.takes)
+            check_room(weight.takes + weight.takes_temporarily if weight.source.compressed else weight.takes)
         return self._private(weight, values)
 
     def _private(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
@@ -186,7 +188,8 @@ class WeightLoader:
         return HostBuffer(kept.host, kept, compressible=weight.name in self._packable)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Free threads and files, and leave the node.  ``error``: the reason if the move has failed, or None."""
+        """End the threads, free shared pages that no weight uses, and close the node.  ``error``: the reason if the
+        move has failed, or None."""
         if self._node is not None:
             self._node.close(error)
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -194,7 +197,7 @@ class WeightLoader:
         if self._shared is not None:
             self._shared.leave(self._kept)
 
-    def _wanted(self, name: str, tensor: torch.Tensor) -> LoadRequest:
+    def _request(self, name: str, tensor: torch.Tensor) -> LoadRequest:
         values, dtype = alias(tensor), self._dtype_of(name, tensor)
         like = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device="meta")
         source = Source(file=name in self._on_drive, values=like.nbytes if name in self._packs else 0)
@@ -215,13 +218,13 @@ class WeightLoader:
         return not weight.source.file and self._writes(weight)
 
     def _take(self, weight: LoadRequest) -> None:
-        """Check from time to time whether the remaining weights still fit, because other processes may take memory
-        meanwhile."""
+        """Count a weight that is about to take memory.  Check from time to time whether the remaining weights still
+        fit, because other processes may take memory meanwhile."""
         if self._takes_memory(weight):
             self._unchecked += weight.nbytes
             if self._unchecked >= _CHECKED:
                 self._unchecked = 0
-                check_room(self._todo + self._twice)
+                check_room(self._todo + self._temporary)
             self._todo -= weight.takes
 
     def _stored(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
@@ -233,13 +236,14 @@ class WeightLoader:
         return packed
 
     def _pack(self, packed: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
-        """Pack a weight that ranks share, or mark its memory if the values do not fit."""
+        """Pack a weight that ranks share.  If the values do not fit in the packed form, mark the memory for the other
+        ranks."""
         if not pack_into(packed, self._filled(weight, values), self._cpus):
-            do_not_fit(packed)
+            mark_unfit(packed)
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        """Return pages with the values of a weight.  Also start to read the next weight to be packed, while this one is
-        processed."""
+        """Return pages with the values of a weight.  If another weight is to be packed after this one, start to read
+        that weight on a thread."""
         if self._ahead is not None and self._ahead[0] == weight.name:
             host = self._ahead[1].result()
             self._ahead = None
@@ -250,8 +254,11 @@ class WeightLoader:
         return host
 
     def _pages_with(self, weight: LoadRequest, values: torch.Tensor | None = None) -> torch.Tensor:
-        """Return new pages with the values of a weight.  ``values``: the values, if the weight is not in a file."""
-        with torch.inference_mode(False), torch.no_grad():  # because a thread does not inherit these modes
+        """Return new pages with the values of a weight.  ``values``: the values; not needed if the weight is in a
+        file."""
+
+        # ``_thread`` does not inherit the modes of its caller
+        with torch.inference_mode(False), torch.no_grad():
             host = empty_pages(weight.like)
             self._fill(host, weight, values)
         return host
@@ -264,7 +271,6 @@ class WeightLoader:
 
     @cached_property
     def _scratch(self) -> Scratch:
-        """The scratch file of this rank."""
         shared = self._shared or ()
         own = [w for w in self._weights.values() if w.source.file and not w.stays and w.name not in shared]
         return Scratch.made(sum(whole_pages(w.nbytes) for w in own))
@@ -275,5 +281,5 @@ class WeightLoader:
 
 
 def keep_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the tensor, so that each weight keeps its dtype."""
+    """Return the dtype of the tensor: a ``DtypeOf`` with which each weight keeps its dtype."""
     return tensor.dtype
