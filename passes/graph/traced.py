@@ -40,7 +40,8 @@ class Traced:
     whether Inductor will fuse the graph's ops.  ``repeats``: blocks with the same structure if the graph is a block of
     a model, otherwise None.  ``together``: number of ranks that run the graph at the same time, see :class:`Problem`.
     ``slow``: indices of the slow inputs of the Dynamo graph, which take few values (hoist.py); None if they are to be
-    found.
+    found.  ``exchange_groups``: number of groups of heads into which the graph's exchanges have been divided
+    (head_groups.py); 1 if they are whole.
     """
 
     graph: GraphModule
@@ -54,3 +55,4 @@ class Traced:
     repeats: Repeats | None = None
     together: int = 1
     slow: frozenset[int] | None = None
+    exchange_groups: int = 1
