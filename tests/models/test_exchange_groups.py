@@ -125,25 +125,28 @@ def test_ranks_that_choose_differently_take_the_smallest_number(on_ranks: Callab
 
 
 class Mixed(nn.Module):
-    """A block that exchanges nothing, and a larger one with attention."""
+    """Blocks that exchange nothing, and then attention with larger weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(32), UlyssesBlock(32, 8)])
+        self.blocks = nn.ModuleList(Block(64, 64) for _ in range(2))
+        self.attention = UlyssesBlock(64, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[1](self.blocks[0](x))
+        for block in self.blocks:
+            x = block(x)
+        return self.attention(x)
 
 
 def surveying_on_a_rank(rank: int) -> None:
-    """The first block does not fit the budget of one rank, which then plans the second without the other rank."""
+    """The blocks do not fit the budget of one rank, which then plans attention without the other rank."""
     if rank:
         return
     model = Mixed().eval()
     chunkflow_compile.compile(model, memory=10_000, dynamic=False, **{**GROUPED, "slowdown": None, "min_bytes": 0})
     with pytest.raises(ChunkflowError, match=r"is too little") as told:
-        model(torch.randn(4, 32))
-    assert memory_named(told.value) > model.blocks[1].qkv.weight.nbytes + model.blocks[1].out.weight.nbytes
+        model(torch.randn(4, 64))
+    assert memory_named(told.value) > model.attention.qkv.weight.nbytes
 
 
 def test_a_survey_of_one_rank(on_ranks: Callable[..., None]) -> None:
