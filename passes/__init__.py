@@ -4,12 +4,13 @@ A module imports only from its own package or from packages to its left::
 
     types < cost < graph < placement < program < pipeline
 
-The frozen types are in errors, hardware, problem, plan, step and ops.  The packages above them::
+The frozen types are in the modules errors, hardware, problem, plan, step and ops.  The packages that use them::
 
-    cost       a region's graph   -> Cost     FLOPs and bytes; or seconds from measurements
+    cost       a region's graph   -> Cost     FLOPs and bytes, or measured seconds
     graph      ATen graph         -> Cut      regions, the collectives between them, and their Problem
     placement  Problem + Hardware -> Plan     home, slot and windows of every weight, for a goal
     program    Cut + Plan         -> Program  an FX graph with prefetch / wait / evict, proved safe
 
-:mod:`pipeline` runs the passes of all packages in order.  No module here imports the rest of the package.
+:mod:`pipeline` runs the passes of all packages in order.  The passes import nothing else from chunkflow_compile, except
+its module ``units``.
 """

@@ -7,8 +7,8 @@ class ChunkflowError(RuntimeError):
 
 
 class BudgetError(ChunkflowError):
-    """A budget is too small.  ``needed``: the minimum budget in bytes.  It covers weights and activations, or weights
-    alone, like the given budget."""
+    """A budget is too small.  ``needed``: minimum budget in bytes.  Like the given budget, it covers either weights and
+    activations, or weights alone."""
 
     def __init__(self, message: str, needed: int) -> None:
         super().__init__(message)
@@ -20,9 +20,9 @@ class FindingError(ChunkflowError):
 
 
 def shortage(error: BaseException | None) -> BudgetError | None:
-    """Return the BudgetError among an error and its causes, or None if there is none."""
+    """Return the first BudgetError among an error and its causes, or None if none of them is a BudgetError."""
     while error is not None and not isinstance(error, BudgetError):
-        # Dynamo drops the cause of a backend's error
+        # Dynamo sets inner_exception instead of the cause
         error = error.__cause__ or getattr(error, "inner_exception", None)
     return error
 

@@ -1,9 +1,9 @@
-"""Forms: the ops that are issued in addition to the step of a call, or instead of it.  (step.py orders the ops of a step.)
+"""Forms: the ops that are issued in addition to the step of a call (step.py), or instead of it.
 
 * :func:`prologue`: ops before the step.  They copy the chunks that are missing at a cold start, at a jump (a call out of
-  the planned order), and after weights were rewritten.  They also record the events that the step waits for but does not
-  record.  Each of these events is recorded after the resident chunks of the weights that its wait names;
-* :func:`captured`: the step as one CUDA graph;
+  the planned order), and after weights were rewritten.  A step also waits for the arrivals of resident chunks, which it
+  does not copy itself; the prologue records these events.
+* :func:`captured`: the step as one CUDA graph.
 * :func:`joined`: the step with a join at its end, where compute waits for all copies.
 """
 
@@ -19,9 +19,11 @@ from .step import Copy, Evict, Op, Read, Record, Step, Stream, Wait, join, used_
 
 @dataclass(frozen=True)
 class CallEvents:
-    """Numbers of the events at the beginning and the end of calls, which do not occur in programs.  ``handover``: event
-    at the beginning of a prologue, with which the arena is handed over to the call.  ``lanes``: event of a join, for
-    each lane.  ``reads``: events recorded by reads; unlike the other events, they also occur in programs."""
+    """Numbers of the events that prologues and joins use.  Programs do not contain these events, except for ``reads``.
+
+    ``handover``: event at the beginning of a prologue; the lanes wait for it before they overwrite the arena.
+    ``lanes``: event of a join, for each lane.  ``reads``: events that reads record.
+    """
 
     handover: int
     lanes: Mapping[Lane, int]
@@ -29,14 +31,14 @@ class CallEvents:
 
     @staticmethod
     def of(step: Step) -> CallEvents:
-        """Choose the events for several calls that share them.  ``step``: ops of all these calls."""
+        """Choose the events for the calls of a cycle.  ``step``: ops of all these calls."""
         free = _free_event(step)
         reads = frozenset(op.event for op in step if isinstance(op, Record) and op.stream == "read")
         return CallEvents(free, {lane: free + 1 + i for i, lane in enumerate(LANES)}, reads)
 
     @property
     def count(self) -> int:
-        """The number of events, including the events in programs.  Events are numbered from 0."""
+        """The number of events, including the events that programs contain.  Events are numbered from 0."""
         return self.handover + 1 + len(self.lanes)
 
     def join(self, lanes: Iterable[Lane]) -> Step:
@@ -55,7 +57,7 @@ def _free_event(step: Step) -> int:
 
 
 def resident(plan: Plan) -> tuple[Copy, ...]:
-    """Return the copies of the resident chunks in the arena."""
+    """Return copies of all chunks that are resident in the arena, for a prologue."""
     return tuple(
         Copy(plan.lane(weight.name), weight.name, run.first, run.end, None)
         for weight in plan.streamed
@@ -74,28 +76,29 @@ def prologue(
     *,
     jumps: bool = False,
 ) -> Step:
-    """Return the ops to issue before a call.  After them, the arena is in the state in which a pass (all calls in the
-    planned order) would leave it.
+    """Return the ops to issue before a call.  They put the arena into the state that it would have if all earlier calls of
+    the pass had run in the planned order.
 
-    ``step``, ``events``: ops and events of all calls.  ``begin``: index of the first op of the call.  ``kept``: copies
-    of resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights that were written
-    since they were copied.  ``jumps``: whether the call is a jump, that is, out of the planned order.  If ``stale`` is
-    None and the call is not a jump, it is a cold start.
+    ``step``, ``events``: ops and events of all calls of the cycle.  ``begin``: index of the first op of the call.
+    ``kept``: copies of the resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights
+    that were written since they were copied; None at a cold start.  ``jumps``: whether the call is a jump, that is, out
+    of the planned order.
 
-    At a cold start, everything is copied.  Otherwise, the arena already contains the resident chunks of all weights
-    that are not stale.  Without a jump, the arena also contains the chunks that are in use or have been copied for this
-    call.  At a cold start and at a jump, the prologue also issues the reads that a pass would have issued before this
-    call for later copies.  The prologue's own copies do not use the ring: for a weight in a file, the copy itself reads
-    the file.
+    At a cold start, the prologue copies all resident chunks, and all streamed chunks that earlier calls would have
+    copied for this and later calls.  At a jump, it copies these streamed chunks, and the resident chunks of stale
+    weights.
+    Otherwise, it copies only stale weights.  At a cold start and at a jump, it also issues the reads that earlier calls
+    would have issued for copies after the beginning of this call.  The prologue's own copies do not use the ring: for a
+    weight in a file, the copy itself reads the file.
 
-    Compute waits for the prologue's copies of stale weights, and of weights that an earlier call has already waited
-    for.  The event that the reader of such a weight waits for may belong to another copy.
+    At the end of the prologue, compute waits for all copies if a weight is stale, or if an earlier call contains the wait
+    for a weight that this call reads.  Then this call itself may not wait for the copy of the prologue.
     """
     cold = stale is None and not jumps
     stale = stale or ()
     ahead = reads_ahead(step, begin) if events.reads and (cold or jumps) else ()
-    # without this join, nothing orders copies in flight in one lane before copies in the other lane, or before reads
-    # that overwrite their bytes of the ring
+    # copies may be in flight; this join orders them before the prologue's copies in the other lane, and before reads that
+    # overwrite their bytes of the ring
     ops = [*events.join(lanes)] if len(lanes) > 1 or ahead else []
     handed: list[Stream] = [*lanes, "read"] if ahead else [*lanes]
     ops += [Record("compute", events.handover), *(Wait(stream, events.handover) for stream in handed)]
@@ -109,14 +112,15 @@ def prologue(
         copy = step[i]
         if not isinstance(copy, Copy) or not (cold or jumps or copy.weight in stale):
             continue
-        # copies that the last pass would have issued for this pass, and copies that earlier calls of this pass would
-        # have issued
+        # from op ``begin`` on, the copies that the previous pass issues for this pass; before it, the copies that earlier
+        # calls of this pass issue
         needed = evicted.get(copy.weight, -1) >= begin
         if (copy.next_step and needed) if i >= begin else (copy.next_step or needed):
             ops.append(replace(copy, ring=None))
             ops += (op for op in step[i + 1 : i + 2] if isinstance(op, Record) and op.stream == copy.stream)
     ops += ahead
-    # the last wait before the evict belongs to the first reader; a barrier may wait for the copies of the next step
+    # for each weight, the index of the last wait before its evict: the wait of its first reader.  A later wait belongs to a
+    # barrier, which may wait for the copies of the next step
     waits = ((i, weight) for i, op in enumerate(step) if isinstance(op, Wait) for weight in op.weights)
     waited = {weight: i for i, weight in waits if i < evicted.get(weight, -1)}
     if stale or any(i < begin <= evicted[weight] for weight, i in waited.items()):
@@ -125,14 +129,11 @@ def prologue(
 
 
 def reads_ahead(step: Step, begin: int) -> Step:
-    """Return the reads that a pass has issued before the op at index ``begin`` for copies after this op, in order, with
-    their events.
-
-    ``step``: ops of all calls.  ``begin``: index of the op among them.
-    """
+    """Return the reads, with their events, that a pass issues before the op at index ``begin`` for copies after this op.
+    ``step``: ops of all calls."""
     ops, read = list[Op](), set[tuple[str, int]]()
-    # the event that the copy stream waited for last; directly before a copy out of the ring, it is the event of its read
-    # (proved in reads.py)
+    # the event that the copy stream waited for last; before a copy out of the ring, this is the event of the copy's read, as
+    # program/reads.py proves
     event = -1
     for op in (*step[begin:], *step[:begin]):
         if isinstance(op, Read):
@@ -145,16 +146,15 @@ def reads_ahead(step: Step, begin: int) -> Step:
 
 
 def without_reads(step: Iterable[Op], events: CallEvents) -> Step:
-    """Return the step without reads and without waits for them.  This is for the case that no weight is in a file, so
-    that all copies are from host memory."""
+    """Return the step without reads and without waits for reads.  It is correct if no weight is in a file."""
     return tuple(op for op in step if op.stream != "read" and not (isinstance(op, Wait) and op.event in events.reads))
 
 
 def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
     """Return the events to record after copies of resident chunks, by the index of the copy in ``kept``.
 
-    These are the events that the step waits for but does not record.  Each event is recorded after the last resident
-    chunk of the weights that may be read once the event has been reached.
+    The step waits for these events but does not record them.  Each event is recorded after the last resident chunk of
+    the weights that its wait names.
     """
     last = {copy.weight: i for i, copy in enumerate(kept)}
     recorded = {op.event for op in step if isinstance(op, Record)}
@@ -172,12 +172,13 @@ def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
 def captured(step: Iterable[Op], events: CallEvents) -> Step:
     """Return the step of a call in the form of a CUDA graph, in which compute waits for all copies at the end.
 
-    Each copy is issued directly before compute waits for it.  CUDA runs the work after a join in the stream of the
-    parent that was recorded first, so this order keeps compute in one stream.  The order of the copies does not change,
-    nor do the events that each copy waits for.  In a CUDA graph, an event has no mark from before the call.  So a wait
-    for an event that the call has not recorded ends at once.  Such an event stands for a copy of an earlier call.
-    Ending at once is correct: the earlier call waits for all copies before it ends, and a graph is launched after all
-    copies outside of graphs.  No weight of such a call is in a file.
+    Each copy is issued directly before compute waits for it.  When a CUDA graph runs, a node with several predecessors
+    runs in the stream of the predecessor that was recorded first, so issuing copies late keeps compute in one stream.
+    The order of the copies in a lane does not change, nor do the events that each copy waits for.
+
+    A wait for an event that the call itself does not record has no effect in a CUDA graph.  Such an event is the arrival
+    of a copy of an earlier call.  That copy has already ended, because the earlier call waits for all its copies before
+    it ends, and a graph is launched only after all copies outside of graphs.  No weight of such a call is in a file.
     """
     ops, later = list[Op](), dict[Stream, list[Op]]()
     for op in without_reads(step, events):

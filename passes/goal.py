@@ -21,12 +21,13 @@ class Goal:
     resident; see :attr:`longest`.  ``policy``: policy that places the weights.  ``yields``: how copies avoid overlap
     with collectives.  ``pack``: names of the packed weights; True for all weights that can be packed, "auto" for the
     weights whose packing is predicted to shorten the step within ``memory``.  ``peers``: names of the weights that are
-    sharded over the devices of the ranks, with True and "auto" as for ``pack``.  Without ``memory``, "auto" chooses
-    these weights so that the bytes on the device are minimal.  ``hoist``: whether products that do not depend on the
-    latent are computed once for many steps (graph/hoist.py), so that the weights of these products need not be streamed
-    in every step; "auto" to do so if this is predicted to shorten a step.  ``split``: number of slices into which the
-    tokens of each block are split (graph/split.py), to reduce the activation memory; "auto" for the minimum that a
-    budget of weights and activations needs.  ``exchange_groups``: number of groups of heads into which the all-to-alls
+    sharded over the devices of the ranks; True for all weights that can be streamed, "auto" for the weights whose
+    sharding is predicted to shorten the step within ``memory`` or, without ``memory``, to minimize the bytes on the
+    device.  ``hoist``: whether products that do not depend on the latent are computed once for many steps
+    (graph/hoist.py), so that their weights need not be streamed in every step; "auto" to do so if this is predicted to
+    shorten a step.  ``split``: number of slices into which the tokens of each block are split (graph/split.py), to
+    reduce the activation memory; "auto" for the smallest number with which weights and activations fit in the
+    budget.  ``exchange_groups``: number of groups of heads into which the all-to-alls
     around attention are divided (graph/head_groups.py), so that one group is exchanged while another computes; False
     for no groups, "auto" for the number with the shortest predicted step.
 
@@ -74,8 +75,8 @@ class Goal:
         split: Split = "auto",
         exchange_groups: ExchangeGroups = False,
     ) -> Goal:
-        """Make the goal from the user's options.  In addition to the errors of :class:`Goal`, raises ChunkflowError if
-        both budgets are given, or if a budget is not a size."""
+        """Make the goal from the user's options.  Raises ChunkflowError as :class:`Goal` does, and also if both
+        budgets are given or a budget is not a size."""
         if memory is not None and weight_memory is not None:
             raise ChunkflowError(
                 "Give memory, for weights and activations, or weight_memory, for weights alone, not both."
@@ -113,8 +114,8 @@ class Goal:
         """Return this goal with the policy, and the budget or slowdown, from ``other``.  If ``other`` is None, return
         this goal.
 
-        ``yields`` and ``hoist`` are kept if the new policy uses them.  All other fields, such as ``pack`` and
-        ``peers``, are kept.
+        This goal's ``yields`` and ``hoist`` are kept only if the policy of ``other`` uses them.  All other fields of
+        this goal, such as ``pack`` and ``peers``, are kept.
         """
         if other is None:
             return self

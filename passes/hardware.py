@@ -1,4 +1,5 @@
-"""Hardware: the rates of a rank's compute, PCIe link and collectives for the cost model.  Frozen; stored as JSON."""
+"""Hardware: the rates of compute, copies and collectives on the machine of a rank, for the cost model.  Frozen; stored as
+JSON."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ class LinkEmulation:
     the real interconnect.
 
     ``bandwidth``: bytes/s into a rank.  ``latency_s``: seconds from a transfer's last byte to its completion.
-    ``quantum``: bytes that a transfer sends before it is the turn of the next transfer.  ``order``: "fair"
-    (round-robin) or "fifo".  ``shared``: path of a file through which all ranks of the machine share one port; empty if
-    each rank has its own.  ``drive``: bytes/s of an emulated SSD, or 0 to use the machine's SSD.  ``peers``: bytes/s
-    into a rank from all other ranks through a second port, like NVLink.  Collectives then use this port, too.  The
-    value is 0 if one port carries all transfers.
+    ``quantum``: bytes that a transfer sends before the next transfer gets its turn.  ``order``: "fair" (round-robin) or
+    "fifo".  ``shared``: path of a file through which all ranks of the machine share one port; empty if each rank has
+    its own port.  ``drive``: bytes/s of an emulated SSD, or 0 to use the machine's SSD.  ``peers``: bytes/s of a second
+    port, like NVLink, into a rank from all other ranks; pulls and collectives use this port.  0 if there is no second
+    port.
     """
 
     bandwidth: float
@@ -54,7 +55,7 @@ class Hardware:
 
     name: str
     gemm_flops: Mapping[str, float]
-    """FLOP/s of large square GEMMs by dtype ("bfloat16", "float16", "float32"), as measured on such a GPU."""
+    """Measured FLOP/s of large square GEMMs by dtype ("bfloat16", "float16", "float32")."""
     eta_gemm: float
     """Share (above 0 and at most 1) of gemm_flops that the GEMMs and convolutions of a model reach."""
     memory_bandwidth: float
@@ -81,10 +82,10 @@ class Hardware:
     """Factor, at least 1, by which a copy in flight stretches compute and the latency of collectives: the copy uses
     memory bandwidth and, on a CPU, core time."""
     attention_slowdown: float = 2.0
-    """Factor, at least 1, by which attention and a collective that runs at the same time stretch each other: the kernels of
-    NCCL occupy multiprocessors and memory bandwidth.  At 2, the default, their overlap gains nothing."""
+    """Factor, at least 1, by which attention and a concurrent collective stretch each other: the kernels of NCCL occupy
+    multiprocessors and memory bandwidth.  With the default of 2, overlapping them saves no time."""
     attention_flops: Mapping[str, float] = field(default_factory=dict)
-    """FLOP/s of attention in 16 bits by kernel: "cudnn", "fa3", "fa2", "efficient"; "cpu"."""
+    """FLOP/s of attention in 16-bit dtypes, by kernel: "cudnn", "fa3", "fa2", "efficient" or "cpu"."""
     attention: str = ""
     """The attention kernel, a key of attention_flops.  In a new profile, it is the kernel that torch uses on this
     machine.  If empty, attention runs at the rate of GEMMs."""
@@ -112,25 +113,25 @@ class Hardware:
     """Bytes/s that this rank reads from the SSD, for weights that exceed host_memory; 2 GB/s is typical of an NVMe
     SSD."""
     peer_bandwidth: float = 0.0
-    """Bytes/s that a rank pulls in total from the devices of all other ranks on its machine, over the interconnect of
-    collectives, while all ranks pull; 0 if a rank cannot read these devices, or reads them no faster than host
+    """Bytes/s that a rank pulls from the devices of all other ranks on its machine together, over the interconnect that
+    collectives use, while all ranks pull.  0 if a rank cannot read these devices, or reads them no faster than host
     memory."""
     pull_slowdown: float = 2.0
     """Factor, at least 1, by which a collective in flight stretches a pull."""
     collective_pull_slowdown: float = 2.0
     """Factor, at least 1, by which a pull in flight stretches a collective."""
     compute_pull_slowdown: float = 1.0
-    """Factor, at least 1, by which pulls stretch compute and the latency of collectives.  The pulls are by this rank,
-    and by other ranks from its device."""
+    """Factor, at least 1, by which pulls stretch compute and the latency of collectives.  Both the pulls of this rank and
+    the pulls of other ranks from its device count."""
     host_bandwidth: float = 0.0
     """Bytes/s that all ranks of a machine together read from host memory; 0 if no limit is known.  See
     :meth:`shared_by`."""
     pageable_bandwidth: float = 8.4e9
-    """Bytes/s of a copy to the device from host memory that is not pinned.  The default was measured on the faster of
-    two hosts, the host of an H200 (docs/benchmarks/h200_card.json)."""
+    """Bytes/s of a copy to the device from host memory that is not pinned.  The default was measured on the host of an
+    H200, the faster of two measured hosts (docs/benchmarks/h200_card.json)."""
     new_pages_bandwidth: float = 2.1e9
     """Bytes/s at which the host writes newly allocated pages of 4 KiB, for example in a copy from the device to a new
-    tensor.  The default was measured on the faster of the same two hosts."""
+    tensor.  The default was measured on the same host."""
     cards: tuple[str, ...] = ()
     """Names of the GPUs that this profile describes, as their drivers report them."""
     memory_bytes: int = 0
@@ -175,8 +176,8 @@ class Hardware:
             )
 
     def flops(self, dtype: str) -> float:
-        """Return the FLOP/s that the GEMMs of a model reach.  A dtype that is not listed runs at the slowest listed
-        rate."""
+        """Return the FLOP/s that the GEMMs of a model reach.  For a dtype that the profile does not list, it is the
+        slowest listed rate."""
         return self.eta_gemm * self._gemm(dtype)
 
     def attention_rate(self, dtype: str) -> float:
@@ -188,10 +189,11 @@ class Hardware:
         return slower * self.attention_flops[self.attention]
 
     def attending_by(self, kernel: str) -> Hardware:
-        """Return this machine with ``kernel`` as its attention kernel.  FlashAttention does not support masks: models
-        that use it pack their sequences instead.
+        """Return this machine with ``kernel`` as its attention kernel.  Raises ChunkflowError if there is no rate for the
+        kernel.
 
-        Raises ChunkflowError if there is no rate for the kernel.
+        With FlashAttention, ``eta_masked`` does not apply: FlashAttention does not support masks, so models that use it
+        pack their sequences instead.
         """
         masked = 1.0 if kernel in ("fa2", "fa3") else self.eta_masked
         return dataclasses.replace(self, attention=kernel, eta_masked=masked)
@@ -203,8 +205,8 @@ class Hardware:
         """Return the bytes/s at which a kernel reads or writes a tensor of ``nbytes`` bytes that was written by the
         previous kernel.
 
-        A tensor up to half the size of the cache is assumed to be cached; the other tensors of a kernel occupy the other
-        half.
+        A tensor of at most half the size of the cache is assumed to be in the cache.  The other half is assumed to hold
+        the other tensors of the kernel.
         """
         return max(self.memory_rate, self.cache_bandwidth) if 2 * nbytes <= self.cache_bytes else self.memory_rate
 
@@ -217,8 +219,8 @@ class Hardware:
         """Return the seconds, without latency, in which this rank receives ``nbytes`` bytes in a collective of
         ``ranks`` ranks.
 
-        All other ranks send equal parts to this rank.  Transfers within the node and transfers between nodes run at the
-        same time.
+        Each of the other ranks sends an equal part of these bytes.  Transfers within the node and transfers between
+        nodes run at the same time.
         """
         if not self.node_ranks or ranks <= self.node_ranks:
             return nbytes / self.collective_bandwidth
@@ -240,12 +242,11 @@ class Hardware:
         return 0.0 if self.shared_link else self.shared_by(ranks).copy_rate
 
     def pull_seconds(self, nbytes: int, from_others: int, chunks: int) -> float:
-        """Return the seconds for pulling ``chunks`` chunks (``nbytes`` bytes in total) from the devices of several
-        ranks while nothing else uses the interconnect.  ``from_others``: number of these bytes that come from other
-        ranks.
+        """Return the seconds for pulling chunks of a sharded weight while nothing else uses the interconnect.
+        ``nbytes``: size of all chunks in bytes.  ``from_others``: number of these bytes that come from other ranks.
+        ``chunks``: number of chunks.
 
-        One call starts the transfers of all parts of a chunk.  Bytes that are already on this rank's device are read
-        and written once.
+        The bytes of this rank's own shard are copied within its device.  The overhead is one call per chunk.
         """
         own = 2 * (nbytes - from_others) / self.memory_rate
         return from_others / self.peer_bandwidth + own + chunks * self.chunk_s
@@ -275,11 +276,8 @@ class Hardware:
         return ""
 
     def shared_by(self, ranks: int) -> Hardware:
-        """Return this machine as one rank sees it while ``ranks`` ranks copy at the same time.  The copy rate is
-        limited to the rank's share of ``host_bandwidth``.
-
-        All ranks on the same machine get equal shares.
-        """
+        """Return this machine as one rank sees it while ``ranks`` ranks copy at the same time: its copy rate is at most
+        an equal share of ``host_bandwidth``, which the ranks on the same machine divide."""
         here = min(ranks, self.node_ranks) if self.node_ranks else ranks
         if not self.host_bandwidth or self.copy_rate * here <= self.host_bandwidth:
             return self
@@ -324,8 +322,8 @@ class Hardware:
         return Hardware(**body)
 
 
-# The range of each field on real machines.  A value outside its range probably has the wrong unit (GB instead of bytes,
-# ms instead of seconds).
+# The valid range of each field.  On a real machine, a value outside its range has the wrong unit (GB instead of bytes, ms
+# instead of seconds).
 _RANGES: Mapping[str, tuple[float, float]] = {
     "eta_gemm": (0.001, 1),
     "eta_memory": (0.01, 1),

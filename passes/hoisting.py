@@ -1,14 +1,15 @@
 """Hoisting: decides whether the matrix products that do not depend on the latent are hoisted.  Hoisting splits a model
-into two halves: the preamble computes these products, and main computes the rest.  This pass plans both halves.
+into two halves (graph/hoist.py): the preamble computes these products, and main computes the rest.
 
 Contract
     On entry: a Traced, and settings whose goal allows hoisting.
     On exit: the settings of both halves, or None if there is nothing to hoist or "auto" predicts no gain.  The settings
-    of main include the memory of the table that stores the results of the preamble, and an arena that is large enough
-    for the preamble.  The preamble runs once for many steps, so none of its weights stays on the device: all are
-    streamed through an arena for the weights of two regions.  If blocks are compiled separately, each block has its own
-    table.  The tables of all blocks of the same type share one part of the budget: the part that the table of a whole
-    model would get.
+    of main account for the memory of the table, which stores the rows (results of the preamble), and for an arena that is
+    large enough for the preamble.
+
+The preamble runs once for many steps, so none of its weights stays on the device: all are streamed through an arena for the
+weights of two regions.  If blocks are compiled separately, each block has its own table.  Together, the tables of all
+blocks of one type get the same share of the budget as the table of a whole model.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from .pipeline import Settings, choose_cut, make_plan, plans_of
 MOST_ROWS = 128
 # The table takes at most 1 / 16 of the budget.
 _SHARE_OF_ROWS = 16
-# The number of steps of a generation, over which the time of the preamble is spread.  The examples in diffusers use 28
-# steps for FLUX.1, and 50 for Qwen-Image and HunyuanVideo.
+# The assumed number of steps of a generation, by which the time of the preamble is divided.  The examples in diffusers use
+# 28 steps for FLUX.1, and 50 for Qwen-Image and HunyuanVideo.
 STEPS = 28
-# The number of regions of the preamble whose weights are in the arena at the same time: the weights of one region are
-# copied while the other region computes.
+# The number of regions of the preamble whose weights are in the arena at the same time: the weights of the next region are
+# copied while a region computes.
 _REGIONS = 2
 
 
@@ -45,10 +46,10 @@ _REGIONS = 2
 class HoistingFigures:
     """The costs and savings of hoisting in numbers.
 
-    ``weights``, ``nbytes``: number and size of the hoisted weights.  ``values``, ``row_bytes``: number of values per
-    row, and number of bytes per row.  ``slow``: number of inputs that a row depends on.  ``rows``: capacity of the
+    ``weights``, ``nbytes``: number of hoisted weights, and their total bytes.  ``values``, ``row_bytes``: number of
+    tensors in a row, and their total bytes.  ``slow``: number of inputs that a row depends on.  ``rows``: capacity of the
     table in rows.  ``outside``, ``arena``: fields of main's settings.  ``fill_s``: predicted seconds in which the
-    preamble computes the rows for :data:`STEPS` steps in one pass.
+    preamble computes the rows for :data:`STEPS` steps in one pass over its weights.
     """
 
     weights: int
@@ -63,14 +64,14 @@ class HoistingFigures:
 
     @property
     def seconds_per_call(self) -> float:
-        """Seconds that the preamble adds to each call if it runs once per generation.  The value is 0 if rows depend on
-        one input only.  This input is the timestep, which takes the same values in every generation, so that the rows
-        are computed only once."""
+        """The seconds by which the preamble lengthens each step, on average over a generation.  0 if rows depend on a
+        single input: this is the timestep, whose values are the same in every generation, so the rows are computed only
+        once."""
         return self.fill_s / STEPS if self.slow > 1 else 0.0
 
     def budget_for(self, nbytes: int) -> int:
-        """Return the smallest budget in bytes that contains a plan of main with ``nbytes`` bytes and the table that
-        this budget allows."""
+        """Return the smallest budget in bytes in which a plan of main with ``nbytes`` bytes fits, together with the table.
+        The size of the table depends on the budget."""
         others = nbytes + self.outside - self.rows * self.row_bytes
         for rows in range(1, MOST_ROWS):
             budget = max(others + rows * self.row_bytes, _SHARE_OF_ROWS * rows * self.row_bytes)
@@ -118,12 +119,12 @@ class Hoisting:
 
 
 def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
-    """Return the halves of a graph, or None if it is not hoisted, because the goal in ``settings`` does not ask for it
-    or because there is nothing to hoist.
+    """Return the halves of a graph with their settings, or None if the graph is not to be split: ``settings`` do not ask
+    for it, there is nothing to hoist, or "auto" predicts no gain.
 
-    Only whole models, and blocks that are compiled separately, are hoisted.  For a block with nothing to hoist, the
-    result is None even if hoist=True.  Raises ChunkflowError for hoist=True if there is nothing to hoist in a whole
-    model, or if a row does not fit in the budget.
+    Only whole models, and blocks that are compiled separately, are split.  With hoist=True, raises ChunkflowError if there
+    is nothing to hoist in a whole model, or if a row does not fit in the budget.  For a block with nothing to hoist, the
+    result is None.
     """
     goal, repeats = settings.goal, traced.repeats
     if not goal.hoist or goal.policy != "chunkflow" or (settings.part and repeats is None):
@@ -147,9 +148,10 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
 
 
 def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> int:
-    """Return the capacity of a table in rows.  ``goal``: goal for the model, or for a call of one block.  ``repeats``:
-    if the graph is a block, all blocks of its type; their tables share one part of the model's budget.  Raises
-    ChunkflowError if one row per table does not fit."""
+    """Return the capacity of a table in rows.  Raises ChunkflowError if a single row does not fit.
+
+    ``goal``: goal for the model, or for a single block.  ``repeats``: if the graph is a block, all blocks of its type;
+    their tables share a part of the model's budget."""
     if (memory := goal.memory) is None:
         return MOST_ROWS
     option, row_bytes, share = goal.option, halves.row_bytes, memory
@@ -209,8 +211,8 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
     """Return whether hoisting is predicted to shorten the step.  Without a budget, return whether hoisting saves memory
     while the step stays short enough.
 
-    If ``settings`` contain a plan or timings, the result is whether these were made for main rather than for the whole
-    graph.  For a block, averages over several blocks that run one after another are compared.
+    If ``settings`` contain a plan or timings, return whether these were made for main rather than for the whole graph.  If
+    the graph is a block, the plans cover several repetitions of the block, and their averages are compared.
     """
     if (given := settings.plan or settings.timings) is not None:
         return choose_cut(hoisting.halves.main, hoisting.main).problem.digest == given.problem
@@ -230,8 +232,8 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
 
 
 def _plan_of(traced: Traced, settings: Settings) -> tuple[Plan, int]:
-    """Return the plan of a graph, and the number of blocks that the plan covers.  For a whole model, this number is 1.
-    For a block, the plan covers several blocks that run one after another."""
+    """Return the plan of a graph, and the number of times that the plan contains the graph: several times for a block that
+    is compiled separately, once for a whole model."""
     problem = choose_cut(traced, settings).problem
     plan = plans_of(traced, settings, problem)(problem)
     return plan, len(plan.regions) // len(problem.regions)

@@ -1,7 +1,8 @@
 """Calls of the user's Triton kernels: which kernel a node calls, with which constants, and which operands it writes.
 
-torch traces such a call as a higher-order op without a schema.  The kernel and its constants are given as indices into
-a table of this process.  The indices depend on the order of tracing, so they are meaningless in another process.
+torch traces such a call as a higher-order op without a schema.  The op's arguments identify the kernel and its constants by
+indices into a table of this process.  The indices depend on the order of tracing, so they are meaningless in another
+process.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def kernel_name(node: Node) -> str:
 
 
 def operands_of(node: Node) -> dict[str, Any]:
-    """Return the keyword arguments of a node.  For a kernel call, the indices are replaced by the kernel's name and the
+    """Return the keyword arguments of a node.  For a kernel call, replace the indices by the kernel's name and its
     constants."""
     if not is_kernel_call(node):
         return dict(node.kwargs)
@@ -59,8 +60,8 @@ def operands_of(node: Node) -> dict[str, Any]:
 
 
 def source_key(node: Node) -> str:
-    """Return a key that two calls share only if their kernels have the same source, called functions and autotuning
-    configurations.
+    """Return a key that is equal for two calls only if their kernels have the same source, call the same functions and
+    have the same autotuning configurations.
 
     Triton's own digest of a kernel covers the functions and the constants that its source names.
     """
@@ -73,8 +74,8 @@ def source_key(node: Node) -> str:
 
 
 def written_by(node: Node) -> list[Node]:
-    """Return the operands that a kernel call writes in place.  If Triton cannot determine them, all tensor operands are
-    returned.  For other nodes, the result is empty."""
+    """Return the operands that a kernel call writes in place, or all tensor operands if Triton cannot determine which it
+    writes.  Return an empty list if the node is not a kernel call."""
     if not is_kernel_call(node) or returns_copies(node):
         return []
     written: list[Node] = []

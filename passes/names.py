@@ -19,25 +19,25 @@ POLICIES: tuple[Policy, ...] = (
 Sharded = Literal["distributed-layerwise", "fsdp"]
 SHARDED: tuple[Sharded, ...] = get_args(Sharded)
 
-# diffusers' enable_group_offload (simulate/group_offload.py).  Its step time is only predicted, too.
+# diffusers' enable_group_offload (simulate/group_offload.py).  Its step times, too, are only predicted.
 GroupOffload = Literal["group-offload"]
 GROUP_OFFLOAD: GroupOffload = "group-offload"
-# The published method of the paper, predicted as layerwise (cli/simulate.py).
+# The method of the paper.  Its step times are predicted like those for the policy "layerwise" (cli/simulate.py).
 HostYield = Literal["host-yield"]
 HOST_YIELD: HostYield = "host-yield"
 OnlyPredicted = GroupOffload | HostYield | Sharded
 ONLY_PREDICTED: tuple[OnlyPredicted, ...] = (HOST_YIELD, GROUP_OFFLOAD, *SHARDED)
 
-# How copies avoid collectives.  "soft": a window contains only chunks that are predicted to arrive before the next
-# collective.  "hard": in addition, compute waits before a collective for the copies issued earlier, so that none overlaps
-# with it.  "auto": the better of the two in simulation.
+# How copies avoid overlap with collectives.  "soft": a window contains only chunks that are predicted to arrive before the
+# next collective.  "hard": in addition, compute waits before each collective for all copies issued so far, so that no copy
+# overlaps with the collective.  "auto": the one of the two whose simulated step is shorter.
 Yield = Literal["auto", "soft", "hard"]
 
-# Whether weights are packed without loss (packing.py).  "auto" packs the weights for which this is predicted to shorten a
+# Whether weights are packed without loss (packing.py).  "auto" packs the weights whose packing is predicted to shorten a
 # step.
 Pack = Literal[False, True, "auto"]
 
-# Whether weights are sharded over the devices of the ranks (pieces.py).  "auto" shards the weights for which this is
+# Whether weights are sharded over the devices of the ranks (pieces.py).  "auto" shards the weights whose sharding is
 # predicted to shorten a step.
 OnPeers = Literal[False, True, "auto"]
 
@@ -53,15 +53,15 @@ Split = int | Literal["auto"]
 # the number with the shortest predicted step.
 ExchangeGroups = Literal[False, "auto"] | int
 
-# The lane of a prefetch: "copy" from host memory, "pull" from the devices of the ranks.  Each lane runs its copies in
-# order.
+# A lane is a stream that copies weights to the device: "copy" from host memory, "pull" from the devices of the ranks.
 Lane = Literal["copy", "pull"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 
 StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 
-# Passes that can be disabled, to find out whether one of them causes a fault.  Later passes depend on all other passes.
+# The passes that users can disable, to find out whether one of them causes a fault.  All other passes are required, because
+# later passes use their results.
 OPTIONAL_PASSES: Mapping[str, str] = {
     "rotary": "complex rotary embeddings are computed in real arithmetic",
     "recompute": "values that are cheaper to compute again are not handed over between regions",
@@ -71,18 +71,20 @@ OPTIONAL_PASSES: Mapping[str, str] = {
     "verify": "the program is proved safe before it runs",
 }
 
-# Starting a copy takes 5 to 10 us, and moving 1 MiB takes 35 us at 30 GB/s, so smaller copies waste much of the bandwidth.
-# Smaller parameters (biases, norms, modulation tables) make up less than 1 % of a DiT.
+# The minimum size of streamed weights.  Starting a copy takes 5 to 10 us, and moving 1 MiB takes 35 us at 30 GB/s, so
+# smaller copies would waste much of the bandwidth.  Smaller parameters (biases, norms, modulation tables) make up less than
+# 1 % of a DiT.
 DEFAULT_MIN_BYTES = 1 << 20
-# The best of 4, 16, 64 and 256 MiB in the paper.  A collective waits for at most one chunk, which takes 0.6 ms over PCIe 5.
+# The size of a chunk.  In the paper, 16 MiB is the best of 4, 16, 64 and 256 MiB.  A collective waits for at most one chunk,
+# which takes 0.6 ms over PCIe 5.
 DEFAULT_CHUNK_BYTES = 16 << 20
-# With more cuts, copies can start and slots become free at a finer granularity.  Each cut costs a host call (about 0.2 ms
-# on a slow CPU core) and prevents fusion across it.  At 30 GB/s, copying 64 MiB of weights takes 2 ms, so a cut every 64
-# MiB costs a tenth of the copy time.
+# The size of the groups of weights between which the graph is cut.  Copies start and slots become free only at cuts, so
+# smaller groups permit better plans.  But each cut costs a host call (about 0.2 ms on a slow CPU core) and prevents fusion
+# across it.  At 30 GB/s, copying 64 MiB of weights takes 2 ms, so the host calls take a tenth of the copy time.
 DEFAULT_GROUP_BYTES = 64 << 20
 
-# Namespaces of ops from torch and from libraries for quantised weights.  The passes know what these ops compute, and
-# whether they communicate.
+# Namespaces of ops from torch and from libraries for quantised weights.  Unlike for a user's custom op, the passes know
+# what these ops compute, and whether they communicate.
 KNOWN_NAMESPACES = frozenset(
     (
         *("aten", "prim", "prims", "inductor", "inductor_prims", "higher_order", "quantized", "quantized_decomposed"),

@@ -1,21 +1,22 @@
-"""The four transfer ops of a program: the ops of a step (step.py) as FX nodes, with their events as arguments.
+"""Transfer ops: the copies, reads, waits and evicts of a step (step.py) as FX nodes, with their events as arguments.
 
-The ops appear in listings, and the executor runs them. torch never dispatches them, so calling an op directly raises an
+The executor runs these ops, and listings show them. torch never dispatches them: calling one of them directly raises an
 error.  ``Library.define`` is used because ``custom_op`` takes over ten times as long to define an op.
 
 ``prefetch(weight, first, end, window, next_step, lane, after, then, ring, read)``
-    Copy chunks ``[first, end)`` of a weight into its slot.  ``after``: the event that the lane waits for before the copy,
-    which is the opening of its window, or None if the lane has already waited for it.  The first prefetch that names an
-    opening records it on the compute stream.  ``then``: the event that the lane records after the copy, or None if nothing
-    waits for it.  ``ring``, ``read``: for a weight in a file, the byte of the ring at which its read begins, and the event
-    of the read.
+    Copy chunks ``[first, end)`` of a weight into its slot.  ``after``: the opening of the window, an event that the lane
+    waits for before the copy, or None if the lane has already waited for it.  The first prefetch that names an opening
+    records this event on the compute stream.  ``then``: the event that the lane records after the copy, or None if nothing
+    waits for the copy.  ``ring``, ``read``: for a weight in a file, the offset of its bytes in the ring, and the event of
+    their read.
 ``read(weight, first, end, ring, after, then)``
-    Read chunks ``[first, end)`` of a weight from its file into the ring.  ``after``: the event of the copy that frees these
-    bytes, or None if the previous read waits for the same copy.  ``then``: the event that is recorded after the read.
+    Read chunks ``[first, end)`` of a weight from its file into the ring, at offset ``ring``.  ``after``: the event of the
+    copy that frees these bytes, or None if the previous read waits for the same copy.  ``then``: the event that is recorded
+    after the read.
 ``wait(event, weights)``
-    The compute stream waits for the event.  Then every chunk of the weights has arrived.
+    The compute stream waits for the event, after which all chunks of the weights have arrived.
 ``evict(weight)``
-    The last reader of the weight has finished; from here on its slot may be overwritten.
+    The last reader of the weight has finished, so its slot may be overwritten.
 """
 
 from __future__ import annotations
@@ -50,14 +51,13 @@ def _never_dispatched(*args: object, **kwargs: object) -> None:
 
 for _op in (PREFETCH, READ, WAIT, EVICT):
     _OPS.impl(_op, _never_dispatched, "CompositeExplicitAutograd")
-    # torch.fx treats an op that returns () as dead code unless it is registered as having a side effect.
+    # torch.fx removes an op that returns () as dead code unless it is registered as having a side effect
     torch.fx.has_side_effect(_op)
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """A copy and its events, which together form one node.  For the fields, see ``prefetch`` in the module's
-    docstring."""
+    """A copy with its events: the contents of a ``prefetch`` node, see the module docstring."""
 
     copy: Copy
     after: int | None = None
@@ -67,7 +67,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """A read and its events, which together form one node.  For the fields, see ``read`` in the module's docstring."""
+    """A read with its events: the contents of a ``read`` node, see the module docstring."""
 
     read: Read
     after: int | None = None
@@ -78,8 +78,8 @@ TransferOp = Prefetch | ReadAhead | Wait | Evict
 
 
 def folded(ops: Iterable[Op]) -> Iterator[TransferOp]:
-    """Combine ops of a step into transfer ops, each of which becomes one node.  ``ops``: ops directly before or after a
-    region or a collective, see :func:`step.transfers`."""
+    """Combine the copies and reads of a step with their events; each result becomes one node.  ``ops``: transfer ops
+    directly before or after a region or a collective, see :func:`step.transfers`."""
     waits: dict[str, list[int]] = {}  # for each stream, the events that it waits for before its next op
     newest: Prefetch | ReadAhead | None = None
     for op in ops:
@@ -173,8 +173,8 @@ def transfer_text(op: TransferOp) -> str:
 
 
 def unfolded(transfer: TransferOp, opened: set[int]) -> Step:
-    """Return the ops of a step that a node stands for.  ``opened``: events of the openings that earlier nodes have
-    recorded.  The opening of this node is added to the set."""
+    """Return the ops of a step that a node stands for; the inverse of :func:`folded`.  ``opened``: events of the openings
+    that earlier nodes record; the opening that this node records is added."""
     if isinstance(transfer, Wait | Evict):
         return (transfer,)
     moved, after = _moved(transfer), transfer.after

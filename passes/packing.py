@@ -1,25 +1,25 @@
 """Packing: compresses a bfloat16 weight to twelve bits per value, without loss.
 
-The exponent has eight bits, but a trained or random weight uses few exponents.  Sixteen consecutive exponents cover
-more than 99.9 % of its values, so four bits are enough for these exponents.  Sign and mantissa are kept as they are
-(eight bits).  Values with other exponents are *escapes*: their code is the difference from the base exponent, modulo
-16, and a list contains the multiples of 16 to add.
+A bfloat16 value has a sign and a mantissa, eight bits together, and an exponent of eight bits.  Trained and random weights
+use few exponents: sixteen consecutive exponents cover more than 99.9 % of the values of a weight.  The first of these
+sixteen is the *base* of the weight.  The packed form stores the sign and mantissa unchanged, and replaces the exponent by a
+*code* of four bits: the difference between exponent and base, modulo 16.  A value whose exponent is not one of the sixteen
+is an *escape*: a list stores its position and the multiple of 16 to add to its code.
 
-A packed weight is one int32 tensor of one dimension, see :class:`Layout`:
+A packed weight is a one-dimensional int32 tensor with three parts, see :class:`Layout`:
 
-    frames      of 8 h values each: 2 h words of signs and mantissas, one byte per value; h words of exponent codes, four bits
-                per value
-    escapes     ``room`` words for each segment of at most 2,048 frames: the low 27 bits are the position of the value in the
-                segment, and the higher bits are the multiple of 16.  Unused words add 0 to values that are far apart,
-                because adding to the same word many times is slow on a GPU
-    base        the exponent of code 0
+    frames      of 8 h values each: 2 h words with signs and mantissas, one byte per value; h words with codes, four bits per
+                value
+    escapes     a list of ``room`` words for each segment of at most 2,048 frames: the low 27 bits are the position of the
+                value in the segment, and the higher bits are the multiple of 16.  Unused words add 0 to values that are far
+                apart, because a GPU is slow if many threads add to the same word
+    base        the exponent whose code is 0
 
-A frame stores its values as words of two values each, in four rows of h words.  The signs and mantissas of row k are bytes
-k % 2 and k % 2 + 2 of the words in row k // 2 of the signs, and its codes are nibbles k and k + 4 of the words of codes.
-So an op works on two values at once, without a table or a branch, and data that a GPU reads several times is close
-together.  All computation is in int32 until the end.  Inductor generates one kernel for the words and a second one for the
-escapes, which adds to the result of the first.  If two escapes are added to the same word, the sum is exact in either
-order.
+Unpacking a frame gives 4 h words of two values each, in four rows of h words.  The signs and mantissas of row k are stored
+in bytes k % 2 and k % 2 + 2 of row k // 2 of the 2 h words, and the codes of row k in nibbles k and k + 4 of the h words.
+So each operation works on two values at once, without a table or a branch, and the words that a GPU reads several times
+are close together.  Inductor generates one kernel that unpacks the frames, and a second kernel that adds the escapes to the
+result of the first.  If the second kernel adds two escapes to the same word, the sum is exact in either order.
 
 The op ``unpack_2`` precedes the reader of a packed weight in its region.  Inductor caches code by the op's name and
 arguments.  So if the layout of the packed form changes, the op needs a new name.  Otherwise, cached code for the old
@@ -35,25 +35,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The maximum number of values in a frame.  A frame of 96 KiB is read several times and stays in a cache of the GPU or of a
-# CPU core.
+# The maximum number of values in a frame.  A frame is read several times; with at most 96 KiB it stays in a cache of the GPU
+# or of a CPU core.
 _FRAME = 1 << 16
 # The maximum number of frames in a segment: the position of an escape in a segment has 27 bits.
 _SEGMENT = 1 << 27 - 16
-# There is space for one escape per this number of values, which gives 12 + 32 / 352 bits per value.  Trained weights
-# have one escape per 400 to 10,000 values.  Gaussian weights have one escape per 12,000 values.
+# The lists have space for one escape per 352 values, so a value takes 12 + 32 / 352 bits.  Trained weights have one escape
+# per 400 to 10,000 values.  Gaussian weights have one escape per 12,000 values.
 _VALUES_PER_ESCAPE = 352
-# Words that are aligned to 16 bytes are loaded four at a time.
+# The parts of a packed weight are aligned to four words, because a GPU loads four words at a time from an address that is
+# aligned to 16 bytes.
 _ALIGNED = 4
-# The number of values from which the base exponent is chosen.  A bad base leads to more escapes, but never to wrong values.
+# The approximate number of values from which the base is chosen.  A bad choice leads to more escapes, but never to wrong
+# values.
 _SAMPLE = 1 << 16
 # The number of frames that are packed or unpacked at a time: 1 MiB of values, which fits in a core's cache.
 _PIECE = 8
 # The number of frames that a thread takes at a time.
 _SHARE = 32
-# The distance, in values, between the positions to which unused escapes add 0: one per 16 bytes.
+# The distance, in values, between the positions to which unused words of the list add 0: 16 bytes.
 _APART = 8
-# The number of words whose maximum is computed at a time.
+# The number of words in a group, see _nonzero.
 _GROUP = 64
 
 _SIGNS, _MANTISSAS, _CODES = 0x00800080, 0x007F007F, 0x000F000F
@@ -105,22 +107,22 @@ def _aligned(words: int) -> int:
 
 
 def saves(numel: int) -> bool:
-    """Return whether packing makes a weight with ``numel`` values smaller by a fifth or more.  A small weight consists
-    mostly of padding when it is packed."""
+    """Return whether packing makes a weight with ``numel`` values smaller by a fifth or more.  It does not for a small
+    weight, whose packed form is mostly padding."""
     return 5 * Layout.of(numel).nbytes <= 8 * numel
 
 
 def can_pack(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a weight can be packed and becomes smaller, provided that it has few escapes.  ``dtype``: dtype to
-    which the weight will be converted."""
+    """Return whether packing supports a weight and makes it smaller.  :func:`pack` still fails if the weight has too many
+    escapes.  ``dtype``: dtype to which the weight will be converted first."""
     return dtype == torch.bfloat16 and weight.is_contiguous() and saves(weight.numel())
 
 
 def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
     """Pack ``values`` (bfloat16, contiguous, in host memory) into ``out`` (int32 [Layout.words]).
 
-    ``run``: distributes the work over threads.  The result is deterministic.  Returns False, with ``out`` undefined, if
-    there are more escapes than fit in ``out``.
+    ``run``: distributes the work over threads.  The result is deterministic.  If ``out`` has no space for all escapes,
+    returns False and leaves ``out`` undefined.
     """
     flat = values.reshape(-1)
     layout = Layout.of(flat.numel())
@@ -135,8 +137,8 @@ def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
 
 
 def _listed(flat: torch.Tensor, words: torch.Tensor, layout: Layout, base: int) -> torch.Tensor | None:
-    """Return the escapes in the form in which a packed weight stores them, or None if they do not fit.  ``words``:
-    positions, in order, of the words that contain escapes."""
+    """Return the lists of escapes as a packed weight stores them, or None if they do not fit.  ``words``: ascending
+    positions of the words that contain escapes."""
     at = (2 * words.view(-1, 1) + torch.arange(2)).view(-1)
     at = at[at < len(flat)]
     times = ((flat.view(torch.int16)[at].to(torch.int64) >> 7 & 0xFF) - base) >> 4
@@ -152,8 +154,7 @@ def _listed(flat: torch.Tensor, words: torch.Tensor, layout: Layout, base: int) 
 
 
 def _base(bits: torch.Tensor) -> int:
-    """Return the base exponent for a sample of the values: together with the next fifteen exponents, it covers the
-    largest number of them."""
+    """Return the base: the exponent that, together with the next fifteen, covers the most values of a sample."""
     sample = bits[:: len(bits) // _SAMPLE | 1].to(torch.int64)  # an odd step samples every column
     counts = torch.bincount((sample >> 7) & 0xFF, minlength=256)
     return int(counts.unfold(0, 16, 1).sum(1).argmax())
@@ -176,8 +177,8 @@ def _pack_frames(flat: torch.Tensor, layout: Layout, base: int, first: int, out:
         rows = here.view(count, 2, 2, h)
         torch.bitwise_or(rows[:, :, 0], rows[:, :, 1].bitwise_left_shift_(eight), out=into[:, :2])
         torch.bitwise_right_shift(words, seven, out=here).bitwise_and_(exponents)
-        # add 256 to the code, so that the subtraction does not borrow from the other value; then the code is 0 to 15,
-        # or it has higher bits (an escape)
+        # subtract the base from both exponents of a word; adding 256 first keeps the subtraction from borrowing from the
+        # other exponent.  A difference above 15 has one of the bits of ``outside`` set: it is an escape
         here.add_(bias).bitwise_xor_(none)
         escapes.append(_nonzero(torch.bitwise_and(here, outside, out=other).view(-1)) + 4 * h * begin)
         here.bitwise_and_(codes)
@@ -187,13 +188,13 @@ def _pack_frames(flat: torch.Tensor, layout: Layout, base: int, first: int, out:
 
 
 def _number(value: int) -> torch.Tensor:
-    """Return a number as an int32 tensor.  An op with this tensor is a third faster than with a Python number."""
+    """Return a number as an int32 tensor, with which an op is a third faster than with a Python number."""
     return torch.tensor(value, dtype=torch.int32)
 
 
 def _nonzero(words: torch.Tensor) -> torch.Tensor:
-    """Return the positions of nonzero words; no word may be negative.  Groups of words are searched first, because few
-    groups contain a nonzero word."""
+    """Return the positions of nonzero words; no word may be negative.  Few groups of words contain a nonzero word, so
+    the maximum of each group is computed first."""
     groups = words.view(-1, math.gcd(len(words), _GROUP))
     some = groups.amax(1).nonzero().view(-1)
     row, column = groups[some].nonzero().unbind(1)
@@ -201,8 +202,8 @@ def _nonzero(words: torch.Tensor) -> torch.Tensor:
 
 
 def _as_words(values: torch.Tensor, count: int, base: int) -> torch.Tensor:
-    """Return contiguous bfloat16 values as ``count`` int32 words of two values each.  If values are missing at the end,
-    they are filled up with a value that is not an escape."""
+    """Return contiguous bfloat16 values as ``count`` int32 words of two values each.  Missing values at the end are
+    filled with a value that is not an escape."""
     if len(values) < 2 * count or values.storage_offset() % 2:
         padded = torch.full((2 * count,), base << 7, dtype=torch.int16).view(torch.bfloat16)
         padded[: len(values)] = values
@@ -241,8 +242,7 @@ def unpack_into(packed: torch.Tensor, out: torch.Tensor, run: Run = map) -> None
 
 
 def _words(packed: torch.Tensor, layout: Layout, first: int, end: int) -> torch.Tensor:
-    """Return the words of frames ``[first, end)`` as int32 [frames, 2, 2, h].  The exponents of escapes are not yet
-    corrected."""
+    """Return the words of frames ``[first, end)`` as int32 [frames, 2, 2, h], without adding the escapes."""
     h, frames = layout.h, end - first
     planes = packed[3 * h * first : 3 * h * end].view(frames, 3 * h)
     row = torch.arange(4, device=packed.device, dtype=torch.int32).view(1, 2, 2, 1)

@@ -1,7 +1,8 @@
 """Pieces: how a weight is sharded over the devices of N ranks, as ranges of bytes.
 
-A weight is divided into stripes, and each stripe into N parts, one per rank.  The piece of a rank consists of its parts
-from all stripes, one after the other.  So a chunk of whole stripes comes from all ranks in equal parts.
+A weight is divided into stripes, and each stripe into N parts of equal size, one per rank.  The *piece* of a rank consists
+of its parts from all stripes, one after the other.  So a chunk that consists of whole stripes is pulled in equal parts from
+all ranks.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# The size of a stripe in bytes.  It is the default size of a chunk, so a chunk comes from N ranks in N equal parts, which
-# are 2 MiB each for eight ranks.  Each rank starts with a different part, so that not all pull from the same device at the
-# same time (DWDP: 1.08 times the rate).  Smaller parts would need more copies; with larger parts, a rank would pull from
-# the same device for longer.
+# The size of a stripe in bytes, equal to the default size of a chunk.  With eight ranks, a part has 2 MiB.  Each rank starts
+# with a different part, so that the ranks do not all pull from the same device at the same time (according to DWDP, this
+# increases the rate by 8 %).  Smaller parts would need more copies.  With larger parts, a rank would pull from one device
+# for longer.
 STRIPE = 16 << 20
-# The alignment of parts in bytes: copies of an odd number of bytes are much slower, and kernels expect an alignment of 256.
+# The alignment of parts in bytes.  Copies of an odd number of bytes are much slower, and kernels expect an alignment of 256.
 _ALIGNMENT = 256
 
 
 class PiecePart(NamedTuple):
-    """Consecutive bytes of a weight that are stored in one piece.  ``owner``: index of the rank with this piece.
+    """A part of a stripe, or some of its bytes.  ``owner``: index of the rank in whose piece the part is stored.
     ``begin``: offset in the weight.  ``offset``: offset in the piece."""
 
     owner: int
@@ -51,8 +52,8 @@ def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iter
 
 
 def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
-    """Return the maximum number of bytes in ``[begin, end)`` that any rank pulls from other ranks.  The maximum belongs
-    to the rank that holds the fewest of these bytes."""
+    """Return how many of bytes ``[begin, end)`` a rank pulls from other ranks.  If the ranks differ, it is the number for
+    the rank that holds the fewest of these bytes."""
     own = [0] * ranks
     for part in parts(begin, end, nbytes, ranks):
         own[part.owner] += part.nbytes

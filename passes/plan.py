@@ -19,8 +19,8 @@ SCHEMA = 3
 # The CUDA allocator aligns every tensor to 256 bytes; kernels assume that inputs are aligned to 16 bytes.
 ALIGNMENT = 256
 
-# Where a weight is copied from: host memory ("host") or its shards on the devices of several ranks ("peers").  "device"
-# means that it stays on the device.
+# Where a weight is copied from: host memory ("host") or its shards on the devices of several ranks ("peers").  A weight
+# with the home "device" is not copied, because it stays on the device.
 HomeName = Literal["host", "peers", "device"]
 # For each chunk of a weight, the window that starts its copy, or None for a resident chunk.
 Windows = tuple["int | None", ...]
@@ -59,12 +59,12 @@ class WeightPlan:
     """The placement of one weight.  Unless ``home`` is "device", the weight is streamed through a slot at ``offset``
     bytes in the arena.
 
-    ``windows``: for each chunk, the window that starts its copy, or None if it is resident.  A window is in the same
-    step as the readers if ``window <= first_use``, otherwise in the previous step (wrap-around).  ``first_use`` and
-    ``last_use``: indices of the first and the last region that read the weight.  ``slack_s``: predicted seconds from
-    the arrival of the last chunk to the first reader; negative if the reader waits.  ``why``: reason for the placement,
-    as a sentence.  ``source``: contains only the number of ranks over which the weight is sharded, even if the whole
-    weight stays on the device.  Whether the weight is compressed or in a file is stored only in the Problem.
+    ``windows``: for each chunk, the window that starts its copy, or None if the chunk is resident.  If ``window <=
+    first_use``, the chunk is copied in the same step in which it is read, otherwise in the previous step (wrap-around).
+    ``first_use`` and ``last_use``: indices of the first and the last region that read the weight.  ``slack_s``:
+    predicted seconds from the arrival of the last chunk to the start of the first region that reads the weight;
+    negative if this region waits.  ``why``: reason for the placement, as a sentence.  ``source``: only ``ranks`` is set,
+    also for a sharded weight whose home is "device".  The Problem contains the other fields of the source.
     """
 
     name: str
@@ -79,8 +79,8 @@ class WeightPlan:
     source: Source = HOST
 
     def ahead(self, count: int) -> int:
-        """Return the number of windows from the start of the weight's earliest copy to its first reader.  ``count``:
-        windows per step."""
+        """Return the number of windows by which the weight's earliest copy precedes its first reader.  ``count``:
+        number of windows per step."""
         return max(((self.first_use - w) % count for w in self.windows if w is not None), default=0)
 
     @property
@@ -88,7 +88,7 @@ class WeightPlan:
         return sum(w is not None for w in self.windows)
 
     def wraps(self, window: int) -> bool:
-        """Return whether a chunk whose copy starts in ``window`` is for the next step."""
+        """Return whether a chunk that is copied in ``window`` is read in the next step."""
         return window > self.first_use
 
 
@@ -102,7 +102,8 @@ class Barrier:
 
 
 class RegionLabel(NamedTuple):
-    """The label of a region in reports.  ``block``: block of the region, empty outside blocks."""
+    """The label of a region in reports.  ``block``: block of the region, empty outside blocks.  ``what``: what the region
+    computes."""
 
     block: str
     what: str
@@ -112,7 +113,8 @@ SpanLane = Literal["compute", "collective", "copy", "pull", "read", "stall", "ba
 
 
 class Span(NamedTuple):
-    """Work on one lane of the predicted timeline, in seconds from the start of the step; a copy or read may start earlier.
+    """An interval of the predicted timeline, in seconds from the start of the step.  ``start`` is negative if a copy or a
+    read starts in the previous step.
 
     In a ``stall``, compute waits for the weight ``name`` before the region that reads it.  In a ``barrier``, compute
     waits for copies before a collective.  In a ``join``, compute waits for all copies at the end of a call.
@@ -128,9 +130,9 @@ class Span(NamedTuple):
 class Prediction:
     """The cost model's prediction for a step in the steady state.
 
-    ``compute_s``: compute time, including the slowdown by copies.  ``exposed_s``: stall time.  ``collective_s``: time of
-    collectives from start to end; ``inflation_s``: the part of it that is caused by concurrent copies.  ``copy_s``: time of
-    all copies and pulls.  ``peak_bytes``: peak of weight bytes on the device.  ``resident_step_s``: step time with all
+    ``compute_s``: compute time, including the slowdown by copies.  ``exposed_s``: stall time.  ``collective_s``: total time
+    of collectives; ``inflation_s``: the part of ``collective_s`` that concurrent copies cause.  ``copy_s``: total time of
+    copies and pulls.  ``peak_bytes``: peak of weight bytes on the device.  ``resident_step_s``: step time with all
     weights resident.
     """
 
@@ -151,8 +153,8 @@ class Plan:
 
     ``problem``: digest of the Problem for which the plan was made.  ``hardware``: name of the profile.  ``regions``:
     label of each region; window k opens before region k.  ``joins``: for each call, the number of regions up to its
-    end, where compute waits for all copies issued so far, so that the call can be one CUDA graph.  It is empty if
-    copies may continue after the end of a call.  ``model``: title of the model in reports, empty if unknown.
+    end.  There, compute waits for all copies issued so far, so that the call can be one CUDA graph.  ``joins`` is empty
+    if copies may continue after the end of a call.  ``model``: title of the model in reports, empty if unknown.
     """
 
     policy: str
@@ -177,8 +179,8 @@ class Plan:
         return frozenset(w.name for w in self.weights if w.home == "peers")
 
     def lane(self, weight: str) -> Lane:
-        """Return the lane of a streamed weight.  The lane does not depend on where the weight currently is: a rank that
-        has written to a sharded weight streams this weight from host memory, but in the same lane."""
+        """Return the lane of a streamed weight.  A sharded weight stays in the lane "pull" after a rank has written to
+        it, although this rank then copies it from host memory."""
         return "pull" if weight in self.pulled else "copy"
 
     @property
@@ -267,8 +269,8 @@ class Plan:
 
     @property
     def _body(self) -> dict[str, Any]:
-        """The plan as it is stored.  Joins, peers and model are left out if they are empty, so that plans without them have
-        the same bytes and digest as before these fields existed."""
+        """The plan as it is stored.  ``joins``, ``peers`` and ``model`` are left out if they are empty, so that digests of
+        older plans, which lack these fields, do not change."""
         body = {"schema": SCHEMA, **asdict(self)}
         for name in ("joins", "model"):
             if not body[name]:
@@ -312,7 +314,7 @@ def span_name(weight: str, first: int, end: int) -> str:
 
 
 def span_chunks(span: str) -> tuple[str, int, int]:
-    """Return the weight and its chunks ``[first, end)`` from a name that :func:`span_name` has made."""
+    """Return the weight and its chunks ``[first, end)`` from the name of a span, see :func:`span_name`."""
     name, _, chunks = span.rpartition("[")
     first, _, end = chunks.removesuffix("]").partition(":")
     return name, int(first), int(end)
@@ -323,8 +325,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    """Return the digest of a plan's body.  The title of the model is left out, because it is only for reports and may
-    contain the name of a file."""
+    """Return the digest of a plan's body.  The digest does not cover the title of the model, which only reports show."""
     described = {name: value for name, value in body.items() if name != "model"}
     canonical = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

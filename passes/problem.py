@@ -15,15 +15,15 @@ from .pieces import piece_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the copies of a weight come from, and in which form.  By default, a weight is in host memory and not
-    compressed.
+    """The place and the form from which a weight is copied.  By default, a weight is in host memory and not compressed.
 
     ``file``: whether its bytes are in a file on the SSD.  ``values``: size of the uncompressed values in bytes if the
     weight is compressed (packing.py), otherwise 0.  ``ranks``: number of ranks over whose devices the weight is sharded
     (pieces.py); 0 if it is not sharded.
 
-    All combinations occur.  Files and shards contain the compressed bytes if the weight is compressed.  A sharded weight
-    also keeps its bytes in host memory or in the file, for ops outside programs and for a rank that writes to the weight.
+    The three fields are independent.  If the weight is compressed, its file and its shards contain compressed bytes.  A
+    sharded weight is also kept in host memory or in the file: ops outside programs read it there, and so does a rank
+    that has written to it.
     """
 
     file: bool = False
@@ -61,10 +61,10 @@ class Parameter:
     """A parameter that is an input of the Dynamo graph, found by identity.
 
     ``index``: position among the inputs of the Dynamo graph.  ``names``: all its names in the model; more than one for
-    tied weights.  ``inside``: attribute path inside this input, such as ``.qdata``, if the input is a tensor subclass.
-    ``keep``: why the parameter must stay on the device, or None if it may be streamed.  ``source``: source at the time
-    of tracing; in a cut, the planned source.  ``compressible``: whether the parameter is compressed, or can be
-    compressed as far as is known.
+    tied weights.  ``inside``: if the input is a tensor subclass, the attribute path from the input to the parameter,
+    such as ``.qdata``; otherwise empty.  ``keep``: why the parameter must stay on the device, or None if it may be
+    streamed.  ``source``: in a Traced, the source at the time of tracing; in a Cut, the planned source.
+    ``compressible``: False if the values of the parameter are known to be incompressible.
     """
 
     index: int
@@ -85,8 +85,8 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter as part of a step.  ``nbytes``: bytes that are stored and copied.  ``uses``: indices of the regions that
-    read it, ascending."""
+    """A parameter that the regions of a step read.  ``nbytes``: size in bytes; the compressed size if the weight is
+    compressed.  ``uses``: indices of the regions that read it, ascending."""
 
     name: str
     names: tuple[str, ...]
@@ -105,13 +105,13 @@ class RegionCost:
     """The work of a region.  "Products" are GEMMs, convolutions and attention.
 
     ``flops``: FLOPs of all products; ``attention``: FLOPs of attention; ``masked``: FLOPs of attention with a mask.
-    ``operands``: bytes that products read and write.  ``traffic``: for the other kernels, pairs of a tensor size in
-    bytes and the total bytes read and written in tensors of this size.  ``kernels``: number of kernels, including
-    products.
+    ``operands``: bytes that products read and write.  ``traffic``: memory traffic of the other kernels, as pairs: the
+    size of a tensor in bytes, and the total bytes read and written in tensors of this size.  ``kernels``: number of
+    kernels, including products.
 
     ``dtype`` and ``op``: dtype and op with the most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
-    ``tiles``: if the region runs on slices, a pair for each GEMM: the number of tiles per call, and the FLOPs of all
-    calls.  ``attention_tiles``: such a pair for each attention op that computes one group of heads.
+    ``tiles``: only if the region runs once per slice; a pair for each GEMM: the number of its output tiles in one run,
+    and its FLOPs in all runs.  ``attention_tiles``: the same pair for each attention op that computes one group of heads.
     """
 
     flops: int
@@ -133,7 +133,7 @@ class RegionCost:
 
     def seconds(self, hardware: Hardware) -> float:
         """Return the predicted time of the region in seconds.  Products take the time for their FLOPs or for their
-        operands, whichever is longer.  The other kernels are added one by one."""
+        operands, whichever is longer.  The times of all other kernels are added."""
         products = max(
             self.gemm_seconds(hardware) + self.attention_seconds(hardware), self.operands / hardware.memory_rate
         )
@@ -145,9 +145,9 @@ class RegionCost:
         return (self.flops - self.attention) / hardware.flops(self.dtype)
 
     def idle_seconds(self, hardware: Hardware) -> float:
-        """Return the seconds lost in the last waves of ``tiles`` and ``attention_tiles``, in which some multiprocessors
-        are idle.  The rates of GEMMs and of attention do not include this loss, because they are measured on kernels
-        with many waves."""
+        """Return the seconds lost because some multiprocessors are idle in the last wave of each kernel in ``tiles`` and
+        ``attention_tiles``.  The rates of GEMMs and of attention do not include this loss, because they are measured on
+        kernels with many waves."""
         if not (count := hardware.multiprocessors):
             return 0.0
 
@@ -158,17 +158,18 @@ class RegionCost:
         return idle(self.tiles) / hardware.flops(self.dtype) + attention
 
     def attention_seconds(self, hardware: Hardware) -> float:
-        """Return the seconds of attention; a mask makes it slower."""
+        """Return the seconds of attention.  Attention with a mask runs at a lower rate."""
         flops = self.attention - self.masked + self.masked / hardware.eta_masked
         return flops / hardware.attention_rate(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A part of the graph that only computes.  ``key``: digest of its structure; regions with equal keys are lowered once.
+    """A part of the graph that is compiled as one piece; it contains no collective.  ``key``: digest of its structure;
+    regions with equal keys are lowered once.
 
     ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: weights in the order of the
-    region's inputs.  ``repeat``: number of calls of its code, one per slice of its values (graph/split.py).  ``live``:
+    region's inputs.  ``repeat``: number of times that it runs per step, once per slice (graph/split.py).  ``live``:
     peak bytes of live activations while it runs (cost/live.py).  ``groups``: number of groups of heads if the region
     computes the attention of one group (graph/head_groups.py), otherwise 1.
     """
@@ -207,8 +208,8 @@ class Collective:
 class Problem:
     """All properties of a model on which placement depends.  Window k opens before region k.
 
-    ``ranks``: number of ranks that run the model at the same time, each of them its part.  :class:`Hardware` describes
-    the resources that they share.
+    ``ranks``: number of ranks that run the model at the same time, each on its part of the inputs.  They share the
+    bandwidth of host memory (:meth:`Hardware.shared_by`).
     """
 
     regions: tuple[Region, ...]
@@ -222,13 +223,13 @@ class Problem:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Peak bytes of unpacked values, which are needed in addition to the packed weights.  A region unpacks one
-        weight at a time."""
+        """Bytes of the largest unpacked weight.  They are needed in addition to the packed weights, because a region
+        unpacks one weight at a time."""
         return max((w.source.values for w in self.weights), default=0)
 
     @property
     def exchange_groups(self) -> int:
-        """The number of groups of heads in which the exchanges around attention run; 1 if the exchanges are not
+        """The number of groups of heads into which the exchanges around attention are divided; 1 if they are not
         divided."""
         return max((r.groups for r in self.regions), default=1)
 
@@ -276,10 +277,9 @@ class Problem:
     def digest(self) -> str:
         """Sixteen hex digits that identify this problem.  They are stored in its plans.
 
-        They cover the properties on which placement depends, except for properties that vary with the way in which the
-        model is traced.  They leave out the order of inputs, which changes when the model is offloaded, and
-        device-specific ops.  They also leave out the ranks, because a program knows the number of its ranks when it
-        runs.
+        The digest covers the properties on which placement depends, but no properties that differ between traces of the
+        same model.  So it does not cover the order of inputs, which changes when the model is offloaded, or the ops,
+        which can depend on the device.  It does not cover the number of ranks either.
         """
         body: dict[str, object] = {
             "regions": [(r.block, r.weights, r.cost.flops) for r in self.regions],
@@ -290,7 +290,7 @@ class Problem:
             body["repeats"] = [r.repeat for r in self.regions]
         if engines := [i for i, c in enumerate(self.collectives) if c.engine == "copy"]:
             body["engines"] = engines
-        # use the keys from before sources existed, so that digests do not change
+        # "drive", "packed" and "peers" are the former names of the fields of Source: new names would change the digests
         if drive := sorted(w.name for w in self.weights if w.source.file):
             body["drive"] = drive
         if packed := sorted(w.name for w in self.weights if w.source.compressed):
@@ -316,11 +316,9 @@ class Problem:
         )
 
 
-# The fields of a weight that are tuples; JSON stores them as lists.
+# The fields of a Weight that are tuples; JSON stores them as lists.
 _TUPLES = ("names", "shape", "stride", "uses")
-
-
-# Fields of a cost that are tuples of pairs.
+# The fields of a RegionCost that are tuples of pairs; JSON stores them as lists of lists.
 _PAIRS = ("traffic", "tiles", "attention_tiles")
 
 

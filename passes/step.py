@@ -1,23 +1,31 @@
-"""Step: one step of a program as a list of operations, in the order in which the host issues them.
+"""Step: the operations of one step of a program, in the order in which the host issues them.
 
 A GPU runs several streams concurrently, and each stream runs its operations in order.  ``compute`` runs regions.
 ``copy`` and ``pull`` are the lanes: ``copy`` fills slots from host memory, and ``pull`` fills slots from the devices of
-the other ranks.  ``collective`` runs collectives.  ``read`` reads files on the SSD into the ring, from which copies
-take their bytes (ring.py).  Events order the operations of different streams: :class:`Record` marks a point in a
-stream, and at a :class:`Wait`, another stream waits until this point has been reached.
+the other ranks.  ``collective`` runs collectives.  ``read`` reads files on the SSD into a ring buffer in host memory,
+from which copies take their bytes (ring.py).  Events order the operations of different streams: :class:`Record` marks a
+point in a stream, and a :class:`Wait` makes another stream wait until this point has been reached.
 
-The order for each region k: the starts of the collectives before it, each after its barriers; the waits for the ends of
-collectives; the join, if a call ends there; the copies of window k; the waits for the weights that k is the first to read;
-region k; the evicts of the weights that k is the last to read.
+For each region k, the operations are issued in this order:
 
-    Record(compute, 4)  Wait(copy, 4)    the opening of window k: its copies may overwrite what was read before k
-    Copy(copy, ...)  Record(copy, 5)     the arrival of a copy, if it is the newest one that a region waits for in its lane
-    Wait(compute, 5, (weights))          before the region.  A lane is in order, so the earlier copies have arrived as well
-    Record(copy, 9)  Wait(compute, 9)    a join, in each lane: at the end of a call, all copies have arrived
-    Wait(read, 5)  Read(...)  Record(read, 6)   a read, directly after the copy that frees its bytes of the ring
-    Wait(copy, 6)  Copy(copy, ...)       its own copy, later
+1. The starts of the collectives before region k; before each start, the waits of its barrier.
+2. The waits for the ends of collectives.
+3. The join, if a call ends before region k.
+4. The copies of window k.
+5. The waits for the weights of which region k is the first reader.
+6. Region k.
+7. The evicts of the weights of which region k is the last reader.
 
-forms.py contains the prologue, which is issued before a call, and the form of a call that is one CUDA graph.
+The events:
+
+    Record(compute, 4)  Wait(copy, 4)    opening of window k: the regions before k have read the bytes that are overwritten
+    Copy(copy, ...)  Record(copy, 5)     arrival: recorded only after the newest copy in a lane that a region waits for
+    Wait(compute, 5, (weights))          before this region; a lane is in order, so its earlier copies have arrived as well
+    Record(copy, 9)  Wait(compute, 9)    join, in each lane: at the end of a call, all copies have arrived
+    Wait(read, 5)  Read(...)  Record(read, 6)   read, directly after the copy that frees its bytes of the ring
+    Wait(copy, 6)  Copy(copy, ...)       the copy that takes the bytes of this read
+
+forms.py defines the prologue, which is issued before a call, and the form of a call that is one CUDA graph.
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ Stream = Literal["compute", "copy", "pull", "collective", "read"]
 
 @dataclass(frozen=True)
 class Record:
-    """Marks a point in a stream.  ``event``: number of the event; if it has been recorded before, the newest mark counts."""
+    """Marks a point in a stream.  ``event``: number of the event; a new mark replaces the previous mark of the event."""
 
     stream: Stream
     event: int
@@ -45,8 +53,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Wait:
-    """A stream waits for the newest mark of an event.  ``weights``: weights that may be read after it; empty for openings,
-    for joins, and for waits between reads and copies."""
+    """A stream waits for the newest mark of an event.  ``weights``: weights that compute may read after this wait; empty for
+    openings, for joins, and for waits between reads and copies."""
 
     stream: Stream
     event: int
@@ -56,9 +64,8 @@ class Wait:
 @dataclass(frozen=True)
 class Copy:
     """Copies chunks ``[first, end)`` of a weight into its slot.  ``window``: window that starts the copy, or None for
-    resident chunks, which are copied by a prologue.  ``next_step``: whether the chunks are for the next step
-    (wrap-around).  ``ring``: byte of the ring at which the read of these chunks begins, or None if the copy does not
-    use the ring (for example, because it reads the file itself)."""
+    resident chunks, which are copied by a prologue.  ``next_step``: whether the chunks are read in the next step
+    (wrap-around).  ``ring``: offset in the ring of the bytes to copy, or None if the copy does not use the ring."""
 
     stream: Lane
     weight: str
@@ -71,8 +78,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Read:
-    """Reads chunks ``[first, end)`` of a weight from a file into the ring, starting at byte ``ring``, for the next copy
-    of these chunks."""
+    """Reads chunks ``[first, end)`` of a weight from a file into the ring, from where the next copy of these chunks takes
+    them.  ``ring``: offset in the ring."""
 
     stream: ClassVar[Stream] = "read"
     weight: str
@@ -83,7 +90,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Run:
-    """Runs a region.  ``region``: its index."""
+    """Runs a region.  ``region``: index of the region."""
 
     stream: ClassVar[Stream] = "compute"
     region: int
@@ -91,7 +98,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Start:
-    """Starts a collective when compute has reached this point.  ``collective``: its index."""
+    """Starts a collective when compute has reached this point.  ``collective``: index of the collective."""
 
     stream: ClassVar[Stream] = "collective"
     collective: int
@@ -99,7 +106,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Finish:
-    """Compute waits for the end of a collective.  ``collective``: its index."""
+    """Compute waits for the end of a collective.  ``collective``: index of the collective."""
 
     stream: ClassVar[Stream] = "compute"
     collective: int
@@ -115,8 +122,8 @@ class Evict:
 
 @dataclass(frozen=True)
 class Release:
-    """Drops values that no later op reads.  If a Run follows directly, its region still reads these values and becomes
-    their owner.  ``values``: names of their nodes."""
+    """Drops values that no later op reads.  If the next op is a Run, its region still reads these values and then frees
+    them itself.  ``values``: names of the nodes that produced the values."""
 
     stream: ClassVar[Stream] = "compute"
     values: tuple[str, ...]
@@ -124,9 +131,9 @@ class Release:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Evaluates any other node of a program, such as one element of a region's outputs.  ``value``: name of the node.
-    ``stream``: "collective" for an element of a collective's results before the collective has ended, otherwise
-    "compute"."""
+    """Evaluates a node for which there is no other op, such as one element of a region's outputs.  ``value``: name of the
+    node.  ``stream``: "collective" if the node takes an element of the results of a collective that has not ended,
+    otherwise "compute"."""
 
     stream: Stream
     value: str
@@ -165,13 +172,14 @@ def marks(ops: Iterable[Op]) -> Step:
     return tuple(op for op in ops if isinstance(op, Record | Wait))
 
 
-# The transfer ops of a step with their events, as two mappings.  The keys are the regions and the starts of
-# collectives.  The first mapping contains the ops before each key, and the second mapping contains the evicts after it.
+# The transfer ops of a step with their events, as two mappings whose keys are the Run and Start ops of the step.  The first
+# mapping contains the transfer ops before each Run or Start, and the second mapping contains the evicts after it.
 Transfers = tuple[Mapping[Op, Sequence[Op]], Mapping[Op, Sequence[Evict]]]
 
 
 def transfers(step: Step) -> Transfers:
-    """Return the transfer ops of a step without joins, grouped by the op that they precede or follow."""
+    """Return the transfer ops of a step, grouped by the Run or Start that they precede or follow.  ``step``: a step without
+    joins."""
     before, after = dict[Op, list[Op]](), dict[Op, list[Evict]]()
     waiting = list[Op]()
     for op in step:
@@ -192,28 +200,29 @@ def used_lanes(ops: Iterable[Op]) -> list[Lane]:
 
 
 def join(lanes: Mapping[Lane, int]) -> Iterator[Op]:
-    """Yield the ops that make compute wait for all copies issued so far.  ``lanes``: event to record, for each lane in
-    use."""
+    """Yield the ops that make compute wait for all copies issued so far.  ``lanes``: for each lane in use, the event to
+    record."""
     yield from (Record(lane, event) for lane, event in lanes.items())
     yield from (Wait("compute", event) for event in lanes.values())
 
 
-# The place of a copy in the order of issue: window, urgency, weight, first chunk.  Resident chunks come before all others.
+# The place of a copy in the order of issue: its window; the number of regions from the window to the first reader; the
+# position of the weight; its first chunk.  Resident chunks have window -1.
 _Place = tuple[int, int, int, int]
-# A copy as seen from a point at which compute waits: its turn and its place.  The turn is 0 for a copy of this step, -1 for
-# a copy of the previous step, and -2 for resident chunks.
+# A copy that compute waits for: the step of the copy, and its place.  The step is 0 for the current step, -1 for the
+# previous step, and -2 for resident chunks, which were copied before both.
 _Newest = tuple[int, _Place]
 
 
 def order(problem: Problem, plan: Plan) -> Step:
-    """Return the step of a program under a plan without joins, for calls that are issued one op at a time."""
+    """Return the step of a program under a plan, without joins.  Calls that are not CUDA graphs issue this step."""
     scheduler = Scheduler(problem, plan.chunk_bytes)
     return scheduler.step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
 
 
 class _Streamed(NamedTuple):
-    """A weight that may be streamed.  ``position``: its position in the order of names.  ``kept``: place of its resident
-    chunks.  ``first``, ``last``: first and last region that read it."""
+    """A weight that may be streamed.  ``position``: position in the order of names.  ``kept``: place of the copy of its
+    resident chunks.  ``first``, ``last``: first and last region that read the weight."""
 
     name: str
     lane: Lane
@@ -224,12 +233,13 @@ class _Streamed(NamedTuple):
     evict: Evict
 
 
-# The place of a copy, and whether the copy is for the next step.
+# The place of a copy, and whether its chunks are read in the next step.
 _Issued = tuple[_Place, bool]
 
 
 class _Arrival(NamedTuple):
-    """An arrival that compute waits for: the place of a copy, and the weights that may be read after it."""
+    """An arrival that compute waits for.  ``place``: place of the copy that arrives.  ``weights``: weights that compute
+    may read after this wait."""
 
     place: _Place
     weights: tuple[str, ...]
@@ -237,8 +247,8 @@ class _Arrival(NamedTuple):
 
 class _Placed(NamedTuple):
     """Copies and weights by region.  ``opened``: copies of each window, in the order of issue.  ``awaited``: for each
-    region, the weights that it is the first to read, each with its lane, newest copy and name.  ``evicted``: for each
-    region, the evicts of the weights that it is the last to read."""
+    region, the lane, newest copy and name of each weight of which it is the first reader.  ``evicted``: for each
+    region, the evicts of the weights of which it is the last reader."""
 
     opened: dict[int, list[tuple[_Place, Copy]]]
     awaited: dict[int, list[tuple[Lane, _Newest, str]]]
@@ -279,9 +289,9 @@ class Scheduler:
         """Return the step for a choice of windows.
 
         ``windows``: for each streamed weight, the windows of its chunks.  ``joins``: as in a Plan.  ``kept``: whether
-        compute also waits for weights whose chunks are all resident, which is needed for a cold start.  Within a
-        window, chunks are copied in the order in which they are needed.  Events are numbered in the order of their
-        occurrence in the step; events of reads come last.
+        compute also waits for weights whose chunks are all resident; programs need these waits after a cold start.
+        Within a window, chunks are copied in the order in which regions read them.  Events are numbered in the order in
+        which the step names them.  The events of reads get the highest numbers.
         """
         placed, starts, finishes = self._place(windows, kept), self._starts, self._finishes
         read = {k: list(self._read(awaited)) for k, awaited in placed.awaited.items()}
@@ -311,7 +321,7 @@ class Scheduler:
         """Insert reads into the ops, each read directly after the copy that frees its bytes of the ring."""
         copied = [op for op in copies(ops) if op.weight in self._in_files]
         slots, count = ring_slots([self._nbytes(op) for op in copied]), len(copied)
-        following = [list[int]() for _ in copied]  # for each copy, the reads after it
+        following = [list[int]() for _ in copied]  # for each copy, the reads to issue directly after it
         for number, slot in enumerate(slots):
             following[slot.after].append(number)
         copying, due = -1, list[int]()
@@ -360,15 +370,15 @@ class Scheduler:
         return placed
 
     def _read(self, awaited: Sequence[tuple[Lane, _Newest, str]]) -> Iterator[_Arrival]:
-        """Yield the arrivals that compute waits for before a region: in each lane, the newest copy of the weights in
-        ``awaited``, which the region is the first to read."""
+        """Yield the arrivals that compute waits for before a region: in each lane, the newest copy of the weights of
+        which the region is the first reader.  ``awaited``: these weights, see :class:`_Placed`."""
         for lane in self._lanes:
             if mine := [(newest, name) for moves, newest, name in awaited if moves == lane]:
                 yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
 
     def _held(self, names: Iterable[str], before: int, issued: Mapping[str, Sequence[_Issued]]) -> Iterator[_Arrival]:
-        """Yield the arrivals that compute waits for at a barrier before region ``before``, in the order of the
-        barrier's weights.  Successive arrivals may be in different lanes.
+        """Yield the arrivals that compute waits for at a barrier before region ``before``.  ``names``: weights of the
+        barrier.  There is one arrival for each run of consecutive weights in the same lane.
 
         A weight is left out if compute has already waited for all its copies in the previous step.
         """
@@ -387,7 +397,7 @@ class Scheduler:
 
 
 def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
-    """Yield the copies of a weight that have been issued before region ``before``."""
+    """Yield those copies of a weight that are issued before region ``before``, in this step or in the previous one."""
     for place, next_step in issued:
         if place[0] < before:
             yield (0 if place[0] >= 0 else -2), place
@@ -396,8 +406,8 @@ def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
 
 
 def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collection[_Place], events: _Events) -> None:
-    """Add the ops of a window.  Each lane waits for the opening of the window before its first copy.  ``marked``:
-    places of the copies that compute waits for."""
+    """Append the ops of a window to ``ops``.  Each lane waits for the opening of the window before its first copy.
+    ``marked``: places of the copies that compute waits for."""
     opening, waiting = events[copies[0][1].window], set[Lane]()
     ops.append(Record("compute", opening))
     for place, copy in copies:
@@ -410,8 +420,8 @@ def _open(ops: list[Op], copies: Sequence[tuple[_Place, Copy]], marked: Collecti
 
 
 class _Events(dict[object, int]):
-    """Assigns numbers to events.  An event is the opening of a window, the arrival of a copy (by its place), a join, a
-    read, or the copy that a read waits for."""
+    """Assigns numbers to events in the order in which they are first looked up.  The keys identify the opening of a
+    window, the arrival of a copy (by its place), a join, a read, or the copy that a read waits for."""
 
     def __missing__(self, what: object) -> int:
         number = self[what] = len(self)

@@ -294,7 +294,9 @@ def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: 
     got = outputs()
     check_moved(model, 5)
     session = programs(model)[0]
-    session.call.current.code = session.code.remade(goal=session.code.settings.goal.aimed_at(Goal(policy="resident")))
+    session.call.active.variant = session.variant.remade(
+        goal=session.variant.settings.goal.aimed_at(Goal(policy="resident"))
+    )
     want = outputs()
     assert programs(model)[0].plan.moved_bytes == 0
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

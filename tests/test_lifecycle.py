@@ -186,7 +186,7 @@ def test_a_process_that_ends_with_copies_under_way_ends_well(debug: str) -> None
 
 
 OURS = (
-    *("Arena", "Binding", "Code", "CpuDevice", "Engine", "Executor", "GraphModule"),
+    *("Arena", "Binding", "Variant", "CpuDevice", "Engine", "Executor", "GraphModule"),
     *("HostBuffer", "HostStore", "Placement", "Program", "CompiledGraph", "SingleCall"),
 )
 

@@ -51,7 +51,7 @@ def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
         assert replan(run, **goal) is run
         check(run, twin)
         (session,) = programs(model)
-        assert session.code.regions is first.code.regions, "nothing was lowered again"
+        assert session.variant.regions is first.variant.regions, "nothing was lowered again"
         assert session.plan.policy == policy
         assert session.plan.device_bytes <= (50000 if "weight_memory" in goal else 10**9)
         if "memory" in goal:
@@ -65,7 +65,7 @@ def test_a_running_model_is_given_other_goals(no_grad: None) -> None:
     replan(model, as_measured=True)  # before a call with the other goal, which stays
     check(run, twin)
     (session,) = programs(model)
-    assert session.code.settings.goal.memory == 30000 >= session.plan.device_bytes
+    assert session.variant.settings.goal.memory == 30000 >= session.plan.device_bytes
     restore(model)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     check(run, twin)
@@ -100,7 +100,7 @@ def test_a_plan_that_finds_no_room_gives_way_to_the_one_before(no_grad: None, mo
     check(run, twin)
     before = programs(model)[0].plan
     replan(run, policy="layerwise")
-    coming = programs(model)[0].call.current.code
+    coming = programs(model)[0].call.active.variant
     assert coming.program.plan.arena_bytes != before.arena_bytes
     allocate, least = CpuDevice.allocate, coming.program.plan.arena_bytes
 
@@ -146,7 +146,7 @@ def test_after_two_steps_the_plan_is_made_from_what_they_took(tmp_path: Path, no
         assert programs(model)[-1].plan.hardware == "wrong", step
     check(run, twin, 6)
     (session,) = programs(model)
-    assert session.plan.hardware == "wrong, as measured" and session.code.replan_after == 0
+    assert session.plan.hardware == "wrong, as measured" and session.variant.replan_after == 0
     assert len(session.measurements) == 6, "without the steps of the plan before"
     folders = sorted((tmp_path / "dump").iterdir())
     assert [f.name for f in folders] == ["rank0_0", "rank0_1"], "one for each plan"
@@ -163,7 +163,7 @@ def test_a_plan_that_cannot_be_made_leaves_the_one_that_runs(no_grad: None, capl
     def refuse(**_: Any) -> None:
         raise ChunkflowError("the proof failed")
 
-    object.__setattr__(session.code, "make", refuse)
+    object.__setattr__(session.variant, "make", refuse)
     logging.getLogger("chunkflow_compile").addHandler(caplog.handler)  # torch's logs do not reach the root
     try:
         check(run, twin, 4)
@@ -223,7 +223,7 @@ def test_a_size_that_comes_after_a_replan_keeps_to_its_goal(known: tuple[int, ..
 
 
 def test_another_model_of_the_class_keeps_its_own_goal(no_grad: None) -> None:
-    """Both have one compiled graph, and so its codes."""
+    """Both have one compiled graph, and so its variants."""
     torch._dynamo.reset()
     models = [offload(stack(6), min_bytes=OPTIONS["min_bytes"]) for _ in range(2)]
     options = {**EAGER, "weight_memory": 10**9, "slowdown": None}
@@ -238,5 +238,5 @@ def test_another_model_of_the_class_keeps_its_own_goal(no_grad: None) -> None:
     for rows in (6, 8):
         for model in models:
             run(model, torch.randn(rows, 8))
-        assert [programs(model)[-1].code.settings.goal.memory for model in models] == [50000, 10**9]
-    assert programs(models[0])[-1].code.regions is programs(models[1])[-1].code.regions
+        assert [programs(model)[-1].variant.settings.goal.memory for model in models] == [50000, 10**9]
+    assert programs(models[0])[-1].variant.regions is programs(models[1])[-1].variant.regions

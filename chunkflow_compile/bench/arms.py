@@ -20,7 +20,7 @@ from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.runtime.codes import Code
+from chunkflow_compile.runtime.variants import Variant
 
 from .alternatives import ALTERNATIVES
 
@@ -41,8 +41,8 @@ class ArmForm(NamedTuple):
 
 
 RAW, HOISTED = ArmForm(), ArmForm(hoisted=True)
-# For each form, the code of a resident step and its measured times.
-Measured = Mapping[ArmForm, tuple[Code, Timings]]
+# For each form, the variant of a resident step and its measured times.
+Measured = Mapping[ArmForm, tuple[Variant, Timings]]
 _FORMS: Mapping[str, Mapping[str, Any]] = {
     "pack": {"pack": True},
     "auto": {"pack": "auto"},
@@ -152,17 +152,17 @@ def form_of(arm: Arm, measured: Measured, goal: Goal) -> ArmForm:
     return ArmForm(to_pack(raw.cut, plan))
 
 
-def on_peers_of(arm: Arm, code: Code, goal: Goal, timings: Timings) -> frozenset[str]:
+def on_peers_of(arm: Arm, variant: Variant, goal: Goal, timings: Timings) -> frozenset[str]:
     """The weights that an arm shards over the devices of the ranks.  If the arm leaves this open, choice.py decides."""
     if arm.peers != "auto":
-        return streamable(code.cut) if arm.peers else frozenset()
+        return streamable(variant.cut) if arm.peers else frozenset()
 
     def plan(problem: Problem) -> Plan:
         times = replace(timings, problem=problem.digest)
-        return make_plan(problem, replace(code.settings, goal=goal, timings=times, likes=()))
+        return make_plan(problem, replace(variant.settings, goal=goal, timings=times, likes=()))
 
-    ranks = code.settings.ranks
-    return to_peers(code.cut, plan, ranks, host_rate=code.settings.hardware.rate_beside_pulls(ranks))
+    ranks = variant.settings.ranks
+    return to_peers(variant.cut, plan, ranks, host_rate=variant.settings.hardware.rate_beside_pulls(ranks))
 
 
 def block_bytes(problem: Problem) -> int:

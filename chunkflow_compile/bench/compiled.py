@@ -14,9 +14,9 @@ from torch import nn
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.placed.offload import programs
-from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.measurement import StepMeasurement, measured
 from chunkflow_compile.runtime.single_call import SingleCall
+from chunkflow_compile.runtime.variants import Variant
 from chunkflow_compile.weights.host_buffer import Form, buffer_of
 from chunkflow_compile.weights.pieces import Pieces
 
@@ -50,39 +50,39 @@ class Compilation:
         self._model, self._inputs, self._processes = model, inputs, processes
         newest = programs(model)[-1]
         self.arena = newest.arena
-        self._current = newest.call.current
+        self._active = newest.call.active
         self._pieces: dict[str, Pieces] = {}  # shards by weight name, once weights have been sharded
 
     @property
     def program(self) -> SingleCall:
         """The program of the latest call."""
-        return next(p for p in programs(self._model) if p.call.current is self._current)
+        return next(p for p in programs(self._model) if p.call.active is self._active)
 
     @property
-    def code(self) -> Code:
-        """The code that the next call runs."""
-        return self._current.code
+    def variant(self) -> Variant:
+        """The variant that the next call runs."""
+        return self._active.variant
 
-    def use(self, code: Code) -> None:
-        """Make the next call run this code, with the weights in the form and the place that it expects.
+    def use(self, variant: Variant) -> None:
+        """Make the next call run ``variant``, with the weights in the form and the place that it expects.
 
         The programs of other compilations are ended, so that they occupy no memory while this one is measured.
         """
         for program in programs(self._model):
-            if program.call.current is not self._current:
+            if program.call.active is not self._active:
                 program.close()
         for name, parameter in self._model.named_parameters():
             if (buffer := buffer_of(parameter)) is None:
                 continue
-            if buffer.compressed and name not in code.packed:
+            if buffer.compressed and name not in variant.packed:
                 buffer.unpack()
                 buffer.form = Form.COMPRESSIBLE  # left by another arm
             if buffer.pieces is not None:
                 self._pieces[name] = buffer.pieces
-            buffer.pieces = self._pieces.get(name) if name in code.on_peers else None
-            if (peers := buffer.store.peers) is not None and name in code.on_peers and buffer.pieces is None:
+            buffer.pieces = self._pieces.get(name) if name in variant.on_peers else None
+            if (peers := buffer.store.peers) is not None and name in variant.on_peers and buffer.pieces is None:
                 peers.pending.add(buffer.name)
-        self._current.code = code
+        self._active.variant = variant
 
     def compute_s(self) -> list[float]:
         """Seconds per region of a resident step, averaged over the ranks."""
@@ -97,14 +97,14 @@ class Compilation:
         program = self.program
         return step_timings(program.plan, program.measurements[-CALIBRATION + 1 :], self._processes)
 
-    def calibrate_with(self, code: Code, pace: float | None) -> tuple[Code, Timings]:
-        """Run the code of another resident step.  Return the code and its measured times.  ``pace``: factor by which its
-        regions are slowed down to a fixed duration, or None."""
-        self.use(code)
+    def calibrate_with(self, variant: Variant, pace: float | None) -> tuple[Variant, Timings]:
+        """Run another resident step.  Return its variant and its measured times.  ``pace``: factor by which its regions are
+        slowed down to a fixed duration, or None."""
+        self.use(variant)
         if pace is not None:
-            self.use(paced(code, self.compute_s(), pace))
+            self.use(paced(variant, self.compute_s(), pace))
         timings = self.calibrate()
-        return self.code, timings
+        return self.variant, timings
 
     def _repeat(self, steps: int) -> None:
         """Run the same step several times.  If weights are hoisted, the first one computes the row for all."""

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 from chunkflow_compile.runtime.host_clock import MONOTONIC, HostClock
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.codes import Code
+    from chunkflow_compile.runtime.variants import Variant
     from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
 # Fixed durations as a multiple of the measured ones.  On two shared cores, most steps took at most 1.4 times the median.
 PACE = 1.5
 
 
-def paced(code: Code, compute_s: Sequence[float], pace: float, clock: HostClock = MONOTONIC) -> Code:
-    """``code`` with fixed durations for its regions: ``pace`` times their measured compute times.
+def paced(variant: Variant, compute_s: Sequence[float], pace: float, clock: HostClock = MONOTONIC) -> Variant:
+    """``variant`` with fixed durations for its regions: ``pace`` times their measured compute times.
 
     ``compute_s``: seconds per region of a step, in program order.  Regions that share their code get the mean.  ``clock``:
     clock that measures the durations.
     """
-    names = [str(n.target) for n in code.program.module.graph.nodes if n.op == "call_module"]
+    names = [str(n.target) for n in variant.program.module.graph.nodes if n.op == "call_module"]
     taken: dict[str, list[float]] = {}
     for name, seconds in zip(names, compute_s, strict=True):
         taken.setdefault(name, []).append(seconds)
@@ -46,5 +46,5 @@ def paced(code: Code, compute_s: Sequence[float], pace: float, clock: HostClock 
 
         return run
 
-    regions = {name: hold(region, pace * fmean(taken[name])) for name, region in code.regions.items()}
-    return replace(code, regions=regions)
+    regions = {name: hold(region, pace * fmean(taken[name])) for name, region in variant.regions.items()}
+    return replace(variant, regions=regions)

@@ -36,10 +36,10 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import Pack
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.placed.offload import offload, programs
-from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.cuda_graphs import PASSES
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
+from chunkflow_compile.runtime.variants import Variant
 from chunkflow_compile.simulate.arms import play_program
 
 from .alternatives import (
@@ -94,13 +94,14 @@ class Alternative:
 class RunningArm:
     """An arm while it is measured: how to call it, and the results of its turns so far.
 
-    ``settings``: calls that set it up, as text.  ``compiled``: its compilation.  ``code``: its code in this compilation, or
-    None for an alternative; replanning changes it.  ``form``: form of its code.  ``outputs``: outputs by step.
+    ``settings``: calls that set it up, as text.  ``compiled``: its compilation.  ``variant``: its variant in this
+    compilation, or None for an alternative; replanning changes it.  ``form``: form of its variant.  ``outputs``: outputs by
+    step.
     """
 
     name: str
     settings: str
-    code: Code | None = None
+    variant: Variant | None = None
     form: ArmForm = RAW
     compiled: Compilation | None = None
     alternative: Alternative | None = None
@@ -169,11 +170,11 @@ class Turns:
             # timed within the same minutes as the arms, because the machine's speed changes
             for name in (arm.name for arm in job.arms if arm.policy == RESIDENT):
                 resident = self.arms[name]
-                assert resident.code is not None
-                timings = step_timings(resident.code.program.plan, resident.measurements, job.processes)
-                measured[resident.form] = resident.code, timings
+                assert resident.variant is not None
+                timings = step_timings(resident.variant.program.plan, resident.measurements, job.processes)
+                measured[resident.form] = resident.variant, timings
             slowdown = self._slowdown()
-            measured = {f: (code, replace(t, compute_slowdown=slowdown)) for f, (code, t) in measured.items()}
+            measured = {f: (variant, replace(t, compute_slowdown=slowdown)) for f, (variant, t) in measured.items()}
         return RankRun(
             arms={arm.name: self._result(self.arms[arm.name], measured) for arm in job.arms},
             total_bytes=measured[RAW][0].program.problem.total_bytes,
@@ -215,50 +216,50 @@ class Turns:
         if job.load is None and job.pace is None:
             return None
         self.progress.set_description("measure compute")
-        self._unpaced, compute_s = self._compiled.code, self._compiled.compute_s()
+        self._unpaced, compute_s = self._compiled.variant, self._compiled.compute_s()
         self._unpaced_s = compute_s
         if job.pace is not None:
             self._compiled.use(paced(self._unpaced, compute_s, job.pace))
         return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace, job.regime.peers)
 
-    def _calibrate_raw(self) -> tuple[Code, Timings]:
+    def _calibrate_raw(self) -> tuple[Variant, Timings]:
         """The resident step and its measured times.  Also plans layerwise from these times, because all goals depend on its
         bytes."""
-        code, timings = self._compiled.code, self._compiled.calibrate()
-        self._layerwise = code.remade(goal=code.settings.goal.aimed_at(Goal(policy="layerwise")), timings=timings)
-        return code, timings
+        variant, timings = self._compiled.variant, self._compiled.calibrate()
+        self._layerwise = variant.remade(goal=variant.settings.goal.aimed_at(Goal(policy="layerwise")), timings=timings)
+        return variant, timings
 
-    def _calibrate_packed(self) -> tuple[Code, Timings]:
+    def _calibrate_packed(self) -> tuple[Variant, Timings]:
         """A resident step with all packable weights packed and with fixed durations for its regions, and its measured
         times."""
         self.progress.set_description("measure packed regions")
-        code = self._compiled.code
-        goal = replace(code.settings.goal, pack=packable(code.cut))
-        packed = replace(self._unpaced.remade(hardware=self.hardware, goal=goal), kind=code.kind)
+        variant = self._compiled.variant
+        goal = replace(variant.settings.goal, pack=packable(variant.cut))
+        packed = replace(self._unpaced.remade(hardware=self.hardware, goal=goal), kind=variant.kind)
         found = self._compiled.calibrate_with(packed, self.job.pace)
-        self._compiled.use(code)
+        self._compiled.use(variant)
         self._compiled.call(**self.inputs(0))
         return found
 
-    def _calibrate_groups(self, groups: int) -> tuple[Code, Timings]:
-        """The code of a resident step with its exchanges in ``groups`` groups of heads, and its measured times.
+    def _calibrate_groups(self, groups: int) -> tuple[Variant, Timings]:
+        """The variant of a resident step with its exchanges in ``groups`` groups of heads, and its measured times.
 
         Regions last as long as with whole exchanges; the attention of one group takes an equal part of the whole attention.
         """
         self.progress.set_description(f"compile for {groups} groups of heads")
         self.profile.write_text(self.hardware.to_json())  # with the emulated link
-        raw = self._compiled.code
+        raw = self._compiled.variant
         compiled = self._forms[ArmForm(groups=groups)] = self._compilation(exchange_groups=groups, policy=RESIDENT)
         self.progress.set_description(f"measure {groups} groups of heads")
-        code = compiled.code
+        variant = compiled.variant
         if self.job.pace is not None:
-            code = paced(code, in_groups(self._unpaced_s, code.program.problem), self.job.pace)
-        found = compiled.calibrate_with(code, None)
+            variant = paced(variant, in_groups(self._unpaced_s, variant.program.problem), self.job.pace)
+        found = compiled.calibrate_with(variant, None)
         self._compiled.use(raw)
         self._compiled.call(**self.inputs(0))
         return found
 
-    def _calibrate_hoisted(self, raw: Code, timings: Timings) -> tuple[Code, Timings]:
+    def _calibrate_hoisted(self, raw: Variant, timings: Timings) -> tuple[Variant, Timings]:
         """The same for the hoisted model without its preamble.  The table of rows fits in the smallest budget of its arms."""
         self.progress.set_description("compile the hoisted model")
         self.profile.write_text(self.hardware.to_json())  # includes the emulated link
@@ -266,24 +267,24 @@ class Turns:
         memory = min(goal.memory for goal in goals if goal.memory is not None)
         hoisted = self._forms[HOISTED] = self._compilation(hoist=True, weight_memory=memory)
         self.progress.set_description("measure hoisted regions")
-        code = hoisted.code
-        resident = code.settings.goal.aimed_at(Goal(policy="resident"))
-        return hoisted.calibrate_with(code.remade(goal=resident), self.job.pace)
+        variant = hoisted.variant
+        resident = variant.settings.goal.aimed_at(Goal(policy="resident"))
+        return hoisted.calibrate_with(variant.remade(goal=resident), self.job.pace)
 
     def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
         """Emulate ``link`` from the next call on, with the bandwidth set by ``load``, and measure its accuracy."""
         self.progress.set_description("measure the link")
-        code = self._compiled.code
+        variant = self._compiled.variant
         if load is not None:
             ports = self.job.ranks if link.shared else 1
-            bandwidth = ports * load.bandwidth(code.program.problem)
+            bandwidth = ports * load.bandwidth(variant.program.problem)
             link = replace(link, bandwidth=bandwidth, peers=self.job.regime.peers * bandwidth)
         self.hardware = on_emulated_link(self.hardware, link, self.job.ranks)
         if self.job.pace is None:
             slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
             self.hardware = replace(self.hardware, compute_slowdown=fmean(gather(slowdown, self.job.processes)))
-        emulated = code.remade(hardware=self.hardware)
-        self._compiled.use(replace(emulated, kind=replace(code.kind, link=link)))
+        emulated = variant.remade(hardware=self.hardware)
+        self._compiled.use(replace(emulated, kind=replace(variant.kind, link=link)))
         return link_error(link)
 
     def _make_alternatives(self) -> None:
@@ -323,7 +324,7 @@ class Turns:
 
     def _make_programs(self, measured: Measured) -> None:
         """Plan each arm that is not an alternative.  Arms of the same form share their regions."""
-        code, timings = measured[RAW]
+        variant, timings = measured[RAW]
         for arm in self.job.arms:
             if arm.policy is None:
                 continue
@@ -331,7 +332,7 @@ class Turns:
             form = ArmForm(groups=arm.groups)
             planned = {"layerwise": self._layerwise, RESIDENT: measured[form][0]}.get(arm.policy)
             if planned is None:
-                goal, times = self._goal_of(arm, code, timings)
+                goal, times = self._goal_of(arm, variant, timings)
                 form = form_of(arm, measured, goal)
                 base, form_times = measured[form]
                 times = form_times if arm.pack or arm.hoist or arm.groups > 1 else times
@@ -345,34 +346,34 @@ class Turns:
             self.arms[arm.name] = RunningArm(arm.name, calls, planned, form, compiled)
             self.progress.update()
 
-    def _goal_of(self, arm: Arm, code: Code, timings: Timings) -> tuple[Goal, Timings]:
-        """The goal of an arm, and the times from which it is planned.  ``code``, ``timings``: code and times of the
+    def _goal_of(self, arm: Arm, variant: Variant, timings: Timings) -> tuple[Goal, Timings]:
+        """The goal of an arm, and the times from which it is planned.  ``variant``, ``timings``: variant and times of the
         uncompressed resident step."""
-        problem = code.program.problem
+        problem = variant.program.problem
         rate = self.hardware.shared_by(problem.ranks).copy_rate
         return goal_of(arm, self._layerwise.program.plan, problem, timings, rate, self.job.regime.most)
 
-    def _calls_of(self, code: Code, form: ArmForm) -> str:
-        """The call that makes a code, as text, without the profile and the measured times from which it is planned."""
-        settings = code.settings
+    def _calls_of(self, variant: Variant, form: ArmForm) -> str:
+        """The call that makes a variant, as text, without the profile and the measured times from which it is planned."""
+        settings = variant.settings
         options: dict[str, Any] = {"policy": settings.goal.policy, "lowering": self.job.lowering}
         options["chunk_bytes"] = settings.chunk_bytes
         options |= {} if settings.goal.memory is None else {settings.goal.option: settings.goal.memory}
-        options |= {"pack": True} if code.packed else {}
-        options |= {"peers": True} if code.on_peers else {}
+        options |= {"pack": True} if variant.packed else {}
+        options |= {"peers": True} if variant.on_peers else {}
         options |= {"hoist": True} if form.hoisted else {}
         options |= {"exchange_groups": form.groups} if form.groups > 1 else {}
         return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})
 
     def _rehearse(self, arm: RunningArm) -> None:
         """Run the steps from which an arm replans, and the first steps with its new plan."""
-        assert arm.code is not None
-        self._compiled.use(arm.code)
+        assert arm.variant is not None
+        self._compiled.use(arm.variant)
         for step in (-REHEARSAL, *range(-REHEARSAL, 0)):
             self.progress.set_description(f"{arm.name}: plan again")
             self._compiled.call(**self.inputs(step))
             _ = self._compiled.program.measurements  # wait for the measurements, because the next step may replan
-        arm.code = self._compiled.code
+        arm.variant = self._compiled.variant
         self.progress.update(REHEARSAL)
 
     def _turn(self, arm: RunningArm, steps: Sequence[int]) -> None:
@@ -383,8 +384,8 @@ class Turns:
         them measures host time.
         """
         compiled, call, apart = arm.compiled, arm.call, self.job.marks_apart
-        if compiled is not None and arm.code is not None:
-            compiled.use(arm.code)
+        if compiled is not None and arm.variant is not None:
+            compiled.use(arm.variant)
         self.progress.set_description(f"{arm.name}: step {steps[0] + 1} of {self.job.steps}")
         foreign = self._foreign(arm)
         before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
@@ -415,7 +416,7 @@ class Turns:
         self.progress.update(len(steps))
         if compiled is not None:
             arm.measurements += compiled.program.measurements[-(1 if apart else len(steps)) :]
-            arm.code = compiled.code
+            arm.variant = compiled.variant
 
     def _host_times(self, arm: RunningArm, call: Callable[[], Any]) -> list[HostTime]:
         """The host times of calls of an arm."""
@@ -456,22 +457,22 @@ class Turns:
             peak_bytes=arm.peak_bytes,
             difference=max(off) if off else None,
             program=None
-            if arm.code is None
+            if arm.variant is None
             else self._program(
-                arm.code,
+                arm.variant,
                 arm.measurements,
-                replace(measured[arm.form][1], problem=arm.code.program.problem.digest),
+                replace(measured[arm.form][1], problem=arm.variant.program.problem.digest),
             ),
         )
 
-    def _program(self, code: Code, measurements: Sequence[StepMeasurement], timings: Timings) -> ProgramRun:
-        if code.folder is not None:  # measurements of all turns; a program writes only its own turn
-            text = measured(code.program.plan, measurements).to_json()
-            (code.folder / MEASURED_FILE).write_text(text)
+    def _program(self, variant: Variant, measurements: Sequence[StepMeasurement], timings: Timings) -> ProgramRun:
+        if variant.folder is not None:  # measurements of all turns; a program writes only its own turn
+            text = measured(variant.program.plan, measurements).to_json()
+            (variant.folder / MEASURED_FILE).write_text(text)
         return ProgramRun(
-            plan=code.program.plan,
-            folder=code.folder,
-            predicted=play_program(code.program, self.hardware, timings),
+            plan=variant.program.plan,
+            folder=variant.folder,
+            predicted=play_program(variant.program, self.hardware, timings),
             measurements=tuple(measurements),
         )
 

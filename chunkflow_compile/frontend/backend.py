@@ -88,10 +88,10 @@ from chunkflow_compile.private_torch.inductor import InductorError
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.codes import Code, Codes, decided, without_call_fields
 from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.graph import CompiledGraph, HostConstants, awaited
 from chunkflow_compile.runtime.hoisted import HoistedGraph
+from chunkflow_compile.runtime.variants import Variant, VariantCache, decided, without_call_fields
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
@@ -399,7 +399,7 @@ class _GraphCompiler:
             regions = lower_regions(program, lowering, chosen.inductor, self.report, notes.append)
         for note in notes if self.survey is None else ():
             _log.warning("%s", note)
-        code = Code(
+        variant = Variant(
             program=program,
             cut=stage.cut,
             settings=settings,
@@ -415,10 +415,12 @@ class _GraphCompiler:
             pin_bytes=chosen.pin_bytes(),
             advice=partial(_room_advice, program, chosen, settings.outside, settings.arena, goal=settings.goal),
         )
-        place = partial(start_program, self.device, self.min_bytes, chosen.pack, code.kind, self.root)
-        goal = settings.goal if settings.preamble else decided(replace(chosen.goal, hoist=False), code.cut)
+        place = partial(start_program, self.device, self.min_bytes, chosen.pack, variant.kind, self.root)
+        goal = settings.goal if settings.preamble else decided(replace(chosen.goal, hoist=False), variant.cut)
         changed = _no_other_goal if settings.preamble else _goal_of
-        return CompiledGraph(Codes(code, traced, goal), place, changed, chosen.arena, tables, chosen.pack is not False)
+        return CompiledGraph(
+            VariantCache(variant, traced, goal), place, changed, chosen.arena, tables, chosen.pack is not False
+        )
 
     def _refuse_pieces(self, program: Program) -> None:
         """Raise ChunkflowError if the budget is too small for this rank's pieces of all weights."""
@@ -493,7 +495,7 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
     return tuple(
         (p.program.problem, p.plan)
         for p in running
-        if without_call_fields(p.code.settings) == without_call_fields(settings)
+        if without_call_fields(p.variant.settings) == without_call_fields(settings)
     )
 
 

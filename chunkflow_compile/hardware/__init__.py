@@ -1,5 +1,4 @@
-"""Hardware profiles, and facts about this machine.  In: the name of a profile, or a device.  Out: a ``Hardware`` or a
-``Machine``.
+"""Hardware profiles (``Hardware``), and facts about this machine (``Machine``).
 
 Read profiles.py (built-in profiles, *.json) and emulated.py (a profile with an emulated link) first, then machine.py (the
 facts that chunkflow doctor checks).  For the measurements, begin with contention.py (copies concurrent with other work)

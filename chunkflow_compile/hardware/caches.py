@@ -1,8 +1,8 @@
 """The cache folders: ChunkFlow's own, and the folder of torch's compile caches.
 
-Inductor compiles in torch's folder, and torch creates that folder while its compiler is imported.  In a container, the
-folder may be read-only, full, or owned by another user; the error then names the variable that selects another folder.
-This module does not import torch, because that import may be the part that fails.
+Inductor compiles in torch's folder, and torch creates that folder while its compiler is imported.  In a container,
+torch's folder may be read-only, full, or owned by another user; the error then names the variable that selects another
+folder.  This module does not import torch, because that import may be the part that fails.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# Minimum of free bytes.  A kernel for a GPU takes less than this.  The first kernel for the CPU takes 150 MB, most of
-# it for a precompiled header.
+# Minimum of free bytes.  A kernel for a GPU takes less space.  The first kernel for the CPU takes 150 MB, mostly for a
+# precompiled header.
 _LEAST_BYTES = 32 << 20
-# Seconds for which a new library may still be incomplete; linking it takes less than a second.
+# A library that is younger than this, in seconds, may still be being linked; linking takes less than a second.
 _LINKING_S = 10.0
 FIX = f"set {FOLDER_VARIABLE} to a folder that can be written"
 
@@ -48,7 +48,7 @@ class Folder:
 
 
 def user_cache() -> Path:
-    """Return ChunkFlow's folder among the caches of this user.  Raises ChunkflowError if this user has no home folder."""
+    """Return ChunkFlow's folder in the user's cache folder.  Raises ChunkflowError if this user has no home folder."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
@@ -99,7 +99,7 @@ def importing_torch() -> Iterator[None]:
 
 
 def check_compile_cache(needed: bool) -> None:
-    """Raise ChunkflowError if the folder of the compile caches cannot be used and is ``needed``."""
+    """Raise ChunkflowError if the folder of the compile caches is ``needed`` and cannot be used."""
     folder = use_compile_cache()
     if folder.fault and needed:
         raise _unusable(folder, ", or run without it: options={'lowering': 'eager'}")
@@ -130,10 +130,10 @@ def remove_torn() -> bool:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a 64-bit ELF file is complete: it must extend to the end of its section headers, which come last.
+    """Whether a library is complete: a 64-bit ELF file ends with its section headers.
 
-    A 32-bit ELF file always counts as complete.  A file in another format than ELF counts as incomplete.  A file that
-    was written just now counts as complete, because another process may still be writing it.
+    A 32-bit ELF file counts as complete, and a file in another format as incomplete.  A new file counts as complete,
+    because another process may still be linking it.
     """
     try:
         with library.open("rb") as file:
@@ -155,7 +155,7 @@ def warn_once(text: str) -> None:
 
 
 def _looked_at(path: str) -> Folder:
-    """Test whether a folder can be used as Inductor uses it."""
+    """Return the folder at ``path``, after testing whether Inductor can write and run libraries there."""
     try:
         os.makedirs(path, exist_ok=True)
         system = os.statvfs(path)
@@ -174,7 +174,7 @@ def _looked_at(path: str) -> Folder:
 
 
 def _own_name() -> str:
-    """Return the name that torch would choose for the folder; torch itself cannot be asked before it is imported."""
+    """Return the name that torch chooses for its folder of compile caches, without importing torch."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):

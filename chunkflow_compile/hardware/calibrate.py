@@ -1,9 +1,7 @@
-"""Calibration: measure the CPU or the GPUs of a machine, and make a hardware profile from the figures.
+"""Calibration: measure the CPU or the GPUs of a machine, and create a hardware profile from the results.
 
-Every figure is the median of several repetitions.  The stages measure GEMM and attention rates by dtype, memory
-bandwidth, the cost of a call, H2D time as a function of size, and compute while copies run.  On two ranks they measure a
-collective alone, a copy alone, and both at the same time; then attention during a collective; then simultaneous copies of
-all ranks, and their pulls from each other.
+Every figure is the median of several repetitions.  ``STAGES`` lists the stages.  If there are several ranks, two of
+them measure collectives, and all of them measure simultaneous copies and pulls.
 """
 
 from __future__ import annotations
@@ -56,17 +54,17 @@ STAGES = (
     "pulls from the GPUs of other ranks",
 )
 LINK_RANKS = 2
-# How many times the same GEMMs are timed, before the calibration and again after it, to find out whether the machine is
-# busy.
+# How often :func:`repeated_seconds` times the same GEMMs, before and after a calibration, to detect a busy machine.
 _REPEATED = 4
-# Sizes of the timed copies in bytes.  The smallest size determines the time to start a copy, and the largest size
-# determines the rate.
+# Sizes of the timed copies in bytes.  The time to start a copy is computed from the smallest size, and the rate from
+# the smallest and the largest size.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
-# Copies per rank in a round of all ranks.  They take 40 ms on PCIe 5, which is long compared with the skew between
-# ranks after a barrier.
+# Copies per rank in a round in which all ranks copy.  A round takes 40 ms on PCIe 5, which is long compared with the
+# skew between ranks after a barrier.
 COPIES_TOGETHER = 32
-# Seconds of warm-up.  Without warm-up, an H100 at 345 MHz reached 725 of its 781 TFLOP/s, and 52.6 of 55 GB/s.
+# Seconds of warm-up.  Without warm-up, an H100 (idle at 345 MHz) was measured with 725 instead of 781 TFLOP/s, and 52.6
+# instead of 55 GB/s.
 _WARM_UP_S = 1.0
 # Attention kernel -> the backend of torch that runs it.
 BACKENDS: Mapping[str, SDPBackend] = {
@@ -74,11 +72,11 @@ BACKENDS: Mapping[str, SDPBackend] = {
     "fa2": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# The ``eta_gemm`` of a GPU on which no model has been measured.  Measured values are between 0.78 (H100) and 0.95 (RTX
-# 4090).
+# The assumed ``eta_gemm`` of a GPU.  Values from measured models are between 0.78 (H100) and 0.95 (RTX 4090).
 _ETA_GEMM = 0.85
 
-# A figure in a profile: its name, its value, and a text that states how it was measured, or that it was not measured.
+# A figure in a profile: the field of ``Hardware``, the value, and a text that states how the value was measured, or
+# that it was not measured.
 _Figure = tuple[str, Any, str]
 _ASSUMED = "not measured, one device only"
 _ONE_RANK = "not measured, one rank only: chunkflow calibrate --ranks N measures N at once"
@@ -95,11 +93,11 @@ def calibrate(
 ) -> Hardware:
     """Measure ``device``, and return a profile called ``name``.
 
-    ``emulated``: an emulated link for copies and collectives, or None.  The profile records the emulated link, and
-    programs that are compiled for the profile use it.
-    ``loopback``: whether to measure collectives within one process, through host memory, which needs only one GPU.
-    ``together``: the number of ranks that copy at the same time and pull from each other; by default one per GPU.
-    ``phase``: takes a text that names a stage, and returns the context in which that stage is measured.
+    ``emulated``: an emulated link for copies and collectives, or None.  Programs that are compiled for the profile then
+    use this emulated link, too.
+    ``loopback``: whether to measure collectives within one process, through host memory.  That needs only one GPU.
+    ``together``: the number of ranks that copy at the same time and pull from each other; by default one rank per GPU.
+    ``phase``: a function that takes the name of a stage, and returns a context in which this stage is measured.
     Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.
     """
     together = together or (1 if device.type == "cpu" else torch.cuda.device_count())
@@ -126,8 +124,8 @@ def calibrate(
 
 
 def repeated_seconds(device: torch.device) -> list[float]:
-    """Time the same GEMMs several times, and return the seconds of each run.  The runs take equally long unless other
-    work keeps the device busy."""
+    """Time the same GEMMs several times, and return the seconds of each run.  If the times differ, other work keeps the
+    device busy."""
     _warm_up(device)
     n, times = (1024, 4) if device.type == "cpu" else (4096, 64)
     a, b = (
@@ -174,8 +172,8 @@ def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _attention_rates(device: torch.device, dtype: torch.dtype) -> tuple[dict[str, float], str, float]:
-    """Return the FLOP/s of each attention kernel that can run here, the kernel that torch chooses, and the rate of this
-    kernel with a mask, as a fraction of its rate without one."""
+    """Return three values: the FLOP/s of each attention kernel that can run here; the kernel that torch chooses; and
+    the rate of this kernel with a mask, as a fraction of its rate without a mask."""
     tokens, heads = (1024, 8) if device.type == "cpu" else (8192, 24)
     q, k, v = (torch.randn(1, heads, tokens, 128, device=device, dtype=dtype) for _ in range(3))
 
@@ -216,11 +214,11 @@ def _memory(device: torch.device) -> Iterator[_Figure]:
 
 
 def cache_rate(part: torch.Tensor, in_a_row: Callable[[Callable[[], object]], float]) -> int:
-    """Return the bytes/s at which kernels read and write ``part``, which fits in the cache; 0 if ``part`` takes no
-    longer than a single element.
+    """Return the bytes/s at which kernels read and write ``part``, a tensor that fits in the cache.  Return 0 if a
+    kernel takes no longer for ``part`` than for a single element.
 
-    ``in_a_row``: returns the seconds per call, averaged over many calls.  The time for a single element is subtracted,
-    because it is the cost to start a kernel, which plans add separately.
+    ``in_a_row``: a function that returns the seconds per call of its argument, averaged over many calls.  The time for
+    a single element is subtracted: it is the cost to start a kernel, which plans add separately.
     """
     short, long = (in_a_row(partial(torch.add, values, 1, out=values)) for values in (part[:1], part))
     return round(2 * (part.nbytes - part[:1].nbytes) / (long - short)) if long > short else 0
@@ -238,7 +236,7 @@ def _calls(device: torch.device) -> Iterator[_Figure]:
 
 def _in_a_row(device: torch.device, call: Callable[[], object], calls: int = 200) -> float:
     """Return the seconds per call, averaged over many calls.  On a GPU, the calls are issued while the GPU is busy with
-    earlier work, so that the host's time to issue the calls does not count."""
+    earlier work, so that launch overhead on the host does not count."""
     if device.type == "cpu":
         return median_seconds(device, lambda: [call() for _ in range(calls)]) / calls
     work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
@@ -267,8 +265,8 @@ def _copies(device: torch.device, emulated: LinkEmulation | None) -> Iterator[_F
 
 
 def _queued_copies(device: torch.device) -> tuple[float, float]:
-    """Return the seconds to start a copy, and the rate of copies in bytes/s.  Copies are measured in a queue, as copies
-    of weights run: most of the time to start a copy is then hidden."""
+    """Return the seconds to start a copy, and the bytes/s of copies.  Copies are measured while others are queued, as
+    in a step: the start of a copy is then mostly hidden."""
     small, large = MIB, 64 * MIB
     short = _in_a_row(device, copier(device, small, walk=256 * MIB), 256)
     long = _in_a_row(device, copier(device, large, walk=256 * MIB), 8)
@@ -277,8 +275,8 @@ def _queued_copies(device: torch.device) -> tuple[float, float]:
 
 
 def _on_one_device(device: torch.device, figures: Mapping[str, Any]) -> Iterator[_Figure]:
-    """Yield assumed figures for collectives, because measuring them needs a second device.  ``figures``: the figures
-    from the earlier stages."""
+    """Yield the measured slowdown of compute by copies, and assumed figures for collectives, whose measurement needs a
+    second device.  ``figures``: the figures from the earlier stages."""
     yield "collective_latency_s", 3e-5, f"{_ASSUMED}: assumption"
     yield "collective_bandwidth", 0.75 * figures["h2d_bandwidth"], f"{_ASSUMED}: 3/4 of the link"
     yield "shared_link", True, f"{_ASSUMED}: assumption"
@@ -337,7 +335,8 @@ def _pulls(
 
 
 def _spawned(work: Callable[..., None], ranks: int, kind: str, *arguments: Any) -> Any:
-    """Run ``work`` in ``ranks`` processes, and return the result that rank 0 has saved."""
+    """Run ``work`` in ``ranks`` processes, and return the result that rank 0 has saved in the folder that all ranks are
+    given."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             spawn(work, (kind, folder, *arguments), nprocs=ranks)
@@ -382,12 +381,12 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
 
 @contextlib.contextmanager
 def _group_or_loopback(rank: int, kind: str, folder: str, loopback: bool) -> Iterator[None]:
-    """A context with a process group of two ranks.  With ``loopback``, this process represents both ranks."""
+    """A context with a process group of two ranks.  With ``loopback``, this process acts for both ranks."""
     if not loopback:
         with process_group("nccl" if kind == "cuda" else "gloo", rank, LINK_RANKS, folder):
             yield
         return
-    # A copy engine serves one stream until the queue of that stream is empty, so an exchange that consists of copies
+    # Kernels move the bytes: a copy engine serves one stream until its queue is empty, so an exchange made of copies
     # would wait for all other copies.
     join_loopback(LINK_RANKS, by_kernels=kind == "cuda")
     try:
@@ -409,8 +408,8 @@ def _link_figures(latency_s: float, rate: float, copy: float, collective: float)
 def _line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Fit seconds = latency + bytes / rate; return latency and rate.
 
-    The latency is the time for the smallest size, a few KiB.  The rate is the slope from the smallest to the largest
-    size.  Raises ChunkflowError if the largest size took no longer than the smallest.
+    The latency is the time for the smallest size, a few KiB.  The rate follows from the difference between the smallest
+    and the largest size.  Raises ChunkflowError if the largest size took no longer than the smallest.
     """
     (small, latency), (large, seconds) = points[0], points[-1]
     if seconds <= latency:

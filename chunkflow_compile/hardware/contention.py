@@ -1,4 +1,4 @@
-"""Measurements of copies and collectives that run concurrently with other work: how much each slows the other down."""
+"""Measurements of how much copies or collectives and concurrent work slow each other down."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from .stopwatch import Stopwatch, mark
 
 MIB = 1 << 20
 REPEATS = 7
-# Number of rounds in which compute is timed both alone and while copies run, because the speed of a machine changes from
-# second to second.
+# Number of rounds.  In each round, compute is timed alone and while copies run, because the speed of a machine changes
+# from second to second.
 TURNS = 24
-# A slowdown of compute below this factor counts as 1: it is noise, and would keep plans from streaming.
+# A slowdown of compute below this factor counts as 1: a smaller value is noise, and would keep plans from streaming
+# weights.
 LEAST_SLOWDOWN = 1.02
-# Blocks per timed run on a GPU: enough that the host's time to issue them does not matter.
+# Blocks per timed run on a GPU: enough that launch overhead on the host does not matter.
 _BLOCKS = 8
-# Bytes that successive copies cycle through: enough that none are in a cache when they are copied again.
+# Bytes that successive copies cycle through: more than fits in a cache, so that no copy reads from a cache.
 _WALK = 128 * MIB
-# Copies enqueued before the host waits for the first of them.
+# Copies that are in the queue before the host waits for the first of them.
 _AHEAD = 4
 
 
 def copier(device: torch.device, size: int, port: Port | None = None, walk: int = 0) -> Callable[[], object]:
-    """Return a function that copies ``size`` bytes from host memory to the device as the runtime does, through ``port``
-    if it is given.
+    """Return a function that copies ``size`` bytes from host memory to the device like the runtime, through ``port`` if
+    it is given.
 
     ``walk``: the size in bytes of the memory that successive calls cycle through, at least ``size``.
     """
@@ -75,13 +76,13 @@ def compute_slowdown(
     barrier: Callable[[], object] = lambda: None,
     copy: Callable[[], object] | None = None,
 ) -> float:
-    """Measure the factor by which back-to-back copies slow down compute that resembles a transformer block.
+    """Measure the factor by which back-to-back copies slow down the MLP of a transformer block.
 
-    ``barrier``: a barrier of all ranks, so that all of them copy and pause at the same time.  ``copy``: a function that
-    makes the next copy; by default it copies from host memory, through ``port``.
+    ``barrier``: a barrier of all ranks, so that all of them copy at the same time and pause at the same time.
+    ``copy``: a function that makes the next copy; by default it copies from host memory, through ``port``.
     """
     host = device.type == "cpu"
-    # The sizes for the CPU are chosen so that several copies fall into each timed run, even over an emulated link.
+    # On the CPU, copies are small, so that several of them run during each timed run, even over an emulated link.
     tokens, width, size = (512, 512, MIB) if host else (8192, 4096, 16 * MIB)
     x, into, back = (
         torch.randn(shape, device=device, dtype=torch.float32 if host else torch.bfloat16)
@@ -102,11 +103,11 @@ def compute_slowdown(
 
 
 def attention_slowdown(device: torch.device, exchange: Callable[[], object], repeats: int) -> float:
-    """Measure the factor by which attention and a collective slow each other down; a profile uses the same factor for
+    """Measure the factor by which attention and a collective slow each other down.  A profile contains one factor for
     both.
 
-    The result is the harmonic mean of the two measured factors, because it preserves the measured total of work per
-    second.  ``exchange``: runs the collective; all ranks call it equally often.
+    The result is the harmonic mean of the two measured factors, which preserves the measured total work per second.
+    ``exchange``: runs the collective; all ranks call it equally often.
     """
     host = device.type == "cpu"
     shape, dtype = ((1, 8, 512, 64), torch.float32) if host else ((1, 24, 8192, 128), torch.bfloat16)
@@ -122,7 +123,7 @@ def attention_slowdown(device: torch.device, exchange: Callable[[], object], rep
 
 
 def factor(contended_s: float, uncontended_s: float) -> float:
-    """Return the slowdown, but at least 1, because work that is faster while other work runs is noise."""
+    """Return the slowdown, but at least 1: a lower value is noise."""
     return max(1.0, contended_s / uncontended_s)
 
 
@@ -145,7 +146,7 @@ def contended_seconds(
 
     with ThreadPoolExecutor(1) as thread:
         copying = thread.submit(keep_copying)
-        copying.add_done_callback(lambda _: begun.set())  # in case copying fails
+        copying.add_done_callback(lambda _: begun.set())  # so that the caller does not wait forever if a copy fails
         begun.wait()
         try:
             contended_s = median_seconds(device, work, repeats)
@@ -158,7 +159,7 @@ def _copies_back_to_back(
     device: torch.device, copy: Callable[[], object], begun: threading.Event, over: threading.Event
 ) -> list[float]:
     """Run copies on a stream whose queue is never empty, and return the seconds of each copy.  Device events measure
-    the times, so host time does not count."""
+    the times, without launch overhead on the host."""
     marks: list[Any] = []
     torch.cuda.set_device(device)
     with torch.cuda.stream(stream := torch.cuda.Stream(device)):
@@ -176,7 +177,7 @@ def _copies_back_to_back(
 def median_seconds(device: torch.device, work: Callable[[], object], repeats: int = REPEATS) -> float:
     """Return the median seconds of ``work``, after one warm-up run.
 
-    On a GPU this is the time on the caller's stream; another thread may keep issuing work on other streams.
+    On a GPU, only the work on the caller's stream is timed; another thread may issue work on other streams meanwhile.
     """
     times = []
     for _ in range(1 + repeats):

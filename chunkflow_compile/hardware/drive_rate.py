@@ -10,9 +10,9 @@ from pathlib import Path
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-# Bytes per read, about as many as a thread of the runtime reads at a time.  Larger reads would be faster.
+# Bytes per read.  The threads of the runtime read about as much at a time; larger reads would be faster.
 _READ_BYTES = 8 << 20
-# Minimum size of the file: with less, the start of the first read would dominate.
+# Minimum size of the file.  For a smaller file, the latency of the first read would dominate.
 _LEAST = 64 << 20
 _LONGEST_S = 3.0
 

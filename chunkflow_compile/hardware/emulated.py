@@ -12,15 +12,14 @@ EXCHANGE_S = 1e-3
 
 
 def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Hardware:
-    """Return ``hardware`` with an emulated link, which copies and collectives share.  If ``link.shared`` is set, all
-    ``ranks`` ranks share one emulated link; otherwise each rank has its own.
+    """Return a profile like ``hardware``, but with an emulated link for copies and collectives.  If ``link.shared`` is
+    set, all ``ranks`` ranks use the same emulated link; otherwise each rank has a separate one.
 
-    If ``link.peers`` is set, collectives use a second emulated link instead, which they share with pulls from other
-    ranks.
+    If ``link.peers`` is set, collectives and pulls from other ranks use a second emulated link.
     """
     rate = link.bandwidth / (ranks if link.shared else 1)
     together = link.bandwidth if link.shared else 0.0
-    # the fraction of an exchange in which gloo moves bytes, on the same CPU cores that attention uses
+    # the fraction of the time of an exchange in which gloo uses the CPU cores that attention uses, too
     moving = min(1.0, (link.peers or rate) / hardware.collective_bandwidth)
     by = f"emulated, {link.order}, {'all ranks' if link.shared else 'each rank'} {link.bandwidth:g} bytes/s"
     figures: dict[str, Any] = {

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 _BLOCK_BYTES = 1024
-# Number of Triton programs per kernel.  NCCL moves bytes with 2 to 32 thread blocks, which it calls channels.
+# Number of Triton programs (thread blocks) per kernel.  NCCL copies with 2 to 32 thread blocks, which it calls
+# channels.
 PROGRAMS = 16
 
 

@@ -14,8 +14,8 @@ from chunkflow_compile.runtime.link import Port
 from .contention import REPEATS
 from .stopwatch import Stopwatch
 
-# Number of collectives per measurement.  The number is fixed, because all ranks must make the same number of calls.  It
-# lets copies run concurrently for a few hundred milliseconds.
+# Number of collectives per measurement.  They take a few hundred milliseconds, during which other work runs
+# concurrently.  The number is fixed, because all ranks must make the same number of calls.
 ROUNDS_BESIDE = 40
 _TIMEOUT = timedelta(minutes=2)
 
@@ -31,8 +31,8 @@ def rank_device(kind: str, rank: int) -> torch.device:
 
 @contextlib.contextmanager
 def process_group(backend: str, rank: int, ranks: int, folder: str) -> Iterator[None]:
-    """A context with the default process group of ``ranks`` ranks, connected through a file in ``folder``.  The context
-    ends only after all ranks have reached its end."""
+    """A context with the default process group of ``ranks`` ranks, connected through a file in ``folder``.  A rank
+    leaves the context only after all ranks have reached its end."""
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=_TIMEOUT)
     try:
         yield
@@ -43,7 +43,7 @@ def process_group(backend: str, rank: int, ranks: int, folder: str) -> Iterator[
 
 def rounds(device: torch.device, copy: Callable[[], object], calls: int) -> Iterator[list[float]]:
     """Run rounds of ``calls`` copies, which all ranks begin at the same time.  For each round, yield a list with the
-    seconds of every rank.  The first round is a warm-up, which touches the memory."""
+    seconds of every rank.  The first round is a warm-up that touches all memory."""
     for _ in range(1 + REPEATS):
         dist.barrier()
         watch = Stopwatch(device)
@@ -53,8 +53,7 @@ def rounds(device: torch.device, copy: Callable[[], object], calls: int) -> Iter
 
 
 def gathered(device: torch.device, mine: Sequence[float]) -> list[list[float]]:
-    """All-gather the numbers of all ranks, one list per rank, in rank order.  Each rank contributes the same count of
-    numbers."""
+    """All-gather lists of numbers, which have equal lengths on all ranks.  Returns one list per rank, in rank order."""
     values = torch.tensor(mine, dtype=torch.float64, device=device if dist.get_backend() == "nccl" else "cpu")
     everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, values)

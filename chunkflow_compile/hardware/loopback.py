@@ -1,9 +1,9 @@
-"""Collectives on one device: a process group for benchmarks that sends its bytes to host memory and back.
+"""Collectives on one device: a process group for benchmarks that copies the exchanged bytes to host memory and back.
 
-As with NCCL on nodes without peer access between GPUs, the bytes that a rank receives cross its own PCIe link,
-concurrently with the copies of weights.  NCCL moves the bytes with kernels; this group uses the copy engines, or
-optionally kernels.  A single process is rank 0 of several, and receives from each peer the data that it sent to that
-peer.  The outputs of a model therefore differ from a run on several ranks, but they are reproducible.
+The bytes of a collective use PCIe at the same time as copies of weights, as with NCCL on nodes without peer access
+between GPUs.  NCCL moves the bytes with kernels; this group uses the copy engines, or optionally kernels.  The process
+is rank 0; the other ranks do not exist, and it receives from each of them the data that it sent there.  So the outputs
+of a model differ from a run on several ranks, but they are reproducible.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Loopback(dist.ProcessGroup):
         return LOOPBACK
 
     def _work(self, result: Any, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Copy each part to the host and back, on the group's own stream.  This rank's own part is copied directly."""
+        """Copy each part to the host and back, on the group's own stream.  The part that this rank sends to itself is
+        copied directly."""
         device = parts[0][0].device if parts else torch.device("cpu")
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         with self._aside(device):
@@ -71,8 +72,8 @@ class Loopback(dist.ProcessGroup):
         return core.work_of(future)
 
     def _aside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a GPU uses the group's own stream, after the work on the caller's stream.  On the
-        CPU, the context does nothing."""
+        """Return a context in which ops run on the group's own stream, after the work that was issued on the caller's
+        stream.  For the CPU, return a context that does nothing."""
         if device.type != "cuda":
             return contextlib.nullcontext()
         if device not in self._streams:
@@ -99,8 +100,8 @@ class Loopback(dist.ProcessGroup):
             target.copy_(source, non_blocking=True)
 
     def _stage(self, like: torch.Tensor) -> torch.Tensor:
-        """Return pinned host memory for one part.  All parts use the same memory one after the other, in the order of
-        the stream."""
+        """Return pinned host memory for one part.  All parts use the same memory, one after the other, because they are
+        copied on one stream."""
         nbytes = like.numel() * like.element_size()
         held = self._staging.get(like.device)
         if held is None or held.numel() < nbytes:

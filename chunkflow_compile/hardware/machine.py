@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft", "matplotlib", "prometheus-client", "torch-tensorrt")
-# A library that some command needs -> the extra of this package that installs the library.
+# A library that some command needs -> the extra of this package that installs it.
 EXTRAS = {
     "diffusers": "diffusers",
     "transformers": "diffusers",
@@ -42,8 +42,8 @@ _QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link
 class Gpu:
     """A CUDA device.
 
-    ``link``: the current (generation, width) of its PCIe link; the generation drops when the GPU is idle.
-    ``most_link``: the maximum (generation, width).  ``numa``: the nearest NUMA node, or None if unknown.
+    ``link``: the current (generation, width) of its PCIe link.  An idle GPU reduces the generation.  ``most_link``: the
+    maximum (generation, width).  ``numa``: its NUMA node, or None if unknown.
     """
 
     name: str
@@ -85,8 +85,8 @@ class Machine:
     temporary: Folder
 
     def host_copies(self, ranks: int) -> int:
-        """Return the number of copies of a model in host memory for ``ranks`` ranks, with one rank per GPU.  Ranks
-        share a copy if their GPUs are on the same NUMA node (``node_of`` in weights/node.py)."""
+        """Return how many copies of a model ``ranks`` ranks, one per GPU, keep in host memory: one per NUMA node of
+        their GPUs (``node_of`` in weights/node.py)."""
         return max(1, len({gpu.numa for gpu in self.gpus[:ranks]})) if self.numa_nodes > 1 else 1
 
 
@@ -99,8 +99,8 @@ def check_installed(what: str, name: str) -> None:
 def install_line(extra: str) -> str:
     """Return the command that installs the packages of an extra.
 
-    The command names the packages themselves, because this package is not in any registry.  If this package runs from a
-    source tree that is not installed, it has no metadata, and the command names the extra of the source tree instead.
+    The command lists the packages of the extra, because this package is not in a registry.  A source tree that is not
+    installed has no metadata; then the command names the source tree and the extra.
     """
     try:
         listed = importlib.metadata.requires("chunkflow-compile") or []
@@ -122,8 +122,8 @@ def look() -> Machine:
     """Inspect this machine.  Allocates nothing on a GPU, and changes nothing, except that it creates a missing compile
     cache folder.
 
-    Importing torch takes more CPU time than everything else, so for a CPU build of torch, the files of torch are
-    inspected instead.
+    Importing torch takes more CPU time than everything else.  So a CPU build of torch is not imported; its files are
+    inspected.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "this package needs it"
@@ -157,7 +157,8 @@ def look() -> Machine:
 
 
 def _binds_gloo(folder: Path) -> bool:
-    """Whether torch's library contains the type of gloo's process group; also False if the library cannot be read."""
+    """Whether the symbols of torch's library include gloo's process group.  Also False if the library cannot be
+    read."""
     try:
         with (
             (folder / "lib" / "libtorch_python.so").open("rb") as file,
@@ -181,7 +182,7 @@ def _gpus() -> Iterator[Gpu]:
     links = {row[0].upper(): row for row in _nvidia(_QUERY)}
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(i)
-        # torch may number the GPUs differently from nvidia-smi, or see fewer of them.
+        # GPUs are matched by bus id, because torch may number them differently from nvidia-smi, or see fewer GPUs
         bus = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
         row = links.get("{:08X}:{:02X}:{:02X}.0".format(*bus))
         yield Gpu(
@@ -200,8 +201,8 @@ def _link(row: list[str] | None, generation: int, width: int) -> tuple[int, int]
 
 
 def _numa(bus: str) -> int | None:
-    """Return the NUMA node of a PCI bus id.  Its domain has eight digits in nvidia-smi, and four digits in the
-    kernel."""
+    """Return the NUMA node of the device with this PCI bus id.  nvidia-smi writes the domain of a bus id with eight
+    digits, the kernel with four."""
     name = bus.lower()[4:] if len(bus) == 16 else bus.lower()
     try:
         node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())

@@ -1,5 +1,5 @@
-"""Hardware profiles, found by name or read from a file.  The built-in profiles are the JSON files in this folder, and
-the profiles that siblings.py derives from them."""
+"""Load hardware profiles by name or from a file.  The built-in profiles are the JSON files in this folder, and the
+profiles that siblings.py derives from them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .siblings import SIBLINGS
 if TYPE_CHECKING:
     import torch
 
-# The name of the profile that chunkflow calibrate has written.
+# The name of the profile of this machine that chunkflow calibrate has written.
 MEASURED = "measured"
 CPU = "cpu"
-# The name of the profile that is estimated for a GPU without its own profile: the current GPU of this process, or the
-# GPU with a given number ("scaled:1").
+# The name of an estimated profile, for a GPU without a profile: "scaled" for the current GPU of this process,
+# "scaled:1" for the GPU with number 1.
 SCALED = "scaled"
 
 
@@ -67,7 +67,8 @@ def _measured_path() -> Path | None:
 
 
 def default_profile(device: torch.device) -> str:
-    """Return the name of the default profile for a device.  Warns if no profile fits the GPU."""
+    """Return the name of the default profile for a device.  Warns if there is no profile for the GPU, so that an
+    estimated profile is used."""
     if device.type != "cuda":
         return CPU
     import torch
@@ -84,20 +85,20 @@ def default_profile(device: torch.device) -> str:
 
 
 def profile_of_card(card: str) -> str | None:
-    """Return the name of the profile for a GPU model, or None.  A profile that was measured on this machine is
-    preferred to a built-in one."""
+    """Return the name of the profile for a GPU model, or None.  A profile that was measured on this machine takes
+    precedence over built-in profiles."""
     if (measured := _measured_path()) is not None and f"{card}, torch" in str(_read_profile(measured).sources):
         return MEASURED
     return next((profile for profile in profile_names() if card in _read_built_in(profile).cards), None)
 
 
 def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
-    """Whether a plan's profile describes the machine that it runs on.
+    """Whether the profile of a plan describes the machine on which the plan runs.
 
     True for a profile that was measured on that machine or given as a file, and for the built-in profile of its GPU.
     False for the built-in CPU profile, which was measured on another CPU, and for scaled profiles, which are estimates.
-    ``profile``: the name of the profile in the plan.  ``device``: the device on which the plan runs; None accepts the
-    profile of any GPU.
+    ``profile``: the name of the profile in the plan.  ``device``: the device on which the plan runs; if it is None, the
+    profile of any GPU is accepted.
     """
     if profile.endswith(AS_MEASURED):
         return True
@@ -109,7 +110,8 @@ def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
         return False
     import torch
 
-    cards = _read_built_in(profile).cards  # empty for a profile of a whole machine, which only the user can have chosen
+    # empty for a profile of a whole machine, which is never a default, so the user has chosen it
+    cards = _read_built_in(profile).cards
     return not cards or torch.cuda.get_device_properties(device).name in cards
 
 
@@ -151,8 +153,8 @@ def load_profile(name: str | Path) -> Hardware:
 
 
 def _nearest(name: str) -> list[str]:
-    """Return the names of the three built-in profiles that are most similar to ``name``.  Names that contain ``name``
-    come first; hyphens are ignored."""
+    """Return the three names of built-in profiles that are most similar to ``name``.  Names that contain ``name`` come
+    first.  Hyphens are ignored."""
     bare = {profile.replace("-", ""): profile for profile in profile_names()}
     wanted = re.sub(r"[\W_]", "", name.lower())
     close = difflib.get_close_matches(wanted, bare, n=len(bare), cutoff=0.0)

@@ -1,5 +1,5 @@
-"""Measurement of pulls from the devices of other ranks.  The pulls are made as in the runtime, by all ranks at the same
-time.
+"""Measurement of pulls, that is, copies from the devices of other ranks.  All ranks pull at the same time, as in the
+runtime.
 
 The results are the rate of the pulls, and the factors by which pulls and other work slow each other down.
 """
@@ -33,23 +33,23 @@ from chunkflow_compile.weights.source import take
 from .contention import LEAST_SLOWDOWN, MIB, compute_slowdown, contended_seconds, factor, median_seconds
 from .lockstep import ROUNDS_BESIDE, all_to_all, gathered, process_group, rank_device, rounds
 
-# Bytes of the weight that is pulled: enough that none are in a cache when they are pulled again.
+# Bytes of the weight that is pulled: more than fits in a cache, so that no pull reads from a cache.
 _WEIGHT = 256 * MIB
-# Pulls of the whole weight per round on GPUs.  They take 25 ms at 340 GB/s, which is long compared with the skew
-# between ranks after a barrier.
+# How often the whole weight is pulled per round on GPUs.  A round takes 25 ms at 340 GB/s, which is long compared with
+# the skew between ranks after a barrier.
 _WALKS = 32
 _EXCHANGED = 16 * MIB
 
 
 @dataclass(frozen=True)
 class Pulls:
-    """Measured pulls: all ranks pull the chunks of a weight from each other at the same time.  The values are averages
-    per chunk.
+    """The measurement of pulls, per chunk: averages over the chunks of a weight, which all ranks pull from each other
+    at the same time.
 
     ``seconds``: the time on the slowest rank.  ``nbytes``: the size of a chunk.  ``from_others``: the bytes of a chunk
     that come from other ranks.
-    ``beside``: the factor by which a collective slows a pull, and the factor by which a pull slows a collective; None if
-    not measured.  ``compute``: the factor by which pulls slow compute.
+    ``beside``: the factor by which collectives slow pulls, and the factor by which pulls slow collectives; None if not
+    measured.  ``compute``: the factor by which pulls slow compute.
     """
 
     seconds: float
@@ -59,8 +59,8 @@ class Pulls:
     compute: float
 
     def rate(self, memory_rate: float, chunk_s: float) -> int:
-        """Return the bytes/s from other ranks with which :meth:`Hardware.pull_seconds` reproduces the measured time of a
-        chunk.
+        """Return the bytes/s of pulls from other ranks for which :meth:`Hardware.pull_seconds` equals the measured time
+        of a chunk.
 
         ``memory_rate``: the maximum bytes/s at which pulled bytes are written to memory.  ``chunk_s``: seconds to start
         a copy.
@@ -72,10 +72,10 @@ class Pulls:
 def measure_pulls(
     rank: int, kind: str, folder: str, emulated: LinkEmulation | None, ranks: int, exchanges: bool
 ) -> None:
-    """Measure the pulls between the ranks, and save the :class:`Pulls`, or a text with the reason if the ranks cannot
-    pull.
+    """Measure the pulls between the ranks, and save the :class:`Pulls`.  If the ranks cannot pull, save a text with the
+    reason.
 
-    ``ranks``: the number of ranks.  ``exchanges``: whether to measure pulls during collectives as well.
+    ``exchanges``: whether to measure pulls during collectives as well.
     """
     device = rank_device(kind, rank)
     port = None if emulated is None else Port(replace(emulated, bandwidth=emulated.peers))
@@ -93,15 +93,15 @@ def measure_pulls(
 
 @contextlib.contextmanager
 def _sharded(device: torch.device) -> Iterator[Pieces]:
-    """A context with a weight in pieces on the devices of all ranks.  Raises ChunkflowError, on all ranks, if they
-    cannot pull from each other."""
+    """A context with a weight that is sharded over the devices of all ranks.  Raises ChunkflowError on all ranks if
+    they cannot pull from each other."""
     group = group_of()
     assert group is not None
     peers = Peers.connect(group, device, {"pulled": f"{_WEIGHT} bytes"})
     try:
         buffer = HostBuffer(torch.ones(_WEIGHT, dtype=torch.uint8), name="pulled")
         peers.shard([buffer], {buffer})
-        assert buffer.pieces is not None  # the values are equal on all ranks, so it was sharded
+        assert buffer.pieces is not None  # sharded, because the values are equal on all ranks
         yield buffer.pieces
     finally:
         peers.close()
@@ -145,8 +145,8 @@ def chunks_of(pieces: Pieces) -> list[Pieces]:
 
 
 def puller(device: torch.device, chunks: list[Pieces], port: Port | None = None) -> Callable[[], object]:
-    """Return a function that pulls one of ``chunks`` per call as the runtime does, through ``port`` if it is given.  It
-    cycles through the chunks."""
+    """Return a function that pulls one chunk per call like the runtime, through ``port`` if it is given.  Its calls
+    cycle through ``chunks``."""
     targets = [torch.ones(chunk.numel(), dtype=torch.uint8, device=device) for chunk in chunks]
     turns = cycle(zip(targets, chunks, strict=True))
     if device.type == "cuda":

@@ -8,7 +8,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .profiles import CPU, MEASURED, load_profile
 
-# A time below this many seconds is not reported.
+# A shorter time, in seconds, is not reported.
 _LEAST_S = 1.0
 
 
@@ -26,13 +26,13 @@ class ReadTime:
         the rate of a typical SSD."""
         try:
             profile = load_profile(MEASURED)
-        except ChunkflowError:  # not measured, or the file is damaged, which must not prevent reading
+        except ChunkflowError:  # not measured, or the file is damaged; loading the model must not fail because of that
             profile = load_profile(CPU)
         return ReadTime(nbytes, profile.drive_bandwidth)
 
     @property
     def seconds(self) -> float:
-        """The predicted time.  Files that are already in the page cache take less."""
+        """The predicted time.  Files that are already in the page cache are read in less time."""
         return self.nbytes / self.rate
 
     @property

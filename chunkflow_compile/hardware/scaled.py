@@ -1,5 +1,5 @@
-"""An estimated profile for a GPU without its own profile: a profile of the same architecture, scaled by the properties
-that the driver reports."""
+"""Estimated profiles, for GPUs without a profile: a profile of the same architecture is scaled by the properties of the
+GPU that the driver reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from chunkflow_compile.passes.hardware import Hardware
 
-# The factor by which attention and a collective over PCIe slow each other down, and its source.
+# The assumed factor by which attention and a collective over PCIe slow each other down, and its source.
 ON_PCIE = 1.1
 NO_PCIE_FIGURE = "assumption, not measured: NCCL drives PCIe by few multiprocessors, as in the built-in profiles"
 
@@ -44,13 +44,13 @@ _LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
 
 
 def alike(properties: Properties) -> str:
-    """Return the name of the profile to scale for a GPU: a profile of the same architecture, or else of the newest
-    architecture that is older."""
+    """Return the name of the profile to scale for a GPU: a profile of the same architecture, or of the newest older
+    architecture."""
     return _nearest(properties)[0]
 
 
 def scaled(properties: Properties, like: Hardware) -> Hardware:
-    """Return the profile of a GPU, estimated from ``like``, the profile that :func:`alike` names.
+    """Return an estimated profile of a GPU.  ``like``: the profile that :func:`alike` names.
 
     The PCIe bandwidth is taken from ``like``, and the rates are scaled by the properties of the GPU.  The connection to
     other GPUs is not known, so it is assumed to be PCIe.

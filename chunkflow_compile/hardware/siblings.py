@@ -1,8 +1,8 @@
-"""Profiles that are derived from the profile of a similar GPU, with figures from data sheets and published
+"""Profiles of GPUs that are derived from the profile of a similar GPU, by figures from data sheets and published
 measurements.
 
-The rates of GEMMs and attention are proportional to the number of multiprocessors, unless published measurements of
-them exist.  All other figures are from the GPU's own data sheet, or equal to the figures of the similar GPU.
+The rates of GEMMs and attention are scaled by the number of multiprocessors, or by a published GEMM rate of the GPU.
+All other figures are from the data sheet of the GPU, or equal to the figures of the similar GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Sibling:
     """A GPU, described by its differences from the GPU of the profile ``like``.
 
     ``cards``: the names that the driver reports for this GPU.  ``processors``: the numbers of multiprocessors in this
-    GPU and in the similar one.  ``bandwidth``: bytes/s of its memory.  ``cache_bytes``: size of its L2 cache.
+    GPU and in the similar one.  ``bandwidth``: bytes/s of its GPU memory.  ``cache_bytes``: size of its L2 cache.
     ``pcie``: generation and lanes.  ``memory``: GiB of memory.
-    ``more``: field of Hardware -> (value, source), for further figures.
+    ``more``: other figures that differ, as field of ``Hardware`` -> (value, source).
     """
 
     like: str
@@ -43,7 +43,8 @@ class Sibling:
         mine, other = self.processors
         times, (generation, lanes) = mine / other, self.pcie
         link = _LANE[generation] * lanes
-        share = like.collective_bandwidth / like.h2d_bandwidth  # three quarters, or three eighths without peer access
+        # usually three quarters, or three eighths without peer access
+        share = like.collective_bandwidth / like.h2d_bandwidth
         cache = like.cache_bandwidth / like.memory_bandwidth
         gemm, gemm_source = self.more.get("gemm_flops", ({}, ""))
         scaled = f"assumption: {like.name} by number of multiprocessors ({mine} of {other})"
@@ -83,8 +84,8 @@ _NO_HOST = {"host_bandwidth": (0.0, "0: not known; chunkflow calibrate measures 
 def _float16_figures(half: float, single: float, brain: float, source: str) -> dict[str, tuple[Any, str]]:
     """Return figures for a GPU whose tensor cores support float16 only.
 
-    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16.  ``brain`` is only mentioned in
-    the source.
+    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16.  ``brain`` is not used for plans,
+    only mentioned in the source.
     """
     efficient = 0.48 * half
     return {

@@ -9,19 +9,18 @@ from typing import Any
 
 import torch
 
-# Fraction by which times of the same work may differ.  On two idle cores they differ by 4 % at most; a larger difference
-# is a sign of other processes that use the cores.
+# Fraction by which times of the same work may differ on an idle machine.  On two idle cores, the times differed by at
+# most 4 %.
 SPREAD = 0.10
-# Minimum fraction of the time for which a thread has a CPU core on an idle machine.  Below this, the thread shares the
-# core with other processes.
+# Minimum fraction of the time for which a computing thread has a CPU core if no other process uses the core.
 _OWN = 0.90
 
 
 class Stopwatch:
-    """Measures the time from the moment when the device has finished all work that was issued before.
+    """Measures the time that a device takes for the work that is issued between construction and :meth:`stop`.
 
-    On a GPU the times come from events.  The host may issue the steps long in advance, and the device does not pause
-    between the earlier work, the steps, and the copies that each step issues for the next one.
+    On a GPU the time is measured between two events on the current stream.  So earlier work on the stream does not
+    count, even if it is still running at construction.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +28,7 @@ class Stopwatch:
         self._begin: Any = time.perf_counter() if self._stream is None else mark(self._stream)
 
     def stop(self) -> float:
-        """Wait until the device has finished the work issued since the start, and return the elapsed seconds."""
+        """Wait until the device has finished the work, and return its seconds."""
         if self._stream is None:
             return float(time.perf_counter() - self._begin)
         end = mark(self._stream)
@@ -45,10 +44,10 @@ def mark(stream: torch.cuda.Stream) -> Any:
 
 
 def why_uneven(what: str, seconds: Sequence[float]) -> str:
-    """Return a clause that states how much times of the same work differ, as they do if the machine is busy with other
-    work; empty if the times are about equal.
+    """Return a clause that states how much the times of equal work differ; empty if they are about equal.  Large
+    differences are a sign that the machine is busy with other work.
 
-    ``what``: the subject of the clause, in the plural.  ``seconds``: the times of the same work.
+    ``what``: the subject of the clause, in the plural.  ``seconds``: the times of equal work.
     """
     if not seconds or max(seconds) <= (1 + SPREAD) * min(seconds):
         return ""
@@ -56,8 +55,8 @@ def why_uneven(what: str, seconds: Sequence[float]) -> str:
 
 
 def why_shared(threads: int, seconds: float = 0.3) -> str:
-    """Return a clause that states that other work takes CPU cores away from ``threads`` threads; empty if that is not the
-    case.
+    """Return a clause that states the fraction of the time for which a thread had a CPU core, if other work takes cores
+    away from ``threads`` computing threads; otherwise an empty string.
 
     Lets the threads compute for ``seconds``, and measures the fraction of the time for which each thread had a core.
     """

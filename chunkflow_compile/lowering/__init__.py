@@ -1,4 +1,4 @@
 """Lowering: turns the regions of a program into callables, one per unique region.
 
-lower.py leaves regions eager, or compiles them with inductor.py or tensorrt.py.
+lower.py compiles regions with Inductor (inductor.py) or TensorRT (tensorrt.py), or leaves them eager.
 """

@@ -24,13 +24,12 @@ from chunkflow_compile.passes.packing import UNPACK
 from chunkflow_compile.private_torch.inductor import compile_fx, config, cpu_vec_isa, select_decomp_table
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
-# Inductor's assertions in each call of a region.  They check sizes, strides and alignment for the inputs, and for the
-# outputs of kernels that Inductor did not generate.
+# The assertions that Inductor's code makes in each call of a region: they check the sizes, strides and alignment of the
+# inputs, and of the outputs of kernels that Inductor did not generate.
 _ASSERTIONS = ("size_asserts", "alignment_asserts")
-# Ops that run as Inductor's own kernels, or write memory that Inductor has allocated, although no tag of torch marks
-# them.
+# Reductions.  Like pointwise ops, they get outputs that Inductor has allocated, but torch has no tag for them.
 _REDUCTIONS = ("aten::mean", "aten::sum")
-# Ops that Inductor may fuse into attention, which is a kernel of torch.
+# Ops that Inductor may replace by torch's attention kernel, which allocates its own outputs.
 _FUSED_INTO_ATTENTION = ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_safe_softmax")
 
 
@@ -38,8 +37,8 @@ def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Lowere
     """Lower a region.  ``inductor``: the user's configuration.  Must be called inside a tracing context."""
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     options = {**({} if _needs_assertions(module, inductor) else dict.fromkeys(_ASSERTIONS, False)), **inductor}
-    # Each region gets its own context, in which AOTAutograd records metadata of the graph.  Weights remain inputs, so
-    # Inductor never uses the memory of a slot for one of its buffers.
+    # Each region gets its own tracing context, in which AOTAutograd records metadata of the graph.  Weights remain inputs,
+    # so Inductor never uses the memory of a slot for one of its buffers.
     mode = TracingContext.get().fake_mode
     with tracing(TracingContext(mode)), _vector_isa_in_cache_keys(inputs), _unused_floats_hidden(mode, module):
         compiled: Any = compile_fx(copy.deepcopy(module), inputs, config_patches=options)
@@ -47,12 +46,12 @@ def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Lowere
 
 
 def _needs_assertions(module: GraphModule, inductor: Mapping[str, Any]) -> bool:
-    """Whether a call might receive or create tensors that the region was not compiled for.
+    """Whether a call might receive or create tensors with other sizes or strides than the region was compiled for.
 
-    The assertions are not needed for three types of inputs.  The plan places the weights, Dynamo compares the inputs of
-    the model in each call, and Inductor lays out the outputs of other regions as they were traced, unless its
-    configuration says otherwise.  But an op that allocates its own outputs may use another layout than its fake
-    implementation, and a symbol may have another value in each call.
+    Inputs are safe: the plan fixes the layout of the weights, Dynamo's guards check the inputs of the model, and Inductor
+    gives the outputs of other regions the strides of the trace, unless its configuration says otherwise.  Assertions are
+    needed if an op allocates its own outputs, because their layout may differ from the trace, and for symbolic sizes, which
+    may have another value in each call.
     """
     if not inductor.get("keep_output_stride", config.keep_output_stride):
         return True
@@ -73,11 +72,10 @@ def _allocated_by_inductor(node: Node) -> bool:
 
 
 def _boxed(region: Callable[..., Sequence[Any]], module: GraphModule) -> LoweredRegion:
-    """Return a compiled region as a function that takes its inputs in a list.  AOTAutograd's inner function takes a list,
-    like the code that Inductor generates.
+    """Return a compiled region as a function that takes its inputs in a list.
 
-    If the module has its own tensors, only the outer function provides them, and that one keeps the inputs alive until it
-    returns.
+    The inner function that AOTAutograd wraps already takes a list.  It is used unless the module has its own parameters or
+    buffers, which only the outer function passes.  The outer function keeps the inputs alive until it returns.
     """
     inside: Any = region
     while inspect.isfunction(inside) and inside.__code__.co_flags & inspect.CO_VARARGS:
@@ -96,14 +94,14 @@ def _boxed(region: Callable[..., Sequence[Any]], module: GraphModule) -> Lowered
 
 
 def _without_wrappers(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
-    """Return Inductor's code itself if the wrappers that torch puts around it have no effect; they take 6 us per call.
+    """Return Inductor's code without torch's wrappers if they have no effect.  The wrappers take 6 us per call.
 
     The first call still runs all wrappers: they compare the results of custom ops with their schemas, and complete
-    Inductor's autotuning cache.  Calls under a profiler run them as well, because they record the name of the region.
+    Inductor's autotuning cache.  Under a profiler, all calls run the wrappers, because they record the name of the region.
     """
     compiled: Any = inspect.unwrap(region)
     strides = getattr(compiled, "output_strides", None)
-    # AOTAutograd adds outputs for its own work after the call
+    # if AOTAutograd has work to do after the call, it adds outputs
     whole = strides is not None and len(strides) == len(module.graph.output_node().args[0])  # type: ignore[arg-type]
     writes = getattr(compiled, "mutated_input_idxs", True)
     if not whole or writes or not getattr(compiled, "_boxed_call", False) or not _needs_no_wrapper(module):
@@ -123,10 +121,10 @@ def _without_wrappers(region: LoweredRegion, module: GraphModule) -> LoweredRegi
 
 
 def _needs_no_wrapper(module: GraphModule) -> bool:
-    """Whether AOTAutograd has nothing to do around a region.
+    """Whether AOTAutograd has nothing to do before and after a call of a region.
 
-    That is the case if the region takes and returns plain tensors and numbers, returns no view of an input, writes
-    nothing, holds no tensors, and does not change the modes of torch.
+    This is the case if the region takes and returns only ordinary tensors and numbers, returns no view of an input, writes
+    to no input, has no parameters or buffers, and does not change global modes of torch such as autograd.
     """
     inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     (returned,) = module.graph.output_node().args
@@ -147,10 +145,11 @@ def _only_computes(node: Node) -> bool:
 
 @contextlib.contextmanager
 def _unused_floats_hidden(mode: FakeTensorMode | None, module: GraphModule) -> Iterator[None]:
-    """Hide the symbols of floats that a region does not use from AOTAutograd.
+    """Hide the symbols of float inputs that a region does not use from AOTAutograd.
 
-    AOTAutograd turned these floats into tensors before the graph was split into regions.  It looks for them again in each
-    region.  For each float that is missing it would make Dynamo restart with the current value as a constant.
+    AOTAutograd has turned float inputs of the model into tensors before the graph was cut into regions.  When it compiles a
+    region, it looks for the symbols of all these floats.  If a symbol is missing in the region, AOTAutograd makes Dynamo
+    trace the model again, with the float as a constant.
     """
     hints: dict[Any, Any] = {} if mode is None or mode.shape_env is None else mode.shape_env.backed_var_to_val
     used = symbols_of([node.meta.get("val") for node in module.graph.nodes])
@@ -165,10 +164,10 @@ def _unused_floats_hidden(mode: FakeTensorMode | None, module: GraphModule) -> I
 
 @contextlib.contextmanager
 def _vector_isa_in_cache_keys(inputs: Sequence[Any]) -> Iterator[None]:
-    """Add the vector instruction set to the keys of Inductor's caches, for a region on the CPU.
+    """For a region on the CPU, add the vector instruction set to the keys of Inductor's caches.
 
-    Inductor leaves it out, but the layout of a kernel's constants depends on it.  On a CPU with another instruction set,
-    a region from a shared cache or a saved file would compute wrong results.
+    Inductor's own keys do not contain the instruction set, although the layout of a kernel's constants depends on it.  So a
+    region that was cached on one CPU would compute wrong results on a CPU with another instruction set.
     """
     if not any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in inputs):
         yield
@@ -181,6 +180,6 @@ def _vector_isa_in_cache_keys(inputs: Sequence[Any]) -> Iterator[None]:
 
 @functools.cache  # once per process
 def _remove_torn() -> None:
-    """Remove truncated libraries before Inductor loads one per candidate instruction set; it would reject the instruction
-    set of a truncated library."""
+    """Remove truncated libraries from Inductor's cache.  To find the instruction sets that work, Inductor loads one library
+    for each of them, and rejects an instruction set whose library is truncated."""
     remove_torn()

@@ -1,4 +1,4 @@
-"""Lowering of each structurally unique region, once, with Inductor, TensorRT or eager."""
+"""Lowering of regions with Inductor or TensorRT, or eagerly.  Regions of equal structure are lowered once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from .tensorrt import through_tensorrt
 
 Lowering = Literal["inductor", "eager", "tensorrt"]
 
-# Errors about files, including errors of compilers, which print their own messages, and of Inductor's worker processes,
-# which pass on only text.
+# Errors that a damaged or missing file may cause, including errors of compilers and of Inductor's worker processes.
 _FILE_ERRORS = (OSError, ImportError, SubprocessError, CppCompileError, SubprocException)
 
 
@@ -37,9 +36,10 @@ def lower_regions(
     """Return submodule name -> callable.  The callable takes the region's inputs in a list, which it empties, and returns
     the outputs as a sequence.
 
-    ``inductor``: the user's Inductor configuration, for every region.  ``report``: called with a description of each
-    step.  ``note``: called with a message when a request of the user cannot be fulfilled.  Must be called inside a
-    torch.compile backend, because the metadata of the regions belong to its fake mode.
+    ``inductor``: the user's Inductor configuration, for every region.  ``report``: a function that is called with messages
+    about progress.  ``note``: a function that is called with a message if a region cannot be lowered with TensorRT.  This
+    function must be called inside a torch.compile backend, because the fake tensors of the regions belong to the backend's
+    fake mode.
     """
     modules = {name: region.module for name, region in program.regions.items()}
     if lowering == "eager":
@@ -60,8 +60,8 @@ def lower_regions(
 
 
 def _from_whole_caches(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
-    """Lower with Inductor.  If that fails because its caches contained truncated libraries, remove them and try once
-    more.
+    """Lower a region with Inductor.  If this fails because Inductor's caches contain truncated libraries, remove them and
+    try once more.
 
     Raises ChunkflowError if the folder of the caches can no longer be used.
     """
@@ -77,8 +77,7 @@ def _from_whole_caches(module: GraphModule, inductor: Mapping[str, Any]) -> Lowe
 
 
 def _is_file_error(error: BaseException | None) -> bool:
-    """Whether the cause is a file that could not be written, compiled or loaded.  Inductor's other errors recur in every
-    folder."""
+    """Whether an error was caused by a file that could not be written, compiled or loaded."""
     while error is not None:
         if isinstance(error, _FILE_ERRORS):
             return True
@@ -87,8 +86,8 @@ def _is_file_error(error: BaseException | None) -> bool:
 
 
 def _eager(module: GraphModule) -> GraphModule:
-    """Return the region with a ``forward`` that takes its inputs in a list, and frees each value, inputs included, after
-    its last use."""
+    """Return the region with a ``forward`` that takes its inputs in a list, and frees each input and each intermediate value
+    after its last use."""
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(_BoxedCodeGen())
@@ -96,8 +95,7 @@ def _eager(module: GraphModule) -> GraphModule:
 
 
 def _with_numbered_nodes(module: GraphModule) -> GraphModule:
-    """Return the region with numbered nodes, so that Inductor's caches also match a region of another model whose ops
-    have other names."""
+    """Return the region with numbers as node names, so that Inductor's cache keys do not depend on the names of ops."""
     graph, copies = Graph(), dict[Node, Node]()
     for number, node in enumerate(module.graph.nodes):
         copies[node] = copied = graph.node_copy(node, copies.__getitem__)
@@ -106,7 +104,6 @@ def _with_numbered_nodes(module: GraphModule) -> GraphModule:
             if node.op == "placeholder":
                 copied.target = copied.name
                 if isinstance(value := node.meta.get("val"), torch.SymInt) and release_of(torch.__version__) >= (2, 14):
-                    # If an input is marked as a symbol, AOTAutograd's cache keys leave out the present value of the
-                    # symbol.
+                    # Mark the input as a symbol: AOTAutograd's cache keys then do not contain its present value.
                     copied.type, copied.target = torch.SymInt, str(value)
     return GraphModule(module, graph)

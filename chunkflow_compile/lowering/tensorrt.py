@@ -1,7 +1,7 @@
 """Lowering of a region to a TensorRT engine whose weights are inputs, with ``torch_tensorrt.dynamo``.
 
-Experimental: written against the published interface of torch-tensorrt 2.11 to 2.14, but not yet run.  The tests compare
-its names and arguments with these releases.
+Experimental: written for the published interface of torch-tensorrt 2.11 to 2.14, but not yet run.  The tests check that the
+functions and arguments used here exist in these releases.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
-# Compile the whole region, or raise an error that states the reason.  Engines are kept in memory only, because Inductor's
-# cache cannot store them.  By default torch-tensorrt assumes that every attention mask is causal, and drops it.
+# A region is compiled as a whole, or an error states the reason.  Engines are kept in memory only, because Inductor's cache
+# cannot store them.  By default, torch-tensorrt assumes that every attention mask is causal, and drops the mask.
 SETTINGS = {
     "require_full_compilation": True,
     "min_block_size": 1,
@@ -76,15 +76,14 @@ def through_tensorrt(module: GraphModule) -> LoweredRegion:
         **SETTINGS,
     )
     if not any(type(m).__module__.startswith("torch_tensorrt") for m in engine.modules()):
-        # the graph is returned unchanged, despite the settings
+        # torch-tensorrt returned the graph unchanged, despite the settings
         raise NotImplementedError("none of its ops is supported")
     return _with_strides(engine, [v.stride() for v in wanted])
 
 
 def _with_strides(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -> LoweredRegion:
-    """Wrap an engine so that its outputs have the strides of the trace, for which the next regions were lowered.
-
-    The outputs of an engine are contiguous.
+    """Wrap an engine, whose outputs are contiguous, so that its outputs have the ``strides`` of the trace.  The next regions
+    were lowered for these strides.
     """
     import torch
 
@@ -98,7 +97,7 @@ def _with_strides(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]
 
 
 def _empty_like(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Return a new tensor of the same shape with the given strides; inside a fake mode it is fake."""
+    """Return a new tensor of the same shape with the given strides; inside a fake mode, a fake tensor."""
     import torch
 
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)

@@ -158,7 +158,7 @@ class Metrics:
             "chunkflow_host_bytes": sum(b.nbytes for b in buffers if not b.source.file),
             "chunkflow_drive_bytes": sum(b.nbytes for b in buffers if b.source.file),
         }
-        budgets = [program.code.settings.goal.memory for program in programs if not program.preamble]
+        budgets = [program.variant.settings.goal.memory for program in programs if not program.preamble]
         if (budget := budget_of(watched.root())) is not None:
             figures["chunkflow_budget_bytes"] = budget.total
         elif budgets and None not in budgets:

@@ -127,8 +127,8 @@ class Phase:
 
         It includes the weights that never leave the device.
         """
-        codes = {id(program.code): program.code for program in programs(self.root)}.values()
-        plannable = [(code.program.problem, code.settings) for code in codes]
+        variants = {id(program.variant): program.variant for program in programs(self.root)}.values()
+        plannable = [(variant.program.problem, variant.settings) for variant in variants]
         needed = [least_memory(p, s.hardware, s.chunk_bytes, s.outside, s.arena, s.part) for p, s in plannable]
         return max([self.kept, *needed])
 
@@ -271,7 +271,7 @@ class Phase:
         problems = {program.key: program.program.problem for program, _ in newest}
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
-            if all(id(program.code.cut) in cuts for program, _ in newest):
+            if all(id(program.variant.cut) in cuts for program, _ in newest):
                 return _predicted(bound, problems.keys())
             if problems.keys() == set(bound.keys):  # the cycle was planned for other sizes
                 return _played(bound, problems)

@@ -55,7 +55,7 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
     """
     notes = dict[str, None]()
     for program in programs(model):
-        cut = program.code.cut
+        cut = program.variant.cut
         notes |= dict.fromkeys(slices_notes(cut.problem))
         if (wanted := _slices_wanted(program)) == 1:
             continue
@@ -73,12 +73,12 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
 def _slices_wanted(program: SingleCall) -> int:
     """Return the number of slices into which blocks should be split; 1 unless the user or the budget requires more
     slices."""
-    settings, predicted = program.code.settings, program.program.plan.predicted
+    settings, predicted = program.variant.settings, program.program.plan.predicted
     if isinstance(settings.goal.split, int):
         return settings.goal.split
-    if (most := max(region.repeat for region in program.code.cut.problem.regions)) > 1:
+    if (most := max(region.repeat for region in program.variant.cut.problem.regions)) > 1:
         return most
-    goal = goal_of_cut(program.code.cut.traced, settings)
+    goal = goal_of_cut(program.variant.cut.traced, settings)
     if not goal.activations or goal.memory is None or predicted is None:
         return 1
     return 2 if predicted.step_s > AS_GOOD * predicted.resident_step_s else 1

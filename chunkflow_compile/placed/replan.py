@@ -75,7 +75,7 @@ def replan(
         try:
             plan_again({cycle: times.get(cycle) for cycle in bound}, goal, **settings)
         except ChunkflowError as error:
-            if memory is None or all(program.code.settings.goal.split != "auto" for program in all_programs):
+            if memory is None or all(program.variant.settings.goal.split != "auto" for program in all_programs):
                 raise
             raise ChunkflowError(
                 f"{error} Blocks keep the number of slices that they were compiled with: compile the model with this budget "

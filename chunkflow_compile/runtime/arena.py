@@ -39,17 +39,18 @@ Make = Callable[[torch.device, DeviceKind], Device]
 
 
 class SharedDevice(Protocol):
-    """The interface through which the arenas that share a device limit the memory that each of them uses."""
+    """The interface of an object that limits the memory of each arena on a shared device."""
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
         """Free memory that other arenas hold on the device, because ``arena`` is about to allocate ``nbytes``."""
 
     def most_bytes(self, arena: Arena) -> int | None:
-        """Return the maximum total bytes of weights in ``arena``; None means the sum of the budgets of its models."""
+        """Return the maximum total bytes of weights in ``arena``.  None means that only the budgets of its models limit
+        it."""
 
 
 class Owner(Protocol):
-    """The interface of a program or a cycle that runs in the memory of an arena."""
+    """The interface of a program or a cycle whose weights are in the memory of an arena."""
 
     def unbind(self) -> None:
         """Wait for work in flight, then drop every reference to the arena's memory, so that this memory can be freed."""
@@ -58,10 +59,11 @@ class Owner(Protocol):
 class Tenant(Owner, Protocol):
     """The interface of a program that runs in an arena, alone or as part of cycles.
 
-    ``budget``: the id of the program's model, and the maximum bytes of offloaded weights that this model may have on the
-    device (None means no limit).  The whole property is None if the program does not limit the arena.  ``reads``: ids of the
-    weights that the program reads; equal for programs that read the same weights.  ``stale``: whether a weight was dropped,
-    moved or stored in other memory, so that the program can never run again.
+    ``budget``: a pair: the id of the program's model, and the maximum bytes of offloaded weights that this model may have on
+    the device (None means no limit).  If the program does not limit the arena at all, the property is None instead of a
+    pair.  ``reads``: ids of the weights that the program reads; two programs that read the same weights have equal values.
+    ``stale``: whether a weight of the program was dropped, moved or stored in other memory, so that the program can never
+    run again.
     """
 
     @property
@@ -86,11 +88,12 @@ class Binding:
 
     ``arena``: the arena whose memory contains the slots, and whose streams the program uses.
     ``values``: name of an offloaded weight -> the tensor on the device that regions read: a view of a slot, or a resident
-    copy.  For all other weights, regions read the parameter, which is an input of every call.
+    copy.  A weight that is not offloaded is not in this mapping: regions read its parameter, which is an input of every
+    call.
     ``slots``: name of a streamed weight -> its bytes in the arena's memory, uint8.
     ``hosts``: name of a streamed weight -> its bytes in host memory or on the SSD, uint8.
-    ``state``: the contents of the slots.  Programs with the same placement share this object, and so do the calls of a
-    cycle.  None if the program shares its slots with no other program.
+    ``state``: the contents of the slots.  All programs that place the same weights in the same slots share this object, and
+    so do all calls of a cycle.  None if the program shares its slots with no other program.
     """
 
     arena: Arena
@@ -103,11 +106,15 @@ class Binding:
 class Arena:
     """Device memory and streams that several programs share.
 
-    The size of an arena is the size of the largest plan that ran in it, not the sum of all plans.  The programs of one model
+    An arena is as large as the largest plan that ran in it, not as large as all plans together.  The programs of one model
     share an arena automatically.  Models that run one after the other can share an arena: pass it to each of them as
     ``options={"arena": arena}``.  Examples are the two transformers of Wan 2.2, or a text encoder and a transformer.
-    Each switch from one program to another is a cold start, with two exceptions.  Programs that place the same weights in
-    the same way share the contents of the memory.  Programs that are called in a repeating order run as a cycle (order.py).
+    Switching from one program to another is a cold start, with two exceptions.  If both programs place the same weights in
+    the same slots, the second program uses the weights that the first one has left there.  If programs are called in a
+    repeating order, they run as a cycle (order.py).
+
+    ``lock``: a lock that is held while the ops of a call are issued.  ``holder``: the contents of the memory; None if they
+    are unknown or incomplete.  ``lost_weight``: whether a weight of a program was dropped since the last call.
     """
 
     def __init__(
@@ -117,9 +124,9 @@ class Arena:
         memory that the arena may use; None if no other arena uses the device.  Raises ChunkflowError for an unsupported
         device."""
         self.device = check_device(device)
-        self.lock = ProcessLock()  # held while a step is issued
-        self.holder: ArenaContents | None = None  # the contents that the last program left, if they are complete
-        self.lost_weight = False  # whether a weight of a program was dropped since the last step
+        self.lock = ProcessLock()
+        self.holder: ArenaContents | None = None
+        self.lost_weight = False
         self.graphs = CudaGraphs()
         self.bits = InputBits()  # shared by all tables of rows, because all blocks of a model get the same tensors
         self._make = make
@@ -139,7 +146,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that are allocated now."""
+        """The bytes of device memory that the arena has allocated for slots."""
         return 0 if self._memory is None else self._memory.numel()
 
     @property
@@ -166,9 +173,9 @@ class Arena:
     ) -> Binding:
         """Bind a cycle to the arena's memory.  The caller holds the lock.
 
-        ``owner``: the object that keeps the resident weights on the device until they are released (:meth:`release`) or it
-        ends.  ``buffers``: the offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``:
-        see :meth:`reserve`.
+        ``owner``: the object for which the resident weights stay on the device, until :meth:`release` is called for it or it
+        is garbage-collected.  ``buffers``: the offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.
+        ``advice``: see :meth:`reserve`.
         Raises ChunkflowError if the device does not have enough memory.
         """
         plan = cycle.plan
@@ -184,10 +191,9 @@ class Arena:
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
-        # Cycles that place the same weights in the same way share one state object, which describes the contents of the
-        # memory.  The key of this object also contains whether each weight is read from the SSD.  This may change although
-        # the values stay the same: after a failed write to a weight, cycles that are bound later no longer read it from the
-        # SSD.
+        # Cycles that place the same weights in the same slots share one state object, which describes the contents of the
+        # memory.  The key of this object also says which weights are read from the SSD: after a failed write to a weight,
+        # cycles that are bound later no longer read this weight from the SSD, although its values are unchanged.
         weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
@@ -233,14 +239,13 @@ class Arena:
                 self.release(program)
 
     def _evict_for(self, nbytes: int, residents: int) -> None:
-        """Evict everything if the next plan would exceed the budgets of the models.
+        """Evict everything if the weights on the device and the next plan together would exceed the budgets of the models.
 
-        Together with the next plan, the weights that earlier programs left on the device may exceed the budget.  The budget
-        of a model is the smallest budget of its programs, because a program with larger activations leaves less memory for
-        weights.  If any program of a model has no limit, the model has none.
+        The budget of a model is the smallest budget of its programs, because a program with larger activations leaves less
+        memory for weights.  If any program of a model has no limit, the model has no limit.
 
-        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes that it needs in addition,
-        for resident weights outside this memory.
+        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes of resident weights that the
+        plan must still copy to the device, outside the arena's memory.
         """
         budgets: dict[int, float] = {}
         for program in self.programs:
@@ -309,33 +314,33 @@ class Arena:
             self.sweep()
 
     def begin_filling(self) -> None:
-        """Note that copies into the memory begin.  Until :meth:`hold`, the contents count as incomplete for every
-        program."""
+        """Note that copies into the memory begin.  Until :meth:`hold` is called, the contents of the memory are incomplete,
+        so that any other call starts cold."""
         self.holder = None
 
     def hold(self, contents: ArenaContents) -> None:
-        """Note that the memory holds the chunks of ``contents``, or that all copies of these chunks have been issued."""
+        """Note that the memory now has these ``contents``: all copies into the memory have been issued."""
         self.holder = contents
 
     def discard(self, contents: ArenaContents | None) -> None:
-        """Make the next call a cold start if the memory holds the chunks of ``contents``."""
+        """If the memory contains the chunks of ``contents``, make the next call a cold start."""
         if self.holder is contents:
             self.holder = None
 
     def begin_call(self, title: str) -> None:
-        """Note that a call runs from now until :meth:`end_call`.  ``title``: the name of the call in error messages."""
+        """Note that a call has begun; it ends with :meth:`end_call`.  ``title``: the name of the call in error messages."""
         self._running = os.getpid(), title
 
     def end_call(self) -> None:
         self._running = None
 
     def lose_weight(self) -> None:
-        """Note that a weight of a program was dropped.  The next step ends the programs that need the weight."""
+        """Note that a weight was dropped.  The next call of any program first ends the programs that need this weight."""
         self.lost_weight = True
 
     def close_stale(self) -> None:
-        """End the programs that have lost a weight, for example of a deleted adapter, so that they free their other
-        weights."""
+        """End the programs of which a weight was dropped (for example because an adapter was deleted).  Ending them frees
+        their other weights."""
         self.lost_weight = False
         stale: dict[tuple[int, ...], bool] = {}  # cached, because programs for several sizes read the same weights
         for program in self.programs:
@@ -345,8 +350,8 @@ class Arena:
                 program.close()
 
     def refuse_inside(self) -> None:
-        """Raise ChunkflowError if a call is running now.  Such a call runs in this thread, because other threads wait for
-        the lock."""
+        """Raise ChunkflowError if this thread is already inside a call.  The caller holds the lock, so no other thread can
+        be inside a call."""
         if self._running is not None and self._running[0] == os.getpid():
             raise ChunkflowError(
                 f"A compiled model is called inside a call of {self._running[1]}, from an op of its own, and both share an "
@@ -359,11 +364,11 @@ class Arena:
         holds the lock.
 
         If the memory must grow, the old memory is freed first, and other arenas on a shared device free memory if needed.
-        Each cycle is bound again at its next step.
+        All cycles are unbound; each of them is bound to the new memory at its next call.
 
-        ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.
-        Raises ChunkflowError if the device does not have enough memory.  Before it raises, it tries to allocate memory of
-        the old size again; if this fails too, the arena is left without memory.
+        ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.  Raises
+        ChunkflowError if the device does not have enough memory.  In this case, memory of the old size is allocated again;
+        if this also fails, the arena is left without memory.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:
@@ -398,12 +403,12 @@ class Arena:
                 self.release(bound)
             streams, memory = self._streams, self._memory
             self._streams = self._memory = self.holder = None
-            self._states.clear()  # an ended program may still hold contents, whose events belong to these streams
+            self._states.clear()  # an ended program may keep its contents alive, and their events belong to these streams
             streams.close()
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            del memory  # only now, because copies into the memory may have been in flight until the streams were closed
+            del memory  # not earlier: copies into the memory may be in flight until close() returns
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:
@@ -418,7 +423,7 @@ class Arena:
         return raw[start : start + nbytes]
 
     def __deepcopy__(self, _: object) -> Arena:
-        """Return the arena itself, so that a copy of a model that was compiled with an arena shares the arena."""
+        """Return the arena itself: the copy of a compiled model uses the same arena as the model."""
         return self
 
     def __reduce_ex__(self, _: object) -> NoReturn:

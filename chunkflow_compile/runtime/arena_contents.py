@@ -1,4 +1,4 @@
-"""Contents of an arena: the state of the chunks in its memory, shared by programs that place weights in the same way."""
+"""Contents of an arena: which weights its memory contains, and in which version."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from .device_base import Device
 
 
 class ArenaContents:
-    """The state of the chunks in an arena's memory, for one placement of weights.
+    """The contents of an arena's memory under one placement, which assigns a slot to each weight.
 
-    Programs with the same placement share this object, and so do the calls of a cycle.
+    All programs with the same placement share this object, and so do all calls of a cycle.
 
     ``events``: the events of a step, indexed by event number.  They mark when windows open and when copies have arrived.
-    ``next_call``: the number of the call that can run on the present chunks without a prologue; None while a call runs.
-    ``measured``: whether the calls of the current pass are measured.  ``measurement_requested``: whether
-    :meth:`Device.measure` requested a measurement of this pass.
-    ``versions``: name of a weight -> the version of the values that the memory contains when a call starts.
+    ``next_call``: the number of the call that can run next without a prologue; None while a call runs.  ``measured``:
+    whether the calls of the current pass are measured.  ``measurement_requested``: whether :meth:`Device.measure` requested
+    a measurement of this pass.  ``versions``: name of a weight -> the version of its values in the memory.
     """
 
     def __init__(self, device: Device, events: CallEvents) -> None:
@@ -35,7 +34,8 @@ class ArenaContents:
         self.measured, self.measurement_requested = measured, requested
 
     def fill(self, versions: dict[str, int]) -> None:
-        """Note that all copies of a prologue were issued, so that the weights in the memory have these ``versions``."""
+        """Note that all copies of a prologue were issued.  ``versions``: the versions of the weights that are now in the
+        memory."""
         self.versions = versions
 
     def begin_call(self) -> None:
@@ -50,7 +50,7 @@ class ArenaContents:
         """Return the seconds from the end of the previous call to ``begin``; 0 if the previous call was not measured.
 
         ``number``, ``begin``, ``end``: the number of this call, and the times in seconds when it began and ended.  The
-        number and the end are kept for the next call.
+        number and the end are stored for the next call.
         """
         before, self._last_end = self._last_end, (number, end)
         return max(0.0, begin - before[1]) if before is not None and before[0] == number - 1 else 0.0

@@ -1,4 +1,4 @@
-"""Bound cycles: sequences of calls that repeat, run under one plan, and are bound to the memory of an arena."""
+"""Bound cycles: repeating sequences of calls, each under one plan and bound to the memory of an arena."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from .measurement import CycleTimes, StepMeasurement, as_one
 class BoundCycle:
     """A sequence of calls that repeats and runs under one plan, bound to the memory of an arena.
 
-    ``calls``: the calls as they were planned.  ``settings``: the settings of the planning, without measured times.
-    ``replan_after``: the number of warm passes after which the cycle is re-planned from measured times (see
+    ``calls``: the calls as they were planned.  ``settings``: the settings with which the calls were planned, without
+    measured times.  ``replan_after``: the number of warm passes after which the cycle is re-planned from measured times (see
     :meth:`CycleTimes.due`); 0 means never.  ``folder``: the folder that measurements are written to, or None.  ``keys``: the
-    keys of the calls; empty for a program that runs alone.  ``position``: the index of the expected next call.  ``jumps``:
-    how often a call other than the expected one entered the cycle.
+    keys of the calls; empty if the cycle consists of one program that runs alone.  ``position``: the index of the expected
+    next call.  ``jumps``: the number of calls so far that were not the expected next call.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class BoundCycle:
         replan_after: int = 0,
         advice: Callable[[], str] = str,
     ) -> None:
-        """``buffers``: name of a weight in the cycle -> its buffer.  ``advice``: a function that returns a sentence on which
-        plan would fit; the error that is raised when the arena does not fit contains this sentence."""
+        """``buffers``: name of a weight in the cycle -> its buffer.  ``advice``: a function that returns a sentence for the
+        error that is raised if the device does not have enough memory; the sentence says which plan would fit."""
         self.arena = arena
         self.calls = calls
         self.settings = settings
@@ -62,15 +62,18 @@ class BoundCycle:
         self.folder: Path | None = None
         self._advice = advice
         self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
-        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # weight versions at each call's last run
+        # for each call: the versions of its weights when it last ran
+        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]
         self.times = CycleTimes(cycle)
-        self._begun = 0  # the number of passes that have begun
-        self._in_order = 0  # the number of calls of the current pass so far; 0 after a jump
+        self._passes_begun = 0
+        self._in_order = 0  # the number of calls that the current pass has made in order; 0 after a jump
         self._binding: Binding | None = None
         self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
             weakref.WeakKeyDictionary() for _ in calls
         ]
-        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()  # region -> its key
+        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = (
+            weakref.WeakKeyDictionary()
+        )  # the keys of proved regions
 
     @property
     def plan(self) -> Plan:
@@ -78,7 +81,7 @@ class BoundCycle:
 
     @property
     def alive(self) -> bool:
-        """Whether all weights still exist, in the memory where they were when the cycle was planned."""
+        """Whether all weights still exist, and are still in the memory in which they were when the cycle was planned."""
         return all((buffer := ref()) is not None and buffer.token is not None for ref in self._refs.values())
 
     def can_bind(self) -> bool:
@@ -110,8 +113,8 @@ class BoundCycle:
     def timings_due(self) -> Timings | None:
         """Note that a call has ended.  If re-planning is due, return the times to re-plan from; otherwise return None.
 
-        Re-planning is due only once, at the end of a pass.  Raises ChunkflowError if the times will never be known; the
-        error is raised only once.
+        Re-planning is due at most once, at the end of a pass.  Raises ChunkflowError, at most once, if another rank does not
+        run this cycle; see :meth:`CycleTimes.due`.
         """
         if self._in_order != len(self.calls):
             return None
@@ -126,7 +129,7 @@ class BoundCycle:
         return timings
 
     def continue_from(self, other: BoundCycle) -> None:
-        """Continue at the position that ``other``, the same cycle under another plan, has reached."""
+        """Take over the position and the number of jumps from ``other``, the same cycle under another plan."""
         self.position, self.jumps = other.position, other.jumps
 
     def add_jump(self) -> None:
@@ -151,15 +154,15 @@ class BoundCycle:
         self._in_order = number + 1 if number in (0, self._in_order) else 0
         if number == 0:
             # times are saved after passes 1, 2, 4, 8, ..., because the process may be killed before it ends
-            if self.folder is not None and self._begun and not self._begun & (self._begun - 1):
+            if self.folder is not None and self._passes_begun and not self._passes_begun & (self._passes_begun - 1):
                 self._collect(wait=False)
                 self.times.save(self.folder)
-            self._begun += 1
+            self._passes_begun += 1
         return executor
 
     def executor_of(self, call: CallSite, number: int) -> Executor:
-        """Return the executor of a call at position ``number`` in the cycle.  Weights that were written since their last
-        copy are marked, so that the executor copies them again.
+        """Return the executor of a call at position ``number`` in the cycle.  If weights of the call were written since it
+        last ran, make the executor copy them again.
 
         Raises ChunkflowError if the device does not have enough memory for the arena.
         """
@@ -182,17 +185,17 @@ class BoundCycle:
         for executors in self._executors:
             for call, executor in list(executors.items()):
                 executor.forget()
-                del executors[call]  # before drop_references(), so that a Ctrl-C leaves no unusable executor here
+                del executors[call]  # removed first, so that a Ctrl-C does not leave an unusable executor here
                 executor.drop_references()
         if self._binding is not None:
             self.arena.discard(self._binding.state)
         self._binding = None
 
     def _renew(self, names: Sequence[str]) -> None:
-        """Replace outdated resident copies outside the arena's memory, that is, copies of weights that were written later.
+        """Copy resident weights outside the arena's memory to the device again if they were written since the last copy.
 
-        ``names``: names of the weights of the call.  If the bytes of one of them have moved in host memory or are no longer
-        pinned, the whole binding is released.
+        ``names``: names of the weights of the call.  If the host bytes of any of these weights have moved or are no longer
+        pinned, the cycle is unbound instead.
         """
         if (binding := self._binding) is None:
             return
@@ -204,15 +207,13 @@ class BoundCycle:
             return
         kept = self.arena.keep(self, outside.values(), self._advice)
         if any(kept[buffer] is not binding.values[name] for name, buffer in outside.items()):
-            self.arena.release(self)  # a new copy was made because programs of another arena read the old one
+            self.arena.release(self)  # programs of another arena read the old copy, so the new copy is in other memory
 
     def _moved(self, name: str, bound: Bytes) -> bool:
         """Return whether the bytes of a weight have moved, or are no longer pinned, since the cycle was bound.
 
-        ``bound``: the bytes of the weight when the cycle was bound.
-
-
-        A write to a weight moves it from the SSD, or from memory and devices that ranks share, into memory of this process.
+        ``bound``: the bytes of the weight when the cycle was bound.  A write may move a weight: if the weight is on the SSD,
+        in shared memory or on the devices of several ranks, it is moved into memory of this process.
         """
         buffer = self._buffer(name)
         now = buffer.bytes_now
@@ -223,32 +224,36 @@ class BoundCycle:
     def _make(self, call: CallSite, number: int) -> Executor:
         cycle, placed = self.cycle, self.calls[number]
         names = self._names(call, number)
-        # The call may have another graph than the planned call, for example for another size.  Or it has the same graph, but
-        # its weights are in another order: for example, the projections of queries and keys may be swapped.
-        if call.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
+        # The call may run another graph than the planned call, for example because its size differs.  Or both run the same
+        # graph on the same weights, but in another order: for example, the projections of queries and keys are swapped.
+        if call.variant.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
             placed = call.in_cycle(call.names() | names)
             cycle = cycle.at(number, self._program(call, number, placed))
         file = partial(self.times.add, number, call.measured, call.counts)
-        run, poison, captures = call.code.regions, call.code.poison, call.captures if call.captures.wanted else None
+        run, poison, captures = (
+            call.variant.regions,
+            call.variant.poison,
+            call.captures if call.captures.wanted else None,
+        )
         return Executor(cycle.calls[number], run, self._bound(call), poison, cycle, file, self._versions, captures)
 
     def _program(self, call: CallSite, number: int, placed: Call) -> Program:
-        """Return a program within this cycle for a call whose graph or sizes differ from the planned call."""
+        """Return a program for a call at position ``number`` whose graph or sizes differ from the planned call."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         earlier = [(self.cycle.calls[number], self.calls[number].cut)]
-        earlier += [(e.program, other.code.cut) for other, e in [*self._executors[number].items()]]
+        earlier += [(e.program, other.variant.cut) for other, e in [*self._executors[number].items()]]
         for program, cut in earlier:
             # the same graph at other sizes has the same ops on the same weights, so its program can be reused
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
                 return replace(program, problem=placed.problem())
-        program = rewritten(self.cycle, number, placed, share="sharing" not in call.code.settings.disabled)
-        if call.code.verified:
+        program = rewritten(self.cycle, number, placed, share="sharing" not in call.variant.settings.disabled)
+        if call.variant.verified:
             verify_call(self.cycle, number, program, self._proved)
         return program
 
     def _names(self, call: CallSite, number: int) -> dict[str, str]:
-        """Return a mapping from each weight name of a call to the name in the cycle.  If parameters were tied after
-        compilation, one buffer has several names."""
+        """Return a mapping from the name of each weight in a call to its name in the cycle.  A buffer has several names in
+        the cycle if parameters were tied after compilation."""
         placed = self.calls[number].names
         of_buffer: dict[int, list[str]] = {}
         for name in placed.values():
@@ -260,7 +265,7 @@ class BoundCycle:
         }
 
     def _bound(self, call: CallSite) -> Binding:
-        """Return the binding of the cycle.  Bind the cycle first if this has not been done.
+        """Return the binding of the cycle.  If the cycle is not bound, bind it first.
 
         Raises ChunkflowError if the device does not have enough memory.
         """
@@ -269,7 +274,7 @@ class BoundCycle:
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._refs}
             self._binding = self.arena.bind(
-                self, self.cycle, buffers, pin_bytes=call.code.pin_bytes, advice=self._advice
+                self, self.cycle, buffers, pin_bytes=call.variant.pin_bytes, advice=self._advice
             )
         return self._binding
 

@@ -1,5 +1,4 @@
-"""Call sites.  A call site is a compiled graph at one size, called with the weights of one model.  It lists the weights that
-the calls read and the code that they run."""
+"""Call sites.  A call site stands for all calls of one compiled graph at one size with the weights of one model."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, mark_of, state_of
 
-from .codes import CurrentCode, without_call_fields
 from .cuda_graphs import CaptureLog
 from .measurement import KEPT_MEASUREMENTS, StepMeasurement
 from .target import Cost
+from .variants import ActiveVariant, without_call_fields
 from .wrapped_calls import tuple_getter
 
-# Why a weight stays on the device although other calls of the same code stream it.  Plans show this reason.
+# The reason, shown in plans, why a weight stays on the device although other calls of the same compiled graph stream it.
 _NOT_OFFLOADED = "on the device: not offloaded"
 
 _version = attrgetter("_version")
@@ -35,7 +34,7 @@ class CallKey:
     """The identity of the weights that a call reads.  Calls that read the same weights in the same regions share one key."""
 
     def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
-        """``buffers``: the weights.  ``settings``: the settings of the newest program with this key."""
+        """``buffers``: the weights.  ``settings``: the settings of the latest program that has this key."""
         self._settings = settings
         self._buffers = [weakref.ref(buffer) for buffer in buffers]
 
@@ -45,8 +44,8 @@ class CallKey:
         return all(ref() is not None for ref in self._buffers)
 
     def renew(self, settings: Settings) -> bool:
-        """Note that there is a new program with this key; return whether its goal differs from the goal of the previous
-        program."""
+        """Note that a new program has this key.  Return whether its settings, including the goal, differ from the previous
+        program's."""
         before, self._settings = self._settings, settings
         return without_call_fields(before) != without_call_fields(settings)
 
@@ -54,19 +53,21 @@ class CallKey:
 class CallSite:
     """The calls of a compiled graph, at one size, on the weights of one model.
 
-    ``code``: the code that the calls run.  ``current``: the holder of the code that the next call should run.
-    ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of the values of these weights,
-    in the same order.  ``in_place``: the parameters that are not offloaded, by name.  ``kept_bytes``: the total bytes of
-    these parameters.
-    ``model``: an id of the model that owns the weights.  ``counts``: the counters of this model.
+    ``variant``: the variant that the calls run.  ``active``: the holder of the variant that the next call is to run.  After
+    the model is re-planned, ``active`` holds another variant, and the next call creates a new call site.
+    ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of these weights, in the order of
+    ``buffers``.  ``in_place``: the parameters that are not offloaded, by name.  ``kept_bytes``: the total bytes of these
+    parameters.
+    ``reads``: ids of all weights; call sites that read the same weights have equal ids.  ``model``: an id of the model that
+    owns the weights.  ``counts``: the counters of this model.
     ``steps``: the number of steps so far.  ``measured``: the measurements of the latest measured steps.  ``captures``: the
     log of captures of this call into CUDA graphs.
     """
 
-    def __init__(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.current = current
-        self.code = current.code
-        self.program = program = current.code.program
+    def __init__(self, active: ActiveVariant, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.active = active
+        self.variant = active.variant
+        self.program = program = active.variant.program
         self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
         self.in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
         self.kept_bytes = sum(w.nbytes for w in program.problem.weights if w.name not in self.buffers)
@@ -74,9 +75,9 @@ class CallSite:
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
         self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self.steps = 0
-        self.captures = CaptureLog(self.counts, current.code.cudagraphs)
+        self.captures = CaptureLog(self.counts, active.variant.cudagraphs)
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
-        self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
+        self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))
         self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._storeless = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
@@ -91,11 +92,12 @@ class CallSite:
     @property
     def part(self) -> bool:
         """Whether the program is a part of a model and therefore alternates with the programs of other parts."""
-        return self.code.settings.part
+        return self.variant.settings.part
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds of the latest steps, or of the latest graph launches if the call is a CUDA graph."""
+        """The durations of the latest steps in seconds.  If the call is a CUDA graph, the durations of the latest
+        launches."""
         return [*self.captures.step_s] or [step.step_s for step in [*self.measured]]
 
     @property
@@ -109,11 +111,10 @@ class CallSite:
         """A pair: an id of the model, and the maximum bytes of the model's offloaded weights on the device under the newest
         goal.
 
-        The bytes are None if there is no limit.  The property itself is None in two cases.  A program without offloaded
-        weights belongs to no known model and needs no budget.  A preamble is planned together with its main program, whose
-        budget counts.
+        The bytes are None if there is no limit.  The property itself is None in two cases: for a program without offloaded
+        weights, which needs no budget, and for a preamble, because the budget of its main program covers both.
         """
-        settings = self.current.code.settings
+        settings = self.active.variant.settings
         if not self.buffers or settings.preamble:
             return None
         if settings.goal.memory is None:
@@ -127,8 +128,8 @@ class CallSite:
         self.counts.add_call(cost.moved, cost.primed)
 
     def notice(self, again: bool = False) -> None:
-        """Let modules refresh their buffers, and register writes to weights since the last call that have not been noticed
-        yet.
+        """Let modules write the weights that they compute before each call, such as the weights of adapters.  Then find
+        writes through tensors of a state_dict (exported weights), which no version counter records.
 
         The caller does not hold the lock of the arena.  ``again``: whether :meth:`notice` already ran for the current call.
         If so, exported weights are not checked again: each check would count a write for every exported weight that is still
@@ -141,16 +142,18 @@ class CallSite:
                 store.sync_external_writes()
 
     def fits(self, weights: Sequence[nn.Parameter]) -> bool:
-        """Return whether the program can run on its weights as they are now.  If not, a new program is needed.
+        """Return whether the program can run with the present ``weights`` of the call.  If not, a new program is needed.
 
-        ``weights``: the weights of the call, in the order of the parameters.  This check runs in every call, so its loops
-        over the weights use C functions.
+        ``weights``: in the order of the parameters.  This check runs in every call, so its loops over the weights use C
+        functions.
         """
-        if self.current.code is not self.code:
+        if self.active.variant is not self.variant:
             return False
         offloaded = self._offloaded(weights)
         try:
-            with core.DisableTorchFunctionSubclass():  # or torch would look up __torch_function__ per tensor
+            with (
+                core.DisableTorchFunctionSubclass()
+            ):  # otherwise torch would look up __torch_function__ for each tensor
                 marks = list(map(mark_of, offloaded))
                 same = marks == self._marks and list(map(_version, self._hosts)) == self._host_versions
                 if not same or list(map(_version, self._exposed(offloaded))) != self._exposed_versions:
@@ -162,13 +165,13 @@ class CallSite:
         others = self._others(weights)
         if not all(map(is_, others, self.in_place.values())):
             return False
-        # a weight that was offloaded since then is the same object with another class
+        # if a weight was offloaded after this object was created, its class has changed, but not its identity
         return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._storeless))
 
     def _take_versions(self, offloaded: Iterable[torch.Tensor]) -> bool:
-        """Record the new versions of weights that were written; the copies of these weights on the device are out of date.
+        """Record the new versions of weights that were written, so that they are copied to the device again.
 
-        Returns False if a weight was exchanged, restored, replaced, stored in other memory, packed or unpacked.
+        Returns False if a weight was exchanged, restored, replaced, stored in other memory, compressed or decompressed.
         """
         states = list(map(state_of, offloaded))
         if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(states, self._states, strict=True)):
@@ -177,8 +180,7 @@ class CallSite:
         return True
 
     def _watch(self, states: Sequence[tuple[Any, ...]]) -> None:
-        """Store the states of the offloaded weights.  :meth:`fits` compares the versions at the next call with these
-        states."""
+        """Store the states of the offloaded weights, with which :meth:`fits` compares the states at the next call."""
         buffers = [*self.buffers.values()]
         exposed = [i for i, buffer in enumerate(buffers) if buffer.exposed]
         self._states = states
@@ -189,8 +191,8 @@ class CallSite:
     def names(self) -> dict[str, str]:
         """Return a mapping from each weight name in the graph to the weight's name in the model.
 
-        The names differ if the graph was compiled for another block of the same type, because the graph then uses the names
-        of that block.
+        The names differ if the graph was compiled for another block of the same type: the graph uses the names of that
+        block.
         """
         names = {name: buffer.name for name, buffer in self.buffers.items()}
         blocks = {block_of(old): block_of(new) for old, new in names.items()}
@@ -200,11 +202,11 @@ class CallSite:
         return names
 
     def in_cycle(self, names: Mapping[str, str], live: int = 0) -> Call:
-        """Return this call site as a call of a cycle.  ``names``: weight name in this call site -> name in the cycle.
-        ``live``: see :class:`Call`."""
+        """Return the :class:`Call` that stands for this call site in a cycle.  ``names``: weight name in this call site ->
+        name in the cycle.  ``live``: see :class:`Call`."""
         keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
         in_files = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.source.file)
-        return Call(self.code.cut, names, keep, in_files, live)
+        return Call(self.variant.cut, names, keep, in_files, live)
 
     def let_go(self) -> None:
         """Drop all references to weights after the program has ended."""

@@ -20,13 +20,13 @@ from .instructions import instructions
 from .target import Cost, RunningStep, Target
 from .wrapped_calls import undeclared
 
-# The position of an input among all inputs, and the tensor for this input.
+# A pair: the position of an input among all inputs, and its tensor.
 _InputTensor = tuple[int, torch.Tensor]
 
 
 def _reasons(target: Target, collectives: bool) -> Iterator[str]:
-    """Yield the reasons why a call cannot be recorded, whatever its inputs are.  ``collectives``: whether collectives may be
-    recorded."""
+    """Yield the reasons why a call can never be recorded, independent of its inputs.  ``collectives``: whether collectives
+    may be recorded."""
     for name, host in target.binding.hosts.items():
         if isinstance(host, DriveBytes):
             yield f"{name} is on the drive, and a graph copies from host memory only"
@@ -46,7 +46,7 @@ def _reasons(target: Target, collectives: bool) -> Iterator[str]:
 def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> CudaGraph | None:
     """Record a call with :func:`capture`.  If the call cannot be recorded, return None and write the reason to ``log``.
 
-    Ranks that share the collectives of the call either all record it or all issue it op by op.
+    Among ranks that share collectives, either all ranks record the call, or all ranks issue it op by op.
     """
     graph, why = None, next(_reasons(target, log.wanted == "collectives"), "")
     try:
@@ -64,8 +64,8 @@ def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> Cu
 
 
 def _reason_of_any_rank(program: Program, why: str) -> str:
-    """Return the reason why this or another rank cannot record a call; empty if all ranks can.  A reason from another rank
-    names that rank.
+    """Return the reason why this rank or another rank cannot record a call; empty if all ranks can.  If the reason comes
+    from another rank, it contains the number of that rank.
 
     ``why``: the reason of this rank; empty if it can record the call.
     """
@@ -79,10 +79,10 @@ def _reason_of_any_rank(program: Program, why: str) -> str:
 
 
 def capture(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> CudaGraph:
-    """Record a call on inputs with the sizes in ``env``, without running the call; return the CUDA graph.
+    """Record a call as a CUDA graph for the input sizes in ``env``, without running the call; return the graph.
 
-    ``target``: the target of the call when it is issued op by op.  ``call``: the number of the call in the cycle.  ``env``:
-    the values of the step, indexed by node number; only the inputs are set.
+    ``target``: the target to which the call is issued when it runs op by op.  ``call``: the number of the call in the cycle.
+    ``env``: the values of the step, indexed by node number; only the inputs are set.
 
     Raises ChunkflowError for inputs that cannot be recorded, and RuntimeError if there is not enough memory.  An op that
     cannot be recorded may raise other errors.

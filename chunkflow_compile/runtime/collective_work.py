@@ -18,9 +18,10 @@ from .wrapped_calls import explained
 
 
 def collective_issue(target: Target, node: Node, window: int) -> Issue:
-    """Return a function that issues a node to the collective stream: a collective, its completion, or one of its results.
+    """Return a function that issues a node to the collective stream.
 
-    ``window``: the index of the window to which the duration of the node's work is added.
+    ``node``: a collective, its completion, or an element of its results.  ``window``: the index of the window to which the
+    duration of the node's work is added.
     """
     stream, traffic = target.device.collective, target.traffic
     number, read = target.number[node], reader(target.number, node.args, node.kwargs)
@@ -73,7 +74,7 @@ def finish_issue(target: Target, completion: Issue | None) -> Issue:
 def _explained(target: Target, node: Node) -> Callable[..., Any]:
     """Return the op of a collective node, wrapped by :func:`explained`.
 
-    If the node is the last completion of its collective, the wrapped op also reports the received bytes to the device.
+    If the node is the last completion of its collective, the wrapper also reports the received bytes to the device.
     """
     collective, function = node, node.target
     while collective_kind(collective) is None:

@@ -27,8 +27,8 @@ Reader = Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 class Compute:
     """A piece of work for the compute stream.
 
-    ``window``: the index of the region to whose compute time the work counts, or None.  ``name``: the name shown by a
-    profiler.  ``once``: whether the work runs only for the last row if a step computes several rows.
+    ``window``: the index of the region whose compute time includes the work; None if the work is not timed.  ``name``: the
+    name that profilers show.  ``once``: whether the work runs only for the last row if a step computes several rows.
     """
 
     work: Work
@@ -39,7 +39,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class PicksAndDrops:
-    """Work that first takes elements out of region outputs and then drops values, all in one function.
+    """Work that first takes elements from the outputs of regions and then drops values, all in one function.
 
     ``picks``: for each element, a triple: the number of the value to set, the number of the value that contains the region's
     outputs, and the index of the element in these outputs.
@@ -50,7 +50,7 @@ class PicksAndDrops:
     drops: list[int] = field(default_factory=list)
 
     def work(self) -> Work:
-        """Return the work.  It includes picks and drops that are added after this call."""
+        """Return the work.  It also performs picks and drops that are added to the lists later."""
         return partial(_pick_and_drop, self.picks, self.drops)
 
 
@@ -67,7 +67,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
     if (slicing := node.meta.get(SLICING)) is not None:
         outputs = sorted(node.users, key=lambda user: cast(int, user.args[1]))
         region = repeated(region, slicing, [output.meta["val"] for output in outputs])
-    # a call that is being recorded has run before, and was checked then
+    # a call ran op by op before it is recorded, and was checked then
     if not target.device.records and (ops := undeclared(getattr(program.module, module))):
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
 
@@ -99,9 +99,10 @@ def node_work(target: Target, node: Node) -> Work:
 
 
 def poison_work(target: Target, weight: str) -> Work:
-    """Return the work that overwrites an evicted weight.  Only the bytes that are copied in every step are overwritten.
+    """Return the work that overwrites the chunks of an evicted weight that are copied again in every step.
 
-    The work needs no event, because the next window for these bytes opens later on the same compute stream.
+    No event is needed between this work and the next copies of these chunks: the window of these copies opens later on the
+    same compute stream.
     """
     plan = target.program.plan
     placed = next(w for w in plan.streamed if w.name == weight)
@@ -159,6 +160,6 @@ def _output(number: int, read: Reader, env: list[Any]) -> None:
 
 
 def _poison(pieces: Sequence[torch.Tensor], env: list[Any]) -> None:
-    """Set all bits.  This is NaN in every floating-point type except the ``fnuz`` variants of float8."""
+    """Set all bits, which gives NaN in every floating-point type except the ``fnuz`` variants of float8."""
     for piece in pieces:
         piece.fill_(255)

@@ -45,7 +45,7 @@ class CudaDevice(Device):
         self.compute = self.collective = CudaStream(cuda, self._clock)
         self.copy = CudaStream(cuda, self._clock, cuda.stream())
         self._handover, self._issued = self.event(), [self.event() for _ in LANES]
-        self._reading: Engine | None = None  # owns the thread that reads from the SSD
+        self._reading: Engine | None = None
         self._launched: torch.cuda.Event | None = None  # recorded after the latest graph launch
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
@@ -62,11 +62,11 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._memory = None
-        # otherwise the allocator would keep the freed, unused memory of a smaller arena in addition to the new memory
+        # otherwise the allocator would keep the freed memory of the old, smaller arena in addition to the new memory
         self.cuda.trim()
         self._memory = memory = self.cuda.allocate(nbytes)
         for lane in self.lanes:
-            # the model may be garbage-collected while copies are in flight
+            # the memory may be freed while copies are in flight, because the model may be garbage-collected at any time
             self.cuda.record_stream(memory, lane.stream)
         return memory
 
@@ -74,7 +74,7 @@ class CudaDevice(Device):
         self._memory = None
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep track of the memory that steps read outside the arena.  This memory may be freed while steps are in
+        """Keep track of tensors outside the arena that steps read, because their memory may be freed while steps are in
         flight."""
         self._outside = [ref for ref in self._outside if ref() is not None] + [weakref.ref(t) for t in tensors]
 
@@ -114,7 +114,7 @@ class CudaDevice(Device):
     def copy_all(self, copies: Sequence[NamedCopy], lane: Lane = "copy") -> None:
         if self.cuda.profiled():  # one by one, so that the profiler shows the name of each copy
             super().copy_all(copies, lane)
-        else:  # as one piece of work, because it takes the host longer to switch the current stream than to issue a copy
+        else:  # all in one piece of work, because switching streams takes the host longer than issuing a copy
             self.lane(lane).run(partial(self._copy_each, copies, lane))
 
     def _copy_each(self, copies: Sequence[NamedCopy], lane: Lane) -> None:
@@ -155,8 +155,8 @@ class CudaDevice(Device):
         return self.cuda.free()
 
     def start(self, marked: bool, consecutive: bool) -> Frame | None:
-        """Use the caller's current stream for compute.  If another stream was used before, make the new stream wait for
-        it."""
+        """Use the caller's current stream for compute.  If this is not the stream of the previous call, make it wait for
+        that stream."""
         current, before = self.cuda.current(), self.compute.stream
         if before is not None and current != before:
             self._handover.record(before)
@@ -170,10 +170,10 @@ class CudaDevice(Device):
         self.copy.end_step()
         if begun is not None:
             self._clock.end(begun, self.compute.stream, [lane.stream for lane in self.lanes], over)
-        self.collect()  # now, while the GPU runs a whole step: reading a thousand events takes milliseconds
+        self.collect()  # now, because the host needs milliseconds to read a thousand events, and the GPU has a step to run
 
     def collect(self, wait: bool = False) -> None:
-        # after measure(0), steps are timed from outside, and reading events would disturb them
+        # after measure(0), the caller times the steps, and reading events would disturb these times
         if self.compute.inherited or (self._left == 0 and not wait):
             return
         try:

@@ -1,14 +1,13 @@
-"""CUDA graphs: a call is recorded once.  From then on, the host issues the call with a single launch, whatever its number of
-ops.
+"""CUDA graphs: a call is recorded once.  From then on, the host issues the whole call with a single launch.
 
 A launch replaces all instructions of the call: regions, copies, and the events that order them.  The graph reads weights at
-fixed addresses, on the device and in host memory.  So the next launch reads any new values that were written to these
-addresses.  Before a launch, all other inputs are copied to the addresses from which the graph reads them.  After a launch,
-the outputs are copied out of the memory pool of the graph, because the next launch overwrites this pool.
+fixed addresses, on the device and in host memory, so each launch reads the values that are there at that time.  Before a
+launch, all other inputs are copied to the addresses from which the graph reads them.  After a launch, the outputs are copied
+out of the memory pool of the graph, because the next launch overwrites this pool.
 
-At the end of a call, compute waits for all copies of the call.  So no copy of a graph is in flight after the call.  Copies
-for a cold start, a jump or a written weight are not part of any graph.  They are issued before the launch, and the launch
-waits for them.
+At the end of a recorded call, compute waits for all copies of the call, so no copy is in flight after the call.  The copies
+of a prologue (for a cold start, a jump or a written weight) are not part of any graph.  They are issued before the launch,
+and the launch waits for them.
 """
 
 from __future__ import annotations
@@ -40,20 +39,19 @@ _log = logging.getLogger(__name__)
 # The number of passes before a call is recorded.  During these passes, kernels are loaded and tuned, and libraries choose
 # algorithms and allocate memory.  None of this is allowed while a graph is recorded.
 PASSES = 3
-# The maximum number of graphs in an arena.  There may be several because of several sizes or calls.  Each graph holds memory
-# on the device.
+# The maximum number of graphs in an arena.  Each call and each size needs its own graph, and each graph holds device memory.
 MOST_GRAPHS = 4
-# The number of launches after which the recording of a graph has paid for itself.  A recording takes 0.1 s or more.
+# The number of launches that make up for the time of the recording, which is 0.1 s or more.
 _LEAST_LAUNCHES = 8
 # If this many graphs in a row are dropped after fewer than _LEAST_LAUNCHES launches, no more graphs of the call are
 # recorded.
 _MAX_DROPPED_EARLY = 3
-# "auto" records a call if the host is busy for at least this share of the step time.  At a lower share, the device is the
-# bottleneck.  The value is well below 1 because step times vary.
+# "auto" records a call if the host is busy for at least this share of the step time.  If the share is lower, the device is
+# the bottleneck.  The threshold is well below 1 because step times vary.
 _WORTH_A_GRAPH = 0.6
 # The number of measured steps on which "auto" bases its decision: half of the steps that are measured at the start.
 _MEASURED = FIRST_STEPS // 2
-# The maximum number of step times and of shares to keep.  It is about the number of steps of one or two images.
+# The maximum number of values in ``CaptureLog.step_s`` and in ``CaptureLog.shares``: about the steps of one or two images.
 _KEPT_SECONDS = 64
 
 
@@ -62,9 +60,9 @@ class CaptureLog:
     """The log of captures of one call into CUDA graphs.  The log outlives the individual graphs of the call.
 
     ``counts``: the counters of the model.  ``wanted``: the value of the option cudagraphs.  ``why_not``: the reason why the
-    call is never recorded; empty if it has been recorded or may still be.  ``passes``: the number of passes that were issued
-    op by op and count towards the next recording.  ``captures``: the number of recordings.  ``launches``: the total launches
-    of all recorded graphs.
+    call is never recorded; empty if it has been recorded or may still be.  ``passes``: the count of passes that were issued
+    op by op; once it is ``PASSES``, the call may be recorded.  ``captures``: the number of recordings.  ``launches``: the
+    total launches of all recorded graphs.
     ``capture_s``: the duration of the latest recording in seconds.  ``nbytes``: bytes of device memory that the latest graph
     holds.  ``step_s``: durations of the latest timed launches in seconds.  ``shares``: for each of the latest measured
     steps, the fraction of the step time that the host spent issuing ops, including waits for a full launch queue.  Only
@@ -128,8 +126,8 @@ class CaptureLog:
         _log.warning("A call is no CUDA graph, and is issued op by op: %s", why)
 
     def dropped(self, launches: int, why: str) -> None:
-        """Count a graph that was dropped after ``launches`` launches.  Stop recording if too many graphs were dropped
-        early."""
+        """Count a graph that was dropped after ``launches`` launches.  If several graphs in a row were dropped after few
+        launches, stop recording the call."""
         self.passes, self.nbytes = PASSES - 1, 0
         self._dropped_early = self._dropped_early + 1 if launches < _LEAST_LAUNCHES else 0
         if self._dropped_early >= _MAX_DROPPED_EARLY:
@@ -159,9 +157,9 @@ class CudaGraph:
     ) -> None:
         """``copied``: for each input that is copied before a launch, its position and the tensor that it is copied to.
         ``in_place``: positions and tensors of the inputs that the graph reads at the inputs' own addresses.  ``fixed``:
-        positions and values of the inputs that are not tensors.  ``outputs``: pairs of a recorded output and a position; the
-        position is None unless the output is one of the inputs.  ``suspects``: names of ops that may write to inputs without
-        declaring this in their schemas."""
+        positions and values of the inputs that are not tensors.  ``outputs``: for each output, its recorded value and a
+        position: if the output is one of the inputs, the position of this input; otherwise None.  ``suspects``: names of ops
+        that may write to inputs without declaring this in their schemas."""
         self.graph = graph
         self.moved_bytes, self.nbytes = moved_bytes, nbytes
         self.launches = 0
@@ -202,9 +200,10 @@ class CudaGraph:
         return tuple(_copy(output, copies) if position is None else env[position] for output, position in self._outputs)
 
     def _check_written(self, given: Sequence[torch.Tensor]) -> None:
-        """Check whether the first launch wrote to the copies of inputs.
+        """Check whether the first launch wrote to the tensors to which the inputs were copied.
 
-        If so, write the new values to the inputs themselves, and stop recording the call.  ``given``: these inputs.
+        If so, write the new values to the inputs as well, and stop recording the call.  ``given``: the inputs that were
+        copied.
         """
         for target, tensor in zip(self._targets, given, strict=True):
             if not same_bits(target, tensor):
@@ -227,21 +226,21 @@ class CudaGraph:
         """Wait for launches in flight, then free the memory of the graph.  ``why``: the reason that is logged."""
         if self.graph is not None:
             self._device.compute.synchronize()
-            graph, self.graph = self.graph, None  # first, so that a Ctrl-C leaves no launchable graph without tensors
+            graph, self.graph = self.graph, None  # first, so that a Ctrl-C cannot leave a graph without its tensors
             self._outputs, self._inputs, self._targets, self._shared = [], [], [], {}
             self._device.reset(graph)
             self._log.dropped(self.launches, why)
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view that contains each element in memory once: repetitions of an expanded tensor are removed."""
+    """Return a view in which each dimension that repeats its elements (stride 0) has size 1."""
     strides = tensor.stride()
     return tensor if 0 not in strides else tensor[tuple(slice(None if stride else 1) for stride in strides)]
 
 
 def _shared_storages(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Return a mapping from storage id to bytes for each storage that several outputs share.  Copies of these outputs will
-    share memory, too."""
+    """Return a mapping from the id of each storage that several outputs share to its bytes.  The copies of these outputs
+    will also share memory."""
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     counts = Counter(storage._cdata for storage in storages)
@@ -282,13 +281,13 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 class CudaGraphs:
     """The CUDA graphs of an arena, least recently launched first.
 
-    The graphs share a memory pool, because no graph reads values that another graph leaves in the pool.  Each graph belongs
-    to an executor and ends with this executor.
+    The graphs can share a memory pool, because no graph reads values that another graph has left in the pool.  Each graph
+    belongs to an executor and ends with this executor.
     """
 
     def __init__(self) -> None:
         self._kept: list[weakref.ref[CudaGraph]] = []
-        self._grown = 0  # bytes of the pool, which does not shrink before its last graph is dropped
+        self._grown = 0  # bytes of the pool; it shrinks only when its last graph is dropped
 
     @property
     def _live(self) -> list[CudaGraph]:
@@ -296,7 +295,7 @@ class CudaGraphs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that the graphs hold, even between calls."""
+        """The bytes of device memory that the graphs hold, also between calls."""
         if not self._live:
             self._grown = 0
         return self._grown

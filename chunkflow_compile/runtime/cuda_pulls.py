@@ -1,6 +1,6 @@
 """Pulls on a GPU: one call copies the pieces of a chunk from the GPUs of the other ranks.
 
-torch does not expose this call.  So it is called through ctypes, in the CUDA runtime library that torch has loaded.
+torch has no function for this call.  So ctypes calls it in the CUDA runtime library that torch has loaded.
 """
 
 from __future__ import annotations

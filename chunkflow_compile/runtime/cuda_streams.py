@@ -1,14 +1,14 @@
 """The streams of a GPU: the caller's stream and a copy stream.
 
-If some copies come from pageable memory, a separate thread issues all work on the copy stream.  The reason: a thread that
-issues a copy from unpinned memory or from the SSD may be blocked until the copy stream reaches this copy.  If the thread
-that issues compute were blocked in this way, copies and compute would not overlap.  The separate thread sends pageable bytes
-through a small pinned ring buffer.  If not even this ring buffer can be pinned, the separate thread issues each copy only
-after the window of the copy has opened.
+If some weights are in unpinned memory or on the SSD, a separate thread issues all work on the copy stream.  The reason: the
+thread that issues a copy of such a weight may be blocked until the copy stream reaches this copy.  If this thread also
+issued compute, copies and compute would not overlap.  The separate thread sends unpinned bytes through a small pinned ring
+buffer.  If not even this ring buffer can be pinned, the separate thread issues each copy only after the window of the copy
+has opened.
 
-The thread that issues compute waits until the copies of a weight have been issued, but never until they are done.  It ends a
-step only after all copies of the step have been issued.  So the host cannot run as far ahead of the GPU as with pinned
-weights.
+Before the main thread issues a region, it waits until the copies of the region's weights have been issued, but not until
+they are done.  It ends a step only after all copies of the step have been issued.  So the host cannot run as far ahead of
+the GPU as with pinned weights.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class CudaStream:
     """A stream of the GPU.
 
     ``clock``: the clock that records when the work of this stream begins and ends in measured calls.  ``stream``: the
-    torch.cuda.Stream; for the caller's stream, None before the first step.
+    torch.cuda.Stream.  It is None until the first step if this object represents the caller's stream.
     """
 
     def __init__(self, cuda: TorchCuda, clock: Clock, stream: torch.cuda.Stream | None = None) -> None:
         self.cuda = cuda
         self.clock = clock
         self.stream: Any = stream
-        self._staged: StagedCopies | None = None  # the copy stream whose events this stream waits for
+        self._staged: StagedCopies | None = None  # set by stage(): the copy stream whose events this stream waits for
         self._side = stream is not None
         self._process = os.getpid()
 
@@ -59,8 +59,8 @@ class CudaStream:
         self.stream = stream
 
     def stage(self, copies: CudaStream) -> StagedCopies:
-        """Let a separate thread issue the work of the copy stream ``copies``.  Return the new copy stream; this stream waits
-        for its events."""
+        """Let a separate thread issue the work of the copy stream ``copies``, whose events this stream waits for.  Return a
+        copy stream that replaces ``copies``."""
         self._staged = StagedCopies(copies, self)
         return self._staged
 
@@ -106,8 +106,8 @@ class CudaStream:
         self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
 
     def await_record(self, event: torch.cuda.Event) -> None:
-        """Block until the latest record of ``event`` has been issued.  Another stream may wait for the event only after
-        that."""
+        """Block until the latest record of ``event`` has been issued.  A wait for the event must be issued after its
+        record."""
 
     def end_step(self) -> None:
         """Block until the work of a step has been issued.  Only the thread that issues the step calls this method."""
@@ -126,9 +126,9 @@ class StagedCopies(CudaStream):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chunkflow-copies")
         self._staging = Staging(self.cuda.staging, partial(self.cuda.event, False), self.cuda.copy, super().record)
         self._newest: Future[None] | None = None
-        self._worker = 0  # the identifier of the separate thread
-        self._reader: Engine | None = None  # copies wait for events of this engine's reads
-        # id of an event -> a future that is done once the event's latest record in this step has been issued
+        self._thread_id = 0
+        self._reader: Engine | None = None
+        # id of an event -> a future that ends when the latest record of the event in this step has been issued
         self._records: dict[int, Future[None]] = {}
         self._marks: list[torch.cuda.Event] = []  # reusable events that mark points of the compute stream
 
@@ -142,8 +142,8 @@ class StagedCopies(CudaStream):
         """Make the copies that are enqueued from here on wait for ``event``, which compute or the stream of reads has just
         recorded.
 
-        Compute may record its event again before the separate thread issues this wait.  So another event marks the present
-        point of the compute stream.
+        Compute may record the same event again before the separate thread issues this wait.  So the wait uses a second
+        event, which is recorded on the compute stream now.
         """
         if isinstance(event, HostEvent):
             self._put(partial(event.block, event.recorded))
@@ -157,7 +157,7 @@ class StagedCopies(CudaStream):
                 wait(mark)
             else:
                 mark.synchronize()
-            self._marks.append(mark)  # an issued wait refers to the recorded point, so the event can be reused
+            self._marks.append(mark)  # the event can be reused, because the wait has been issued
 
         self._put(issue)
 
@@ -175,10 +175,10 @@ class StagedCopies(CudaStream):
             _raise_from(record)
 
     def reached(self, event: torch.cuda.Event) -> Callable[[], None]:
-        """Return a function that blocks until the GPU reaches the latest record of ``event``, which this stream or compute
-        has made.
+        """Return a function that blocks until the GPU reaches the latest record of ``event`` on this stream or on the
+        compute stream.
 
-        Another event marks this point, because ``event`` will be recorded again.
+        The function waits for a second event at the same point, because ``event`` will be recorded again.
         """
         mark, issued = self.cuda.event(False), None
         if id(event) in self._records:
@@ -203,19 +203,19 @@ class StagedCopies(CudaStream):
     def issued(self) -> None:
         """Block until all work that was enqueued so far has been issued.  Raises ChunkflowError if this work failed.
 
-        To avoid a deadlock, it does not block in the thread that issues copies or in the thread that reads from the SSD.  In
-        these threads, only a finalizer that unpins the memory of another model can call this method (through the garbage
-        collector).  The copies of that model have already been issued, because every step ends with this wait.
+        In the thread that issues copies and in the thread that reads from the SSD, this method does not block, because that
+        would be a deadlock.  In these threads, it is only called by a finalizer that unpins the memory of another model.
+        The copies of that model have already been issued, because every step ends with :meth:`end_step`.
         """
-        here = threading.get_ident() == self._worker or (self._reader is not None and self._reader.runs_here)
+        here = threading.get_ident() == self._thread_id or (self._reader is not None and self._reader.runs_here)
         if self._newest is not None and not here and not self.inherited:
             _raise_from(self._newest)
 
     def end_step(self) -> None:
-        """Block until the copies of a step have been issued.  Then forget the records of the step, because ids of dropped
-        events are reused.
+        """Block until the copies of a step have been issued.  Then forget the events that the step has recorded, because
+        Python may give the id of a deleted event to another event.
 
-        Only the thread that issues the step calls this method, :meth:`record` and :meth:`await_record`.
+        Only the thread that issues the step may call this method, :meth:`record` and :meth:`await_record`.
         """
         self.issued()
         self._records.clear()
@@ -236,7 +236,7 @@ class StagedCopies(CudaStream):
         before = self._newest
 
         def run() -> None:
-            self._worker = threading.get_ident()
+            self._thread_id = threading.get_ident()
             if before is not None and (error := before.exception()) is not None:
                 raise error  # after a failure, nothing more is issued until synchronize has raised the error
             work()

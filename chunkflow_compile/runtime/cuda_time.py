@@ -1,9 +1,10 @@
-"""Time on a GPU: marks are recorded between pieces of work on the streams, and read after the GPU has passed them.
+"""Time on a GPU: marks are recorded between pieces of work on the streams.  Their times are read after the GPU has passed
+them.
 
-A mark is a timed event.  Events are created in the first passes and then reused: each measured call takes a free frame of
-events.  A later call reads the times of this frame once the GPU has passed its marks.  Each pass over the calls of a cycle
-is measured either as a whole or not at all; this is decided when the pass begins.  The host never waits for a frame: if none
-is free, the call is not measured, and its pass does not count as measured.
+A mark is a timed event.  Events are created in the first passes and then reused: each measured call takes a free *frame*,
+which is a set of events.  The times of a frame are read during a later call, once the GPU has passed its marks.  Each pass
+over the calls of a cycle is measured either as a whole or not at all; this is decided when the pass begins.  The host never
+waits for a free frame: if there is none, the call is not measured, and its whole pass does not count as measured.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .device_base import StepEnd, Waited, Watch
 # The initial number of frames.  If a whole model is one call, the host is rarely more than one call ahead of the GPU,
 # because the launch queue of a GPU holds about a thousand kernels.
 FRAMES = 4
-# The maximum number of events in all frames together; this is enough for four passes over 60 blocks.  If the blocks of a
-# model are compiled separately, the host is many calls ahead of the GPU.  More frames are then created, up to this limit.
+# The maximum number of events in all frames together.  It is enough for four passes over 60 blocks.  If the blocks of a
+# model are compiled separately, the host is many calls ahead of the GPU, so more than FRAMES frames are created.
 MOST_EVENTS = 8192
 
 
@@ -34,7 +35,7 @@ class Frame:
         self._events: list[torch.cuda.Event] = []
         self._numbers = count()
         self._reports: list[Callable[[Callable[[int], float]], None]] = []
-        self._lock = threading.Lock()  # a second thread records marks if it issues copies from pageable memory
+        self._lock = threading.Lock()  # the thread that issues copies from unpinned memory also records marks
         self._ends: tuple[int, ...] = ()
         self.whole = True
 
@@ -60,7 +61,7 @@ class Frame:
 
     @property
     def events(self) -> int:
-        """The number of events in the frame, including those that only earlier calls used."""
+        """The number of events in the frame.  The present call may use fewer events."""
         return len(self._events)
 
     def between(self, begin: int, end: int, watch: Watch) -> None:
@@ -109,21 +110,22 @@ class Clock:
     def __init__(self, event: Callable[[], torch.cuda.Event], most: int = MOST_EVENTS) -> None:
         self._event = event
         self._most = most
-        # The free frames form a queue.  So the first calls use one frame after the other, and thereby create the events of
-        # all frames.  Later calls create no events, unless the host runs further ahead of the GPU.
+        # The free frames form a queue, so the first calls use one frame after the other and create the events of all frames.
+        # Later calls create events only if the host runs further ahead of the GPU.
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._frames = FRAMES
         self._pending: deque[Frame] = deque()
         self.open: Frame | None = None  # the frame of the running call, if it is measured
-        self._newest: tuple[Frame, float] | None = None  # the frame that was read last, and the time of its first mark
+        self._newest: tuple[Frame, float] | None = (
+            None  # the latest frame that was read, and the time of its first mark
+        )
         self.zero = 0.0  # time.monotonic() when the host began the first frame
         self._lock = threading.RLock()
 
     def begin(self, stream: torch.cuda.Stream, marked: bool, consecutive: bool) -> Frame | None:
-        """Begin a call; return its frame.  Return None if the call is not ``marked`` (not to be measured) or no frame is
-        free.
+        """Begin a call; return its frame.  Return None if the call is not to be measured or no frame is free.
 
-        ``consecutive``: whether the previous call of the program was measured.
+        ``marked``: whether to measure the call.  ``consecutive``: whether the previous call of the program was measured.
         """
         with self._lock:
             if self.open is not None:  # left open by a call that failed
@@ -139,7 +141,8 @@ class Clock:
     def end(
         self, frame: Frame, compute: torch.cuda.Stream | None, lanes: Sequence[torch.cuda.Stream], over: StepEnd
     ) -> None:
-        """End a call.  ``over``: a function that :meth:`collect` calls after the GPU has passed the end of the call."""
+        """End a call.  ``over``: a function to call with the times of the call; :meth:`collect` calls it after the GPU has
+        passed the end of the call."""
         with self._lock:
             frame.close(compute, lanes, over)
             self.open = None
@@ -168,6 +171,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # only now, because the time of the new frame was computed relative to this frame
+            self._free.append(before)  # only now, because since() has just read this frame
         self._newest = frame, start
         frame.report(start)

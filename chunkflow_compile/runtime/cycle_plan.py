@@ -18,13 +18,13 @@ from chunkflow_compile.weights.progress import planning
 from .arena import Arena
 from .bound_cycle import BoundCycle
 from .call_site import CallKey, CallSite
-from .codes import without_call_fields
 from .cuda_graphs import MOST_GRAPHS
+from .variants import without_call_fields
 
 # The maximum number of calls in a cycle.  It is enough for two models of 128 blocks, called twice per step.
 MOST_CALLS = 512
-# The number of earlier calls with the same key that are tried as the beginning of a period.  More than one is needed
-# because, with a step cache, calls of a block come in several patterns.
+# The number of earlier calls with the key of the last call that are tried as the beginning of a cycle.  Several are tried
+# because a step cache skips blocks in some steps, so not every sequence of calls between two calls with this key repeats.
 _TRIES = 4
 
 
@@ -32,9 +32,9 @@ def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...
     """Yield candidates for a cycle that begins now, as tuples of keys.  ``history``: the keys of the latest calls, oldest
     first.
 
-    A candidate begins at an earlier call that has the same key as the last call, and ends before the last call.  It must
-    repeat.  Either the same sequence of calls came directly before it, or it consists of repetitions of a shorter period;
-    this period is then the candidate.  Candidates that begin latest are yielded first.
+    A candidate begins at an earlier call with the key of the last call, and ends directly before the last call.  It is
+    yielded if the same sequence of calls also came directly before it.  If a candidate consists of repetitions of a shorter
+    sequence, this shorter sequence is yielded instead.  Candidates that begin later are yielded first.
     """
     end = len(history) - 1
     earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is history[end])
@@ -46,7 +46,7 @@ def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...
 
 
 def _shortest_period(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
-    """Return the shortest sequence of calls whose repetition is ``keys``."""
+    """Return the shortest sequence of calls that gives ``keys`` when it is repeated."""
     length = len(keys)
     return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
 
@@ -59,10 +59,10 @@ def is_rotation(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
 
 
 def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
-    """Return whether the plan of a cycle is also the best plan for a call's new settings.
+    """Return whether the plan of a cycle is also the best plan for the new ``settings`` of one of its calls.
 
-    This holds if the settings differ only in the budget, the new budget is not larger than the old budget of the cycle, and
-    the plan still fits into the new budget.
+    This is true if the old and the new settings differ only in the budget, the new budget is not larger than the old one,
+    and the plan fits into the new budget.
     """
     planned, wanted = cycle.settings.goal.memory, settings.goal.memory
     if _unbudgeted(cycle.settings) != _unbudgeted(settings):
@@ -95,7 +95,7 @@ def planned(
 ) -> BoundCycle:
     """Plan a cycle.  Raises ChunkflowError if there is no plan."""
     with planning(f"{len(keys)} calls that repeat"):
-        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # too many calls to be CUDA graphs
+        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # longer cycles are not captured
         cycle = make_cycle(calls, replace(settings, timings=timings, joined=joined))
         return BoundCycle(arena, calls, buffers, settings, cycle, keys=keys, replan_after=replan_after)
 
@@ -122,32 +122,31 @@ def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call]
 
 
 def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
-    """Return the settings of a cycle: the settings of its calls, with the largest budget; None if the calls differ in other
-    ways."""
-    shared = [_unbudgeted(call.code.settings) for call in calls]
+    """Return the settings of a cycle: the settings of its calls with the largest budget among them.  Return None if the
+    settings of the calls differ in anything except the budget."""
+    shared = [_unbudgeted(call.variant.settings) for call in calls]
     if any(settings != shared[0] for settings in shared):
         return None
-    budget = max((m for call in calls if (m := call.code.settings.goal.memory) is not None), default=None)
-    arena = max(call.code.settings.arena for call in calls)
+    budget = max((m for call in calls if (m := call.variant.settings.goal.memory) is not None), default=None)
+    arena = max(call.variant.settings.arena for call in calls)
     return replace(shared[0], goal=replace(shared[0].goal, memory=budget), outside=_outside(calls), arena=arena)
 
 
 def _outside(calls: Sequence[CallSite]) -> int:
     """Return the bytes on the device that the plan of a cycle does not cover.
 
-    The result includes all weights of the models that none of the calls reads, and the tables of rows that belong to the
-    calls.
+    These are the weights of the models that none of the calls reads, and the tables of rows.
     """
     left: dict[int, int] = {}
-    for call in dict.fromkeys(calls):  # each call once, because a call may occur several times in a cycle
-        left[call.model] = left.get(call.model, call.code.settings.outside + call.kept_bytes) - call.kept_bytes
-    tables = sum(call.code.settings.table for call in dict.fromkeys(calls))
+    for call in dict.fromkeys(calls):  # without repetitions, because a call may occur several times in a cycle
+        left[call.model] = left.get(call.model, call.variant.settings.outside + call.kept_bytes) - call.kept_bytes
+    tables = sum(call.variant.settings.table for call in dict.fromkeys(calls))
     return tables + sum(max(0, nbytes) for nbytes in left.values())
 
 
 def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:
     """Write the plan and the programs of the cycle to a folder next to the dump folder of a call, if any call has one."""
-    other = next((call.code.folder for call in calls if call.code.folder is not None), None)
+    other = next((call.variant.folder for call in calls if call.variant.folder is not None), None)
     if other is not None:
         with contextlib.suppress(OSError):  # a full disk must not stop the run
             cycle.measure_into(_written(cycle, other))

@@ -77,7 +77,8 @@ class _HostDevice(Device):
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
-        # Every pass counts as whole.  If the previous pass was not measured, only a few of its copies can still be running.
+        # The third argument is True even if the previous step was not measured: at most a few of its copies are still in
+        # flight.
         if begun is not None:
             self.compute.run(lambda: over(begun, self.clock.now(), True))
 
@@ -97,7 +98,7 @@ class CpuDevice(_HostDevice):
 
 
 class ThreadsDevice(_HostDevice):
-    """Runs every stream on a separate thread, so the host may enqueue whole steps before any work in them has run.
+    """Runs every stream on a separate thread, so the host may enqueue whole steps before any of their work has run.
 
     ``choose``, ``before``: see :class:`Engine`; tests use them to force schedules that could occur on a GPU.
     """
@@ -157,7 +158,7 @@ def _why_none() -> str:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raise ChunkflowError while the caller records a CUDA graph."""
+    """Raise ChunkflowError if the caller is recording a CUDA graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ChunkflowError(
             "The caller records a CUDA graph, and a step cannot be part of one: its copies run on a stream of their own, "
@@ -168,8 +169,8 @@ def refuse_capture(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """The kind of device.  ``threads``: whether every stream runs on its own thread.  ``link``: the PCIe link to emulate, or
-    None."""
+    """The properties that all programs of an arena must agree on.  ``threads``: whether every stream runs on its own thread.
+    ``link``: the PCIe link to emulate, or None."""
 
     threads: bool = False
     link: LinkEmulation | None = None
@@ -198,6 +199,7 @@ def make_device(device: torch.device, kind: DeviceKind) -> Device:
 
 
 def make_port(link: LinkEmulation) -> Port:
-    """Create the port of this rank.  If ranks share a port, the number of this rank comes from the default process group."""
+    """Create the port of this rank for the emulated link.  If ranks share a port, each rank is numbered by its rank in the
+    default process group."""
     rank = dist.get_rank() if dist.is_initialized() and link.shared else 0
     return Port(link, Path(link.shared) if link.shared else None, rank)

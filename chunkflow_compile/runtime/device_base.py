@@ -22,11 +22,11 @@ from chunkflow_compile.weights.source import Bytes
 from .host_clock import MONOTONIC, HostClock
 from .read_ahead import InRing
 
-# Measuring a pass over the calls of a program or a cycle costs host time: 0.1 ms per call.  On a GPU, a pass has about two
-# thousand events, and each event costs 1 to 2 us when it is recorded and 3 to 5 us when it is read.  So after the first
-# FIRST_STEPS passes, only two consecutive passes in every EVERY passes are measured.  On a GPU only the second of the two
-# counts.  The first shows which copies are still running when the second begins.  EVERY is prime, so that every step of a
-# repeating pattern, such as the steps of a generation, is measured at some time.
+# Measuring a call costs 0.1 ms of host time.  On a GPU, a pass over the calls of a program or a cycle has about two thousand
+# events; recording an event takes 1 to 2 us, and reading its time takes 3 to 5 us.  So after the first FIRST_STEPS passes,
+# only two consecutive passes in every EVERY passes are measured.  On a GPU, only the second of these two passes is used; the
+# first is measured to know which of its copies are still running when the second begins.  EVERY is prime, so that each step
+# of a repeating pattern, such as a generation of 28 steps, is measured at some time.
 FIRST_STEPS = 16
 EVERY = 17
 
@@ -35,16 +35,16 @@ NamedCopy = tuple[torch.Tensor, Bytes | InRing, str]
 
 # A callback that gets the seconds for which a stream stalled.
 Waited = Callable[[float], None]
-# A callback that gets the times when a step began and ended, in seconds of the device's clock, and whether the previous step
-# was also measured.  If the previous step was not measured, it is unknown which of its copies overlapped the collectives of
-# this step.
+# A callback with three arguments: the times when a step began and ended, in seconds of the device's clock, and whether the
+# previous step was also measured.  If the previous step was not measured, it is not known which of its copies overlapped the
+# collectives of this step.
 StepEnd = Callable[[float, float, bool], None]
 
 
 class Watch(Protocol):
     """An object that gets the times when a piece of work begins and ends, in seconds of the device's clock.
 
-    The device ``cuda`` calls both methods only after the step.
+    On the device ``cuda``, both methods are called only after the step has ended.
     """
 
     def begins(self, at: float) -> None: ...
@@ -76,19 +76,18 @@ class ReadStream(Stream, Protocol):
     """The stream of reads from the SSD."""
 
     def recover(self) -> None:
-        """Run the work that is enqueued from here on even if earlier work fails.  The error of earlier work is passed on
-        only by events that were recorded before this point."""
+        """Run the work that is enqueued from here on even if earlier work fails.  An error of earlier work is raised only
+        where the host or a stream waits for an event that was recorded before this point."""
 
 
 class Device:
-    """A device: the memory of an arena, and the streams.  The methods that do nothing in this class are not needed by
-    devices that are made of host threads.
+    """A device: the memory of an arena, and the streams.  Methods that do nothing here are needed only on a GPU.
 
     ``copy``: the stream of copies from the host.  ``pull``: the stream of pulls from other ranks.  ``reads``: the stream of
     reads from the SSD.  ``pull`` and ``reads`` are None until they are first used.
-    ``collective``: the stream that collectives run on; it is ``compute`` itself if collectives are enqueued there.
-    ``clock``: the clock of the host threads.  ``closed``: whether the streams are closed.  ``records``: whether issued work
-    is recorded as a CUDA graph instead of run.
+    ``collective``: the stream of collectives; on some devices, this is the same object as ``compute``.  ``clock``: the clock
+    of the host threads.  ``closed``: whether the streams are closed.  ``records``: whether the device records issued work as
+    a CUDA graph instead of running it.
     """
 
     name: str
@@ -100,11 +99,13 @@ class Device:
     records = False
     pull: Stream | None = None
     reads: ReadStream | None = None
-    _left: int | None = None  # the number of passes left to measure on request; None if choose() decides
+    _left: int | None = (
+        None  # the number of passes that are still to be measured after measure(); None: choose() decides
+    )
 
     @property
     def zero(self) -> float:
-        """The time of ``clock``, in seconds, when the clock of the measurements was 0."""
+        """The time on ``clock``, in seconds, at which the times of measurements are 0."""
         return 0.0
 
     def event(self) -> Any:
@@ -124,7 +125,7 @@ class Device:
         return self.pull
 
     def recover(self) -> None:
-        """Run the copies that are enqueued from here on even if earlier copies fail."""
+        """Run the copies that are enqueued from here on even if earlier copies have failed."""
 
     def _make_pull(self) -> Stream:
         """Create the stream for pulls."""
@@ -172,7 +173,7 @@ class Device:
         """Drop the reference to the arena's memory.  No work in flight may use this memory."""
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Register tensors outside the arena that steps read, so that their memory is not reused while a step is in
+        """Register ``tensors`` that steps read outside the arena, so that their memory is not reused while a step is in
         flight."""
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
@@ -202,11 +203,11 @@ class Device:
         """
 
     def sync_copies(self) -> None:
-        """Block until the copies of all delivered steps are done.  After that, the host may write to the sources of these
-        copies."""
+        """Block until all copies of the steps that :meth:`deliver` has waited for are done.  After that, the host may write
+        to the weights that these copies read."""
 
     def why_not_recorded(self) -> str:
-        """Return the reason why calls cannot be recorded as CUDA graphs on this device; empty if they can."""
+        """Return the reason why no call can be recorded as a CUDA graph on this device; empty if calls can be recorded."""
         return f"only a GPU has them, and this is device {self.name}"
 
     def recording(self, pool: Any) -> contextlib.AbstractContextManager[tuple[Any, Device]]:
@@ -222,7 +223,7 @@ class Device:
         raise NotImplementedError
 
     def reset(self, graph: Any) -> None:
-        """Free the memory of a graph.  No launch of it may be in flight."""
+        """Free the memory of a graph.  No launch of the graph may be in flight."""
         raise NotImplementedError
 
     def free(self) -> int:
@@ -235,18 +236,17 @@ class Device:
         return bool(self._left)
 
     def measure(self, passes: int | None) -> None:
-        """Measure the next ``passes`` passes, but none after them.  With None, :meth:`choose` decides which passes to
+        """Measure the next ``passes`` passes, and no later passes.  With None, :meth:`choose` decides again which passes to
         measure.
 
-        Call :meth:`collect` with ``wait=True`` to get these measurements.
+        To get the measurements, call :meth:`collect` with ``wait=True``.
         """
         self._left = passes
 
     def choose(self, step: int, wanted: bool = False) -> bool:
         """Return whether to measure the calls of the pass that begins now.
 
-        ``step``: the number of the program's current step, counted from 0.  ``wanted``: whether times are needed for
-        re-planning.
+        ``step``: the number of steps that the program has run before.  ``wanted``: whether times are needed for re-planning.
         """
         if self._left is None:
             return wanted or step < FIRST_STEPS or (step - FIRST_STEPS + 1) % EVERY < 2
@@ -254,21 +254,22 @@ class Device:
         return before > 0
 
     def start(self, marked: bool, consecutive: bool) -> Any:
-        """Begin a call of a program; return the value that :meth:`finish` takes as ``begun``.  It is None if the call is not
+        """Begin a call of a program; return the argument ``begun`` for :meth:`finish`.  Return None if the call is not
         measured.
 
-        ``marked``: whether the call is measured, see :meth:`choose`.  ``consecutive``: whether the previous call of the
+        ``marked``: whether to measure the call (see :meth:`choose`).  ``consecutive``: whether the previous call of the
         program was measured.
         """
         raise NotImplementedError
 
     def finish(self, begun: Any, over: StepEnd) -> None:
-        """End a call.  ``over``: called once the times of the call are known; never called if the call is not measured."""
+        """End a call.  ``over``: a function that is called when the times of the call are known; it is never called if the
+        call is not measured."""
         raise NotImplementedError
 
     def collect(self, wait: bool = False) -> None:
-        """Report those times of steps that are known by now.  ``wait``: whether to wait for the times of all issued
-        steps."""
+        """Report the times of all steps whose times are known.  ``wait``: whether to wait until the times of all issued
+        steps are known."""
 
     def close(self) -> None:
         """Close the streams."""

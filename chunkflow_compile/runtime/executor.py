@@ -2,10 +2,10 @@
 
 The ops of a call are called its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue is
 issued before the step (``Cycle.prologue``).  The streams are ordered only by the events that these ops record and wait for.
-If collectives have a separate stream, two more events order this stream.  One makes a collective wait until compute has
-reached the Start op.  The other makes compute wait until the collective has ended.
+If collectives have a separate stream, two more events order it: one makes a collective wait until compute has reached the
+Start op, and the other makes compute wait until the collective has ended.
 
-instructions.py makes the functions that issue the ops.  This file calls these functions, or launches the call as a CUDA
+instructions.py makes the functions that issue the ops.  The executor calls these functions, or launches the call as a CUDA
 graph.
 """
 
@@ -34,8 +34,8 @@ from .wrapped_calls import LoweredRegion, separated
 class Executor:
     """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena.
 
-    ``target``: the memory and the streams that the ops are issued to.  ``instructions``: the functions that issue the ops of
-    a step.  ``rewritten``: name of a weight that was written since it was copied -> the version of its new values.
+    ``target``: the memory and the streams that the ops use.  ``instructions``: the functions that issue the ops of a step.
+    ``rewritten``: for each weight that was written since it was copied, its name and the version of its new values.
     ``cost``: the cost of the latest step.  ``captures``: the log of captures of this call into CUDA graphs; None if the call
     is never captured.
     """
@@ -77,13 +77,13 @@ class Executor:
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         nodes = list(program.module.graph.nodes)
         placeholders = [names.get(n.name) for n in nodes if n.op == "placeholder"]
-        # the positions of weights for which regions read a slot or a resident copy instead of the parameter
+        # for each offloaded weight: its position among the inputs, and the tensor that regions read instead of the parameter
         self._values = [
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
         self._later: list[Any] = [None] * (len(nodes) - len(placeholders))
-        # prologues without stale weights; they are made at their first use, because few calls of a cycle ever need a
-        # prologue
+        # the prologues of cold starts and of jumps without stale weights.  They are made when they are first used, because
+        # few calls of a cycle ever need a prologue.
         self._prologues: dict[tuple[bool, Sequence[Lane]], list[Issue]] = {}
         self.instructions = instructions(self.target, cycle.ops[self.call], issued(program))
 
@@ -95,11 +95,11 @@ class Executor:
         """Run one step that computes all rows; return the outputs of each row.  A row is one set of inputs of the traced
         graph.
 
-        Several rows share one pass over the weights: each weight is copied once, and each compute op runs for all rows, one
-        after the other.  Only compute ops are repeated, between the same waits and before the same evictions.  So the order
-        that was verified for one row holds for all rows.  A step with several rows is not measured, and is never a CUDA
-        graph.  The outputs of different rows share no memory.  The device holds the intermediate values of all rows at the
-        same time.  The graph must not write to an input that two rows share.
+        In one step, each weight is copied once, and each compute op runs for one row after the other.  The waits before a
+        compute op and the evictions after it are issued once, so the order that was verified for one row holds for all rows.
+        A step with several rows is not measured, and is never a CUDA graph.  The outputs of different rows share no memory.
+        The device holds the intermediate values of all rows at the same time.  The graph must not write to an input that two
+        rows share.
 
         ``timed``: whether the times of this step are needed for re-planning.
         Raises ChunkflowError if a copy or a collective fails; the next call is then a cold start.
@@ -113,8 +113,8 @@ class Executor:
         return step.outputs if len(rows) == 1 else separated(step.outputs)
 
     def copy_again(self, versions: Mapping[str, int]) -> None:
-        """Make the next step copy the weights in ``versions`` again, except those whose values in the memory already have
-        the given version."""
+        """Make the next step copy the weights in ``versions`` again.  A weight is skipped if the arena already contains the
+        given version of its values."""
         self.rewritten |= versions
 
     def enqueue(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> RunningStep:
@@ -137,7 +137,7 @@ class Executor:
         step = RunningStep(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps, earlier)
         self.cost = step.cost
         self._steps += 1
-        if self._streams:  # otherwise the program does not use the arena's memory
+        if self._streams:  # a program without streamed weights does not use the arena's memory
             if self.binding.arena.holder is not state:
                 self._prime(step)
             elif jumps:
@@ -156,23 +156,24 @@ class Executor:
                 issue(step)
             step.cost.end_issue(self.device.clock.now() - begin_s)
         number = state.end_call(self._next)
-        # bound to the cost only, because the values of the step would be kept alive too long
+        # the cost only, because a reference to the step would keep its values alive
         over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
         return step
 
     def _values_of(self, row: Sequence[Any]) -> list[Any]:
-        """Return the values of a step before it runs on ``row``: the inputs, then None for each value to be computed."""
+        """Return the initial values of a step: the inputs in ``row``, with offloaded weights replaced by the tensors on the
+        device, then None for each value to be computed."""
         env = [*row, *self._later]
         for position, value in self._values:
             env[position] = value
         return env
 
     def _recorded(self, env: Sequence[Any], measured: bool) -> CudaGraph | None:
-        """Return the CUDA graph to launch for the inputs in ``env``; None if the call is to be issued op by op.  Record a
-        graph now if one is due.
+        """Return the CUDA graph to launch for the inputs in ``env``; None if the call is to be issued op by op.  If it is
+        time to record a graph, record it now.
 
-        ``measured``: whether the times of regions and collectives are needed; a graph launch does not provide them.
+        ``measured``: whether the times of regions and collectives are needed, which a graph launch does not provide.
         """
         if (log := self.captures) is None:
             return None
@@ -206,11 +207,11 @@ class Executor:
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
         if cold:
-            self.device.recover()  # a failed copy belonged to another model, or the prologue repeats it
+            self.device.recover()  # nothing is lost: a failed copy was for another model, or the prologue repeats it
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
-                reads.recover()  # a failed read belonged to another model, or the prologue repeats it
+                reads.recover()  # nothing is lost: a failed read was for another model, or the prologue repeats it
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)
@@ -258,10 +259,12 @@ class Executor:
         )
 
     def forget(self) -> None:
-        """Wait for work in flight, and discard the chunks in the arena, so that the next step is a cold start."""
+        """Wait for work in flight, and discard the contents of the arena, so that the next step is a cold start."""
         self.binding.arena.discard(self.state)
         for stream in self.device.streams:
-            with contextlib.suppress(ChunkflowError):  # it was raised where the host awaited the work
+            with contextlib.suppress(
+                ChunkflowError
+            ):  # the error was already raised where the host waited for this work
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self._drop_graph("its memory was given up, or a call failed")

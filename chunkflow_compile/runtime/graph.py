@@ -1,8 +1,8 @@
 """Compiled graphs: the callables that Dynamo calls.
 
 Dynamo shares a compiled graph between models of one class, so the graph may be called with the parameters of several models.
-The graph has one program per model and size.  A program belongs to the placement of its model and ends with this placement.
-The graph only keeps a weak reference to the program.
+The graph has one program per model and size.  A program ends when the placement of its model ends.  The placement owns the
+program; the graph keeps only a weak reference to it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from chunkflow_compile.weights.store import Store
 
 from .arena import Arena
 from .call_site import CallSite
-from .codes import Code, Codes, CurrentCode, Sizes
 from .single_call import SingleCall, bind_program
+from .variants import ActiveVariant, Sizes, Variant, VariantCache
 from .wrapped_calls import tuple_getter
 
 _log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 _Key = tuple[int, int, Sizes]
 
 # A function that places a model.  Its arguments are the parameters by name, the names of the weights to offload, and a
-# function ``start``.  It moves these weights into the host store and calls ``start`` with the model's arena.  Then it
-# attaches the program that ``start`` returns to the placement of the model.
+# function ``start``.  It moves these weights to host memory and calls ``start`` with the model's arena.  Then it attaches
+# the program that ``start`` returns to the placement of the model.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
 # A function that gets the parameters of a model by name.  It returns the goal that replan or a pipeline has set for the
@@ -54,11 +54,10 @@ Changed = Callable[[Mapping[str, nn.Parameter]], Goal | None]
 
 
 class HostConstants:
-    """Device copies of CPU tables, such as rotary embeddings, that are inputs and that forward moves to the device in every
-    step.
+    """Device copies of graph inputs that are in CPU memory, such as tables of rotary embeddings.
 
-    Each such table is copied once instead of in every step, and the copy is kept as long as the table exists.
-    ``positions``: positions of the tables among the inputs of the graph.
+    The forward of the model would copy these tables to the device in every step.  This class copies each table once, and
+    keeps the copy as long as the table exists.  ``positions``: positions of the tables among the inputs of the graph.
     """
 
     def __init__(self, device: torch.device, positions: Sequence[int] = ()) -> None:
@@ -83,18 +82,24 @@ class HostConstants:
 
 
 class CompiledGraph:
-    """The callable that AOTAutograd gets.  Its argument is a list of the inputs of the traced graph; it may empty this
-    list."""
+    """The callable that AOTAutograd gets.  Its argument is a list of the inputs of the traced graph, which the call
+    empties."""
 
     _boxed_call = True
 
     def __init__(
-        self, codes: Codes, place: Place, changed: Changed, arena: Arena | None, tables: HostConstants, packs: bool
+        self,
+        variants: VariantCache,
+        place: Place,
+        changed: Changed,
+        arena: Arena | None,
+        tables: HostConstants,
+        packs: bool,
     ) -> None:
         """``place``, ``changed``: see :data:`Place` and :data:`Changed`.  ``tables``: holds device copies of those inputs
         that are on the host.  ``arena``: the arena that the user passed; None if each model has its own arena.  ``packs``:
-        whether uncompressed weights may be compressed when a program is bound; if False, they stay uncompressed."""
-        self.codes = codes
+        whether uncompressed weights may be compressed when a program is bound."""
+        self.variants = variants
         self._packs = packs
         self._tables = tables
         self._place = place
@@ -103,10 +108,10 @@ class CompiledGraph:
         self._programs: weakref.WeakValueDictionary[_Key, SingleCall] = weakref.WeakValueDictionary()
         # Key: the id of the model's first weight, and the sizes.  The weight's storage is stored, too, because the id may be
         # reused after the storage is freed.
-        self._current: dict[tuple[int, Sizes], tuple[StorageWeakRef, CurrentCode]] = {}
+        self._active: dict[tuple[int, Sizes], tuple[StorageWeakRef, ActiveVariant]] = {}
         self._lock = ProcessLock()
         when_collected(self, _drop_all, self._programs)
-        program = codes.first.program
+        program = variants.first.program
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
@@ -122,7 +127,7 @@ class CompiledGraph:
         inputs = list(args)
         args.clear()
         if (mode := core.fake_mode()) is not None:
-            return on_fakes(mode, self.codes.graph, inputs)
+            return on_fakes(mode, self.variants.graph, inputs)
         if self._tables.positions:
             self._tables.move(inputs)
         with self.ready(inputs) as program:
@@ -131,7 +136,7 @@ class CompiledGraph:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The program at the sizes for which the graph was compiled, as a tuple."""
-        return (self.codes.first.program,)
+        return (self.variants.first.program,)
 
     @contextlib.contextmanager
     def ready(self, inputs: Sequence[Any]) -> Iterator[SingleCall]:
@@ -139,7 +144,7 @@ class CompiledGraph:
         weights = self._weights(inputs)
         noticed = False
         while True:
-            sizes = self.codes.sizes(inputs)
+            sizes = self.variants.sizes(inputs)
             if sizes is None:
                 self._plan(inputs, dict(zip(self._position, weights, strict=True)))
                 continue
@@ -154,39 +159,38 @@ class CompiledGraph:
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
-                # another thread may have replaced the program meanwhile
-                if self._programs.get(key) is program and sizes in self.codes:
+                # otherwise another thread has replaced the program in the meantime
+                if self._programs.get(key) is program and sizes in self.variants:
                     self._renew(key, program, parameters)
 
     def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Plan for the sizes of a call.  If this drops older plans, because their number is limited, end the programs of
-        these plans."""
+        """Plan for the sizes of a call.  The number of plans is limited; if an older plan is dropped, end its programs."""
         with self._lock(), awaited(parameters.values()):
-            if self.codes.sizes(inputs) is None:  # another thread may have planned for these sizes meanwhile
-                self.codes.plan(inputs, self._changed(parameters))
-                self._current = {key: kept for key, kept in self._current.items() if key[1] in self.codes}
+            if self.variants.sizes(inputs) is None:  # another thread may have planned for these sizes in the meantime
+                self.variants.plan(inputs, self._changed(parameters))
+                self._active = {key: kept for key, kept in self._active.items() if key[1] in self.variants}
                 for key, program in [*self._programs.items()]:
-                    if key[2] not in self.codes:
+                    if key[2] not in self.variants:
                         program.close()
                         del self._programs[key]
 
     def _renew(self, key: _Key, stale: SingleCall | None, parameters: Mapping[str, nn.Parameter]) -> None:
         with awaited(parameters.values()):
-            current = self._current_code(parameters, key[2])
+            active = self._active_variant(parameters, key[2])
         if stale is not None:
             stale.close()
         try:
             with dynamo_timed("chunkflow.bind"), awaited(parameters.values()):
                 fresh = self._place(
                     parameters,
-                    current.code.program.offloaded,
-                    lambda arena: self._bind(current, parameters, key[2], self._arena or arena),
+                    active.variant.program.offloaded,
+                    lambda arena: self._bind(active, parameters, key[2], self._arena or arena),
                 )
         except BaseException as error:
-            if stale is None or current.code is stale.code:
+            if stale is None or active.variant is stale.variant:
                 raise
-            current.fall_back(stale.code)
-            if not current.by_itself or not isinstance(error, ChunkflowError):
+            active.fall_back(stale.variant)
+            if not active.by_itself or not isinstance(error, ChunkflowError):
                 raise
             _log.warning("the current plan is kept: %s", error)
             return
@@ -194,51 +198,49 @@ class CompiledGraph:
             fresh.adopt(stale)
         self._programs[key] = fresh
 
-    def _current_code(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
-        """Return the current code of a model at ``sizes``.  Create it if there is none.
+    def _active_variant(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> ActiveVariant:
+        """Return the active variant of a model at ``sizes``.  Create it if there is none.
 
-        The codes are not kept in a weak dictionary: its callbacks run in the garbage collector, where Python would drop a
-        Ctrl-C.
+        Active variants are not kept in a weak dictionary, because its callbacks would run in the garbage collector, where a
+        Ctrl-C is lost.
         """
         first = next(iter(parameters.values()))
-        self._current = {key: kept for key, kept in self._current.items() if not kept[0].expired()}
+        self._active = {key: kept for key, kept in self._active.items() if not kept[0].expired()}
         key = id(first), sizes
-        if key not in self._current:
-            code = self.codes.code(sizes, self._changed(parameters))
+        if key not in self._active:
+            variant = self.variants.variant(sizes, self._changed(parameters))
             memory = first.host if isinstance(first, HostWeight) else first
-            self._current[key] = StorageWeakRef(memory.untyped_storage()), CurrentCode(code)
-        return self._current[key][1]
+            self._active[key] = StorageWeakRef(memory.untyped_storage()), ActiveVariant(variant)
+        return self._active[key][1]
 
     def _bind(
-        self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], sizes: Sizes, arena: Arena
+        self, active: ActiveVariant, parameters: Mapping[str, nn.Parameter], sizes: Sizes, arena: Arena
     ) -> SingleCall:
         """Make a program for a model whose weights are placed, and bind the program to the memory of ``arena``.
 
-        First, the weights are converted to the forms that the code expects (compressed or sharded).  Which weights can be
-        compressed was determined before the code was lowered, for one set of weights.  So different code must be lowered in
-        two cases: the present weights belong to another block or model that shares the graph, or they were written since
-        then and their new values cannot be compressed.
-        In two other cases, the plan changes, but nothing is lowered: the ranks do not agree on the weights to shard, or more
-        weights are in files than the plan expects (because the plan was made for another model).
+        First, the weights are compressed or sharded as the variant expects.  If some weights cannot be compressed, other
+        regions are lowered.  This happens in two cases: the weights belong to another block or model than the weights for
+        which the variant was lowered, or they were written after it was lowered.  In two other cases, a new plan is made,
+        but nothing is lowered: the ranks do not agree on the weights to shard, or more weights are in files than the plan
+        expects (because the plan was made for another model).
         """
-        sources = self._take_sources(current.code, parameters)
-        if sources != current.code.sources:
-            current.adapt(self.codes.code(sizes, self._changed(parameters), **sources))
+        sources = self._take_sources(active.variant, parameters)
+        if sources != active.variant.sources:
+            active.adapt(self.variants.variant(sizes, self._changed(parameters), **sources))
         buffers = ((name, buffer_of(parameter)) for name, parameter in parameters.items())
-        current.adapt(current.code.reading(frozenset(n for n, b in buffers if b is not None and b.source.reads_file)))
-        return bind_program(CallSite(current, parameters), arena)
+        active.adapt(active.variant.reading(frozenset(n for n, b in buffers if b is not None and b.source.reads_file)))
+        return bind_program(CallSite(active, parameters), arena)
 
-    def _take_sources(self, code: Code, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:
-        """Convert the weights to the sources that ``code`` wants, as far as possible.  Return the sources that the weights
-        then have, in the form of :attr:`Code.sources`.
+    def _take_sources(self, variant: Variant, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:
+        """Compress and shard the weights as ``variant`` expects, as far as possible.  Return the names of the weights that
+        are then compressed or sharded, like :attr:`Variant.sources`.
 
-        A compressed weight is decompressed if several regions read it or the graph returns it.  All other compressed weights
-        stay compressed.
+        A compressed weight is decompressed only if several regions read it or the graph returns it.
         """
         for store in _stores(parameters.values()):
             if store.exported:
                 store.sync_external_writes()  # before a program is bound, so that it copies the written values
-        able, wanted = takes_packed(self.codes.first.cut), code.packed if self._packs else frozenset()
+        able, wanted = takes_packed(self.variants.first.cut), variant.packed if self._packs else frozenset()
         buffers = {
             name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None
         }
@@ -248,16 +250,16 @@ class CompiledGraph:
             elif buffer.compressed and name not in able:
                 buffer.unpack()
         compressed = frozenset(name for name, buffer in buffers.items() if buffer.compressed)
-        return {"pack": compressed, "peers": _shard_across_peers(buffers, code.on_peers)}
+        return {"pack": compressed, "peers": _shard_across_peers(buffers, variant.on_peers)}
 
 
 def _shard_across_peers(buffers: Mapping[str, HostBuffer], wanted: Collection[str]) -> frozenset[str]:
     """Shard the ``wanted`` weights across the peers of their models, unless they are sharded already.  Return the names of
     all sharded weights.
 
-    All ranks must call this function in the same order for the weights that they placed together; even a rank that wants to
-    shard none of these weights must call it.  After that, ranks do not wait for each other again.  So a weight that a rank
-    did not want to shard at that time, or that was placed later, is never sharded.
+    Sharding is decided once for all weights that the ranks have placed together: each rank must call this function for these
+    weights, in the same order, even if its ``wanted`` is empty.  A weight that any rank does not want to shard in this call
+    is never sharded, and neither is a weight that is placed later.
     """
     for peers in dict.fromkeys(buffer.store.peers for buffer in buffers.values()):
         todo = {
@@ -275,9 +277,9 @@ def _stores(values: Iterable[Any]) -> list[Store]:
 
 @contextlib.contextmanager
 def awaited(values: Iterable[Any]) -> Iterator[None]:
-    """A context for work of this rank that precedes the sharding of the placed weights among ``values``.
+    """A context for the work that this rank does before the placed weights among ``values`` are sharded.
 
-    The other ranks wait for this work.  If the work raises an error, the other ranks raise this error, too.
+    The other ranks wait for this work.  If it raises an error, the other ranks raise the same error.
     """
     with contextlib.ExitStack() as calls:
         for store in _stores(values):

@@ -1,8 +1,8 @@
 """Hoisted graphs: a preamble, which runs once for many steps, and a main graph, whose inputs include the preamble's results.
 
 The preamble computes one row of results for each set of slow inputs (graph/hoist.py), and a table keeps the rows (rows.py).
-If the table contains the row for the slow inputs of a step, the step runs the main graph alone.  If not, it runs the
-preamble first.
+If the table contains the row for the slow inputs of a step, the step runs only the main graph.  Otherwise, the step first
+runs the preamble.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Preamble:
     """Computes rows and keeps them in tables.  Each model has one table, or one table per block if blocks are compiled
     separately.
 
-    The graphs that are compiled for different sizes of a model share a preamble.
-    ``key``: a value that is equal for preambles that compute the same rows.  ``hoisted``: names of the weights that only the
-    preamble reads.  ``most_bytes``: the maximum size of each table in bytes.
+    All graphs that are compiled for different sizes of one model share one preamble.
+    ``key``: two preambles with equal keys compute the same rows.  ``hoisted``: names of the weights that only the preamble
+    reads.  ``most_bytes``: the maximum size of each table in bytes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Preamble:
     ) -> None:
         """``most_rows``: the maximum number of rows in a table.  ``timesteps``: a function that returns the timesteps of a
         model's schedule, or None if they are not known.  ``share``: a function that is called when a model gets a table.
-        Both functions get the program that computes the rows of this model."""
+        Both functions get the program that computes the rows of the model."""
         self.key = key
         self._timesteps, self._share = timesteps, share
         self.graph = graph
@@ -67,9 +67,8 @@ class Preamble:
         self._programs: weakref.WeakSet[SingleCall] = weakref.WeakSet()
 
     def limit(self, tables: int) -> None:
-        """Divide the memory for rows equally among the preambles that read the same weights for different batch sizes.
-
-        ``tables``: the number of these preambles, including this one.
+        """Limit each table of this preamble to an equal share of the memory for rows.  ``tables``: the number of preambles
+        that share this memory, including this one: they read the same weights, for different batch sizes.
         """
         self.most_bytes = max(self._row_bytes, self._bytes_of_all // tables)
         for program in self._programs:
@@ -79,14 +78,14 @@ class Preamble:
     def row(self, inputs: Sequence[Any]) -> Row | None:
         """Return the row for a call.  Compute it now if the table does not contain it.  ``inputs``: inputs of the preamble.
 
-        Returns None if hoisting should end because no row is ever used a second time.
-        After a miss, the rows of the model's other blocks for the same slow inputs are also computed.  If the row of each
-        block were computed only when that block is called, each computation would cause a cold start of the cycle of blocks.
+        Returns None if rows are never reused, so that hoisting should end.  If the row is missing, the rows of the model's
+        other blocks for the same slow inputs are also computed.  If they were computed one by one when each block is called,
+        each block would interrupt the cycle of blocks with a cold start.
         """
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
             if program.arena.device.type == "cuda":
-                refuse_capture(program.arena.device)  # reading values of tensors would invalidate the capture
+                refuse_capture(program.arena.device)  # reading tensor values on the host would invalidate the capture
             table, counts = self._table_of(program, inputs), program.call.counts
             rows, before = table.rows, table.newest
             if (timesteps := self._timesteps(program)) is not None:
@@ -114,7 +113,7 @@ class Preamble:
                 self._compute(program, rows, key, inputs)
 
     def _compute(self, program: SingleCall, rows: Rows, key: Key, inputs: Sequence[Any]) -> Row:
-        """Compute the row of ``key`` and the rows that are likely to be needed next, all in one pass; return the row of
+        """Compute the row for ``key``, and in the same pass the rows that are likely to be needed next; return the row for
         ``key``."""
         clock, slow = program.arena.streams.clock, [inputs[position] for position in self._slow]
         missing = rows.missing(key, slow, self._row_bytes)
@@ -147,7 +146,8 @@ class Preamble:
         return table
 
     def note(self, programs: Collection[SingleCall]) -> str:
-        """Return a summary of the tables of ``programs``, which belong to one model, as a sentence without a full stop."""
+        """Return a summary of the tables of ``programs``, a sentence without a full stop.  The programs belong to one
+        model."""
         tables = [table.rows.statistics for program in programs if (table := program.table) is not None]
         hits, misses, computed = (sum(getattr(t, name) for t in tables) for name in ("hits", "misses", "computed"))
         by = f"{len(self._slow)} small inputs" if len(self._slow) > 1 else "one small input"
@@ -173,8 +173,8 @@ def _most_bytes(ref: weakref.ref[Preamble]) -> int:
 
 
 def _others(program: SingleCall, newest: Key) -> list[Table]:
-    """Return the tables of the model's other blocks whose latest call had the key ``newest``.  These blocks get the same
-    slow inputs as the block of ``program``."""
+    """Return the tables of the other blocks of the model whose latest call had the key ``newest``: in each step, these
+    blocks get the same slow inputs as the block of ``program``."""
     return [
         table
         for other in program.arena.programs
@@ -184,13 +184,13 @@ def _others(program: SingleCall, newest: Key) -> list[Table]:
 
 
 def _versions(program: SingleCall) -> tuple[tuple[int, ...], ...]:
-    """Return the versions of a program's offloaded weights and of its other weights."""
+    """Return the versions of all weights that a program reads."""
     call = program.call
     return call.versions, tuple(map(_version, call.in_place.values()))
 
 
 class HoistedGraph:
-    """The callable that AOTAutograd gets.  It has the inputs and the results of the whole graph."""
+    """The callable that AOTAutograd gets.  It takes the inputs and returns the results of the whole graph."""
 
     _boxed_call = True
 
@@ -215,7 +215,8 @@ class HoistedGraph:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs at the sizes for which they were compiled."""
+        """The programs of the main graph and of the preamble (or of the whole graph, if hoisting has ended), at the sizes
+        for which they were compiled."""
         if self._halves is None:
             return () if self._whole is None else self._whole.programs
         preamble, main = self._halves

@@ -1,4 +1,4 @@
-"""Find the exact bits of a call's small inputs on the host, with as few reads of device memory as possible."""
+"""The exact bits of a call's small inputs, read to the host with as few reads of device memory as possible."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # inputs have equal bits.
 Bits: TypeAlias = tuple[Any, ...]
 
-# If the base of a view has at most this many bytes, the whole base is read, so that all its views are known.  The schedule
-# of a generation has at most 4 KB.
+# If the base of a view has at most this many bytes, the whole base is read, so that the bits of all its views are known.
+# For example, the timesteps of a generation are views of a tensor of at most 4 KB.
 MOST_BASE_BYTES = 64 << 10
 
 # The alignment in bytes of tensors that are made from bits.  Vectorized kernels expect this alignment.
@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 @dataclass
 class BitSources:
-    """Counts of the ways in which the bits of inputs were found, and the number of transfers to the host.
+    """For each of four ways to find the bits of an input, the number of inputs; and the number of transfers to the host.
 
     If a call also reads the timesteps of an expected schedule, they count as inputs of this call.
     """
@@ -41,11 +41,11 @@ class BitSources:
 class InputBits:
     """Finds the bits of inputs.  Not thread-safe: the caller holds the arena's lock.
 
-    Values in host memory are read directly.  A device tensor needs no transfer if the same object was read before and its
-    ``_version`` and layout have not changed.  The same holds for a view of a small base tensor if the base was read before
-    and has not changed.  Known tensors are held weakly.  All other tensors of a call are read in one transfer.  Writes that
-    do not increase ``_version``, such as writes through ``.data`` or by a user's kernel, are not noticed.  Inference tensors
-    have no version, so they are read in every call.
+    Values in host memory are read directly.  A device tensor needs no transfer if the same tensor object was read before and
+    its ``_version`` and layout have not changed.  A view of a small base tensor needs no transfer if the base was read
+    before and has not changed.  All other tensors of a call are read in one transfer.  Tensors that have been read are held
+    weakly.  Writes that do not increase ``_version``, such as writes through ``.data`` or by a user's kernel, are not
+    noticed.  Inference tensors have no version, so they are read in every call.
 
     ``on_host``: a function that returns whether a tensor is in host memory; tests replace it to run without a device.
     """
@@ -66,8 +66,8 @@ class InputBits:
         return found  # type: ignore[return-value]
 
     def elements_of_base(self, view: Any) -> tuple[list[bytes], int] | None:
-        """Return all elements of a base tensor, and the index of the element that ``view`` shows.  The view must be a single
-        element of a small base, possibly expanded.
+        """If ``view`` is a single element of a small base tensor (possibly expanded), return all elements of the base and
+        the index of this element.
 
         Returns None for all other inputs, and for a device tensor whose base has not been read by :meth:`find`.
         """
@@ -133,8 +133,8 @@ def split(content: bytes, nbytes: int) -> list[bytes]:
 def values_like(like: Any, wanted: Sequence[Bits]) -> list[Any]:
     """Return one input for each entry in ``wanted``, with exactly the bits of this entry.
 
-    Tensors get the layout and the device of ``like``; a single copy moves all of them to the device.  An input is None if
-    the strides of ``like`` repeat an element but the wanted values of its repetitions differ.
+    The tensors get the layout and the device of ``like``; a single copy moves all of them to the device.  If the layout of
+    ``like`` repeats an element (stride 0) and an entry needs different values there, None is returned for this entry.
     """
     if not isinstance(like, torch.Tensor):
         return [_number_of(bits) for bits in wanted]
@@ -168,7 +168,7 @@ def _number_of(bits: Bits) -> Any:
 
 
 def _state(tensor: torch.Tensor) -> object:
-    """Return a value that changes if the tensor is written or gets other memory (for example by an assignment to
+    """Return a value that is different after the tensor is written or gets other memory (for example by an assignment to
     ``.data``)."""
     return tensor._version, tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
 
@@ -179,12 +179,12 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    dense = tensor if plain else _dense(tensor)  # _dense is slow: half of this function's time
+    dense = tensor if plain else _dense(tensor)  # _dense would take half of the time of this function
     return ctypes.string_at(dense.data_ptr(), dense.nbytes)
 
 
 def _repeats_one(tensor: torch.Tensor) -> bool:
-    """Return whether all elements of a tensor are the same element in memory."""
+    """Return whether all elements of a tensor are at the same place in memory."""
     return tensor.numel() > 0 and not any(
         size > 1 and stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

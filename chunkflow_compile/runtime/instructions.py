@@ -42,11 +42,10 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
 
     ``nodes``: each node of the program with its ops (see :func:`issued`); empty if the step consists of transfers only.
 
-    Each function call takes host time, so adjacent ops are merged into one function.  A region is merged with the compute
-    ops after it.  The copies, records and waits between two such functions are merged, and so are adjacent reads.  The
-    copies of one lane between two events are issued together.
-    If the step computes several rows (see :meth:`Executor.run`), a compute function first runs its ops except Evict for each
-    earlier row.  Then it runs all its ops for the last row.
+    Each function call takes host time, so adjacent ops are merged into one function: a region and the compute ops after it,
+    adjacent ops of the lanes (copies, records and waits), and adjacent reads.  The copies of one lane between two events are
+    issued together.  If the step computes several rows (see :meth:`Executor.run`), a compute function runs its ops for one
+    row after the other, but Evict ops only for the last row.
     Raises FindingError if the ops of the nodes differ from the ops of the step.
     """
     if not target.on_drive:
@@ -59,8 +58,8 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
 
 
 def _with_nodes(step: Step, nodes: Iterable[tuple[Node, Step]]) -> Iterator[tuple[Op, Node | None]]:
-    """Yield each op with its node.  The node is given only for the first op of each node and for the Run of a region.  For
-    all other ops, including transfers, it is None."""
+    """Yield each op with the node that it comes from.  The node is None for transfers.  If a node has several ops, only its
+    first op and a Run are yielded with the node, the others with None."""
     work = ((node, [op for op in ops if not _is_transfer(op)]) for node, ops in nodes)
     rest = ((op, node if op is ops[0] or isinstance(op, Run) else None) for node, ops in work for op in ops)
     for op in step:
@@ -87,11 +86,11 @@ class _Compiler:
         self._target = target
         self._number = {node.name: i for node, i in target.number.items()}
         self._windows = len(target.program.problem.regions)
-        # the index of the window that stalls are added to: the window of the next region, or of the last region at the end
+        # the index of the window to which stalls are added: the window of the next region, or the last window
         self._window = 0
-        self._taken: tuple[int, ...] = ()  # the numbers of the values that are dropped when the next region reads them
+        self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region is the last to read
         self._computes: list[Compute] = []
-        self._picks_and_drops: PicksAndDrops | None = None  # the latest work, to which later ops may be added
+        self._picks_and_drops: PicksAndDrops | None = None  # the latest work, if later ops may be added to it
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
 
@@ -152,7 +151,7 @@ class _Compiler:
         self._picks_and_drops = None
 
     def _latest_picks_and_drops(self) -> PicksAndDrops:
-        """Return the work to which picks or drops can be added.  If the latest work already drops values, begin new work."""
+        """Return the work to which picks or drops can be added.  Work with drops gets no more picks: new work is begun."""
         if self._picks_and_drops is None or self._picks_and_drops.drops:
             work = PicksAndDrops()
             self._compute(Compute(work.work()))
@@ -203,10 +202,11 @@ class _Part:
 
 
 def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
-    """Return a function that issues ops of the lanes, and records of compute among them, in as few parts as possible.
+    """Return a function that issues the ops of the lanes, and the records of compute between them, in as few parts as
+    possible.
 
-    The order of the ops within each stream does not change.  A record that precedes a wait, even in another stream, still
-    precedes this wait.
+    The order of the ops within each stream does not change.  A record that comes before a wait is also issued before this
+    wait, even if they are on different streams.
     """
     parts, newest = list[_Part](), dict[StreamName, _Part]()
     for op in ops:

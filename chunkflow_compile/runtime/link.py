@@ -1,9 +1,9 @@
 """An emulated PCIe link: a receive port with limited bandwidth.  Copies and incoming bytes of collectives pass through it.
 
 Either every rank has its own port, or all ranks of a machine share one port (a root complex) through a file.  A port serves
-transfers in one of two orders.  It either serves all lanes with pending bytes round-robin, one quantum at a time, as a bus
-arbiter does, or it carries whole transfers in the order of their arrival.  The port computes when a transfer ends, and the
-sender sleeps until then, which uses no CPU time.
+its lanes either round-robin, one quantum of bytes at a time, as a bus arbiter does, or one whole transfer after the other,
+in the order of their arrival (fifo).  The port computes when a transfer ends, and the sender sleeps until then, which uses
+no CPU time.
 
 Only the time is emulated; the bytes are really copied and exchanged.
 """
@@ -63,7 +63,7 @@ class Wire:
 
     ``turn``: the index of the lane that is being served.  ``quantum``: the bytes that are left in the current quantum of
     this lane.  ``arrivals``: the number of transfers so far.  ``idle_from``, ``idle_to``: the times in seconds when the last
-    idle period began and ended.  Any idle time that was credited to a late sender is excluded.
+    idle period began and ended.  If :meth:`add` credits a transfer with idle time, ``idle_from`` moves forward by this time.
     """
 
     emulation: LinkEmulation
@@ -78,9 +78,9 @@ class Wire:
     def add(self, lane: int, nbytes: float, late: float) -> None:
         """Add a transfer of ``nbytes`` to a lane.  A real copy engine would have begun the transfer ``late`` seconds ago.
 
-        So the port counts bytes of this transfer as already carried: those that it could have carried while it was idle
-        since then, and a fair share of those that it carried for other transfers since then.  The other transfers must carry
-        this share again.
+        So the transfer is credited with the bytes that it would have carried since then: all bytes for the time in which the
+        port was idle, and a fair share of the bytes that other transfers carried.  This share is added to the bytes that the
+        other transfers still have to carry.
         """
         rate, added = self.emulation.bandwidth, self.lanes[lane]
         others = [other for other in self.lanes if other.left > 0]
@@ -115,7 +115,7 @@ class Wire:
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
             served.carry(amount)
             self.quantum -= amount
-            if single:  # it carried many quanta at once; a new transfer will wait for the rest of the current quantum
+            if single:  # several quanta were served at once; a new transfer waits for the rest of the last one
                 self.quantum %= self.emulation.quantum
             if served.left <= _NOTHING:
                 served.end(self.now)
@@ -133,8 +133,8 @@ class Wire:
 class Port:
     """The receive port of a rank.
 
-    ``file``: the file that holds the state of the port if several ranks share it, else None.  ``rank``: the number of this
-    rank among them.  ``clock``: the clock that senders use to sleep."""
+    ``file``: if several ranks share the port, the file that contains its state; otherwise None.  ``rank``: the number of
+    this rank among the ranks that share the port.  ``clock``: the clock that senders use to sleep."""
 
     emulation: LinkEmulation
     file: Path | None = None
@@ -153,8 +153,8 @@ class Port:
     def send(self, lane: LaneName, nbytes: int, since: float | None = None) -> float:
         """Block until ``nbytes`` have arrived; return the time when the last byte arrived, in seconds of the clock.
 
-        ``since``: the time when the transfer could have begun, or None for now.  A copy engine would have begun it then, but
-        a thread may wake up later.
+        ``since``: the time when a copy engine would have begun the transfer; the calling thread may have woken up later.
+        None means now.
         """
         mine = LANES.index(lane) + (0 if self._shared is None else self.rank * len(LANES))
         with self._wire() as wire:

@@ -1,4 +1,4 @@
-"""Measured times of steps, in total and for each window of the plan."""
+"""Measured times of steps: for each step as a whole, and for each window of the plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WindowSeconds(NamedTuple):
 
     ``compute_s``: the compute time of the region.  ``exposed_s``: the time for which compute stalled before the region
     because weights had not arrived.  ``collective_s``: the duration of the collectives before the region.  ``beside_s``: the
-    part of ``collective_s`` spent in collectives that overlapped a copy.
+    duration of the collectives before the region that overlapped a copy.
     """
 
     compute_s: MutableSequence[float]
@@ -71,19 +71,20 @@ class RegionWatch:
 
 
 class StepMeasurement(NamedTuple):
-    """The measurement of one run of a program (a step).  It is a tuple for speed, because every measured call creates one.
+    """The measurement of one run of a program (a step).  It is a tuple because every measured call creates one, and a
+    dataclass would take longer to create.
 
     ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds for which compute
     stalled because weights had not arrived, including the copies of a cold start.  ``collective_s``: the total seconds of
     collectives and their completions.  ``copy_s``: the total seconds of the copies that ended in the step.  ``alone_s``,
-    ``alone_bytes``: seconds and bytes of those copies from the host that overlapped neither a collective nor a pull.
+    ``alone_bytes``: seconds and bytes of the copies from the host that overlapped neither a collective nor a pull.
     ``moved_bytes``: bytes of the copies that were issued in the step.  ``pulled_bytes``: the part of ``moved_bytes`` that
-    came from other ranks.  ``primed_bytes``: bytes that the prologue copied before the step, not included in
+    came from other ranks.  ``primed_bytes``: bytes that the prologue copied before the step; they are not part of
     ``moved_bytes``.
     ``read_s``, ``read_bytes``: seconds and bytes of the reads from the SSD into the ring since the previous step.
-    ``idle_s``: seconds from the end of the cycle's previous call to the start of this step; 0 if not known.  ``begin_s``:
-    the time when the step started, in seconds of the device's clock.  ``plan``: the digest of the plan under which the step
-    ran: the plan of the program or of a cycle.
+    ``idle_s``: seconds from the end of the cycle's previous call to the start of this step; 0 if the previous call was not
+    measured.  ``begin_s``: the time when the step started, in seconds of the device's clock.  ``plan``: the digest of the
+    plan under which the step ran: the plan of the program or of a cycle.
     """
 
     step_s: float
@@ -105,7 +106,8 @@ class StepMeasurement(NamedTuple):
 
 
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
-    """Combine the measurements of the calls of a cycle into one step, without the time between the calls."""
+    """Combine the measurements of the calls of a cycle into the measurement of one step.  The time between calls is left
+    out."""
     columns = zip(*(call.windows for call in calls), strict=True)
     windows = WindowSeconds(*(list(chain.from_iterable(column)) for column in columns))
     names = [name for name in StepMeasurement._fields if name not in ("windows", "plan", "begin_s")]
@@ -121,8 +123,8 @@ class Measured:
     taken.  ``cold``: the number of cold steps (the first step is always cold).
     ``copy_rate``: the rate in bytes/s of the copies from the host that overlapped neither a collective nor a pull; None if
     there were no such copies.  ``drive_rate``: the rate in bytes/s of reads from the SSD; None if there were no reads.
-    ``alone_s``: for each window, the median seconds of its collectives over the steps in which they overlapped no copy; None
-    if there was no such step.
+    ``alone_s``: for each window, the median seconds of its collectives, over the steps in which they overlapped no copy;
+    None if they overlapped a copy in every step.
     """
 
     plan: str
@@ -146,9 +148,9 @@ class Measured:
     def timings(self) -> Timings:
         """Return timings to plan from.  They add up to the duration of the step.
 
-        The medians of the windows add up to less than the median over whole steps, because single windows occasionally take
-        long.  So the window medians are scaled such that their sum matches the median over whole steps.  The remaining time
-        of the step (host overhead) is divided equally among the regions.
+        The sum of the window medians is smaller than the median of the sums, because in each step some windows take
+        unusually long.  So the window medians are scaled to the median of the sums.  The remaining time of the step (host
+        overhead) is divided equally among the regions.
         """
         windows = self.windows
         rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
@@ -193,10 +195,10 @@ class CycleTimes:
 
     def __init__(self, cycle: Cycle) -> None:
         self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
-        self._cycle = cycle
         self._newest: list[StepMeasurement] = []  # the measured calls of the current, incomplete pass
-        self._predicted = seconds_of_calls(cycle)
+        self._cycle = cycle
         self._ended = 0  # the number of passes without a jump, including passes that were not measured
+        self._predicted = seconds_of_calls(cycle)
         self._ranks: RankTimes | None = None  # set while the times of other ranks are awaited
 
     @property
@@ -218,11 +220,11 @@ class CycleTimes:
         return [group for name in names if (group := group_named(name)) is not None]
 
     def add(self, call: int, steps: deque[StepMeasurement], counts: Counts, step: StepMeasurement) -> None:
-        """Keep and count the measurement ``step`` of the call with the number ``call``.  A pass that ends in a jump or lacks
-        a call is dropped.
+        """Keep and count the measurement ``step`` of the call with the number ``call``.  Passes without measurements of all
+        their calls, for example because of a jump, are dropped.
 
         ``steps``, ``counts``: the list of measurements and the counters of the call.  They are arguments because the
-        executor of the call must not keep the call alive.
+        executor must not keep a reference to the call itself.
         """
         steps.append(step)
         counts.add_measured(
@@ -240,9 +242,9 @@ class CycleTimes:
             self._newest = []
 
     def timings(self, least: int) -> Timings | None:
-        """Return the times of the warm passes so far, including the times between calls; None if there are fewer than
+        """Return the median times of the warm passes so far, including the times between calls; None if there are fewer than
         ``least`` warm passes."""
-        single = len(self._predicted) == 1  # the first step may be warm but has one-time costs
+        single = len(self._predicted) == 1  # skip the first step: it has one-time costs even if it is warm
         warm = [calls for calls in list(self.whole)[single:] if not any(call.primed_bytes for call in calls)]
         if len(warm) < least:
             return None
@@ -255,13 +257,12 @@ class CycleTimes:
         return replace(timings, idle_s=tuple(idle))
 
     def due(self, after: int, device: Device) -> Timings | None:
-        """Note that a pass has ended.  If re-planning is due, return the times to re-plan from; they are maxima over all
-        ranks.
+        """Note that a pass has ended.  If re-planning is due, return the times to re-plan from, which are maxima over all
+        ranks; otherwise return None.
 
-        Whether re-planning is due is checked after every ``after`` + 1 complete passes.  It is due if at least ``after`` of
-        the passes so far were warm.  Because this depends only on counts, ranks that run the same calls re-plan in the same
-        pass.  For each process group, the exchange of the times takes one more pass.  Raises ChunkflowError if another rank
-        does not run this cycle and therefore never has times for it.
+        Every ``after`` + 1 complete passes, re-planning is due if at least ``after`` of the passes so far were warm.  This
+        depends only on counts of passes, so ranks that run the same calls re-plan in the same pass.  The exchange of times
+        takes one more pass per process group.  Raises ChunkflowError if another rank does not run this cycle.
         """
         self._ended += 1
         if self._ranks is None:
@@ -270,7 +271,7 @@ class CycleTimes:
             device.collect(wait=True)
             self._ranks = RankTimes(self.groups, {self.name: self.timings(after)})
         else:
-            device.compute.synchronize()  # because the host may run ahead of the collectives of the pass
+            device.compute.synchronize()  # after the collectives of the pass, all ranks have posted their times
             self._ranks.read()
         if self._ranks.missing:
             return None
@@ -278,8 +279,7 @@ class CycleTimes:
         return timings
 
     def save(self, folder: Path) -> None:
-        """Write the medians, if there are any, to the folder of a dump.  A full disk or a failed device does not raise an
-        error."""
+        """Write the medians, if there are any, to the folder of a dump.  Errors of the disk or the device are ignored."""
         path = folder / MEASURED_FILE
         part = path.with_suffix(".part")  # renamed below, so that a reader never sees an incomplete file
         with contextlib.suppress(OSError, ChunkflowError):
@@ -298,16 +298,16 @@ def seconds_of_calls(cycle: Cycle) -> list[float]:
 
 
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
-    """Return the share of the time of compute and collectives that overlaps a copy, from 0 to 1.
+    """Return the fraction of the time of compute and collectives that overlaps copies, from 0 to 1.
 
-    A copy is in flight whenever compute stalls.  So stalls are subtracted both from the step time and from the copy time.
+    During a stall, a copy is in flight.  So stalls are subtracted both from the step time and from the copy time.
     """
     work_s = step_s - exposed_s
     return min(1.0, max(0.0, copy_s - exposed_s) / work_s) if work_s > 0 else 0.0
 
 
 def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
-    """Return the medians over those ``steps`` that ran under ``plan``.  Cold steps count only if all steps are cold.
+    """Return the medians over the ``steps`` that ran under ``plan``.  Cold steps are left out unless all steps are cold.
 
     Raises ChunkflowError if no step ran under ``plan``.
     """

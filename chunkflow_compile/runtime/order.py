@@ -1,11 +1,10 @@
 """Order: learns in which order the programs of an arena are called, and decides which cycle runs a call.
 
 Each call is recorded by its *key*, which identifies the weights that the regions of the call read.  When the same keys have
-come twice in the same order, these calls are planned as a cycle.  From the third pass on, each call runs the program at its
-position in this cycle.  Ranks that call the same programs plan the cycle in the same pass.
-A call that is not the expected next call is a *jump*.  After a jump, the run continues at the call's position in this cycle
-or in another known cycle; if no cycle contains the call, its program runs alone (single_call.py).  In each case, the weights
-that the call needs, and that are not yet in the arena, are copied first.
+come twice in the same order, these calls are planned as a cycle, which runs from the third pass on.  Ranks that call the
+same programs plan the cycle in the same pass.  A call that is not the expected next call is a *jump*.  The current cycle, or
+another known cycle, then continues at the position of this call.  If no cycle contains the call, its program runs alone
+(single_call.py).  In each case, the weights that the call needs, and that are not yet in the arena, are copied first.
 """
 
 from __future__ import annotations
@@ -72,9 +71,10 @@ class Order:
         self._calls.pop(call, None)
 
     def _key_of(self, call: CallSite) -> CallKey | None:
-        """Return the key of a call, which identifies the weights of each region and the collectives between regions.  Return
-        None if the call cannot be part of a cycle, for example because the user chose its placement."""
-        settings, buffers, problem = call.code.settings, call.buffers, call.program.problem
+        """Return the key of a call; None if the call cannot be part of a cycle, for example because the user gave its plan.
+
+        The key identifies the weights of each region, the compressed weights, and the collectives between regions."""
+        settings, buffers, problem = call.variant.settings, call.buffers, call.program.problem
         chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         chosen = chosen or settings.preamble
         if chosen or "cycle" in settings.disabled or not buffers:
@@ -117,8 +117,8 @@ class Order:
             self.current = again if runs else self.current
 
     def advance(self, call: CallSite, key: CallKey) -> tuple[BoundCycle, Executor] | None:
-        """Note that ``call`` comes next.  Return the cycle that runs the call, and the call's executor in this cycle; None
-        if the call runs alone."""
+        """Note that ``call`` is about to run.  Return the cycle that runs the call, and the call's executor in this cycle;
+        None if the call runs alone."""
         if (place := self._locate(call, key)) is None:
             return None
         cycle, number = place
@@ -142,7 +142,7 @@ class Order:
             self._unexpected = 0
             return current, current.position
         if current is None and key is previous and not call.part:
-            return None  # a whole model that is called repeatedly, and needs no other cycle
+            return None  # a whole model that is called again: a cycle of one call
         return self._on_unexpected_call(key, previous, call)
 
     def _on_unexpected_call(
@@ -160,7 +160,9 @@ class Order:
         for cycle in [c for c in (self.current, *self.cycles) if c is not None]:
             count, other = len(cycle.keys), cycle is not self.current
             places = (number % count for number in range(cycle.position, cycle.position + count))
-            number = next((number for number in places if cycle.keys[number] is key), None)  # the expected one first
+            number = next(
+                (number for number in places if cycle.keys[number] is key), None
+            )  # nearest to the expected one
             if number is None or (other and not call.part and cycle.keys[number - 1] is not previous):
                 continue
             if other or number != cycle.position:
@@ -179,9 +181,9 @@ class Order:
         return [cycle for cycle in self.cycles if key in cycle.keys]
 
     def _start_anew(self, key: CallKey, stays: Callable[[BoundCycle], bool]) -> None:
-        """Forget the cycles that contain ``key``, except those for which ``stays`` returns True.
+        """Forget the cycles that contain ``key``, unless ``stays`` returns True for them.
 
-        If a cycle is forgotten, or no cycle contains the key, the history is cleared, and the order is learned from scratch.
+        If a cycle is forgotten, or no cycle contains the key, clear the history, so that the order is learned from scratch.
         """
         cycles = self._cycles_with(key)
         gone = [cycle for cycle in cycles if not stays(cycle)]
@@ -194,9 +196,9 @@ class Order:
     def _try_new_cycle(self, key: CallKey) -> BoundCycle | None:
         """Plan a new cycle that begins with the latest call, whose key is ``key``.  Return None if there is no such cycle.
 
-        The cycle consists of the calls since an earlier call with the same key.  These calls must have come twice in the
-        same order.  There must be more of them than in the current cycle, unless the current cycle does not contain the
-        latest call.  For example, the latest call may be a block that is split into slices, at another size.
+        See :func:`candidate_periods` for the cycles that are tried.  If the current cycle contains the latest call, the new
+        cycle must be longer than the current one.  If it does not contain the call, for example because a block is split
+        into slices at another size, the new cycle may have any length.
         """
         current = self.current
         if current is not None and len(self.cycles) >= _MOST_CYCLES:
@@ -211,13 +213,13 @@ class Order:
         return None
 
     def latest_calls(self, keys: Sequence[CallKey]) -> list[CallSite] | None:
-        """Return the newest call for each key; None if there is a key whose program has ended."""
+        """Return the latest call site for each key; None if a key has no call site, because its program has ended."""
         latest = {key: call for call, key in self._calls.items()}
         calls = [latest[key] for key in keys if key in latest]
         return calls if len(calls) == len(keys) else None
 
     def _live_bytes(self, key: CallKey) -> int:
-        """Return the maximum bytes of activations over all calls with a key.  These calls may have different sizes."""
+        """Return the maximum bytes of activations over all calls with this key, which may have different input sizes."""
         return max((call.program.problem.live_bytes for call, other in self._calls.items() if other is key), default=0)
 
     def _plan(self, keys: tuple[CallKey, ...]) -> BoundCycle | None:
@@ -228,11 +230,11 @@ class Order:
         settings = merge_settings(calls)
         regions = sum(len(call.program.problem.regions) for call in calls)
         again = any(a is b and not c.part for a, b, c in zip(keys, (*keys[1:], keys[0]), calls, strict=True))
-        if settings is None or regions > MOST_REGIONS or again:  # again: a whole model is a cycle by itself
+        if settings is None or regions > MOST_REGIONS or again:  # again: a whole model is a cycle of one call
             self._refused.append(keys)
             return None
         try:
-            replan_after = max(call.code.replan_after for call in calls)
+            replan_after = max(call.variant.replan_after for call in calls)
             parts = calls_of(calls, [self._live_bytes(key) for key in keys])
             cycle = planned(self._arena, keys, *parts, settings, replan_after=replan_after)
         except ChunkflowError as error:

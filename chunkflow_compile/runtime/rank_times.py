@@ -1,10 +1,10 @@
 """Measured times of several ranks.  Each rank plans from the maxima over all ranks, so that all ranks run the same plan.
 
-Ranks that share the collectives of a program run it in lockstep.  At the end of the same pass, each rank posts its times to
-the store of the process group.  In the next pass, no rank completes a collective before all ranks have begun this pass.  So
-after this collective, all times have been posted, and no rank has to wait for the times of another rank.  If a rank has not
-posted times by then, it runs other calls, and the other ranks keep their plans.  If there are several groups, such as the
-two dimensions of a mesh, the maxima over one group are posted to the next group.
+Ranks that share the collectives of a program run it in lockstep.  At the end of a pass, each rank posts its times to the
+store of the process group.  A collective of the next pass completes only after all ranks have begun that pass.  So after
+this collective, all ranks have posted their times, and no rank has to wait.  If the times of a rank are still missing then,
+this rank runs other calls, and the other ranks keep their plans.  If there are several groups, such as the two dimensions of
+a mesh, the maxima over one group are posted to the next group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chunkflow_compile.weights.groups import Group, numbers
 class RankTimes:
     """Measured times of some cycles, combined over the ranks of several groups.
 
-    All ranks create such an object for the same cycles in the same order.  ``timings``: name of a cycle -> the maxima of its
+    All ranks create a RankTimes for the same cycles in the same order.  ``timings``: name of a cycle -> the maxima of its
     times over the groups that have been read so far; None if a rank has no times for the cycle yet.  ``missing``: the groups
     whose times have not been read yet.
     """
@@ -36,8 +36,8 @@ class RankTimes:
     def read(self, wait: bool = False) -> None:
         """Read the times that the ranks of the next group have posted.
 
-        ``wait``: whether to wait for ranks that have not posted their times yet, up to the timeout of a collective.
-        Raises ChunkflowError if a rank has not posted its times; the message contains the numbers of all such ranks.
+        ``wait``: whether to wait for ranks that have not posted their times yet, up to the timeout of a collective.  Raises
+        ChunkflowError if the times of a rank are missing; the message names all ranks whose times are missing.
         """
         group = self.missing.popleft()
         seconds = group.timeout.total_seconds() if wait else 0.0

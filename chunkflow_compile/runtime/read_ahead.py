@@ -30,8 +30,8 @@ Pin = Callable[[torch.Tensor], Callable[[], None]]
 # expects.
 _SLOW = 1 / 3
 _SURE_S = 1.0
-# If a read from an emulated SSD ends late because its thread woke up late, the next read is shortened by up to this many
-# seconds.
+# A thread that emulates the duration of a read may wake up too late.  The next read is then shortened by this delay, but at
+# most by this many seconds.
 _LATE_S = 0.005
 
 
@@ -47,7 +47,7 @@ class InRing:
         return self.source.numel()
 
     def values(self) -> torch.Tensor:
-        """Return the bytes as uint8.  They must have been read before."""
+        """Return the bytes as uint8.  They must have been read into the ring before."""
         return self.reader.values(self.source, self.begin)
 
 
@@ -61,23 +61,23 @@ class DriveReader:
         self._drive = _Drive(clock, rate)
         self._ring: _RingMemory | None = None
         self._expected: float | None = None
-        self._collected = (0.0, 0)  # seconds and bytes up to the last call of :meth:`collect`
+        self._collected = (0.0, 0)  # total seconds and bytes at the last call of collect()
         self._warned = False
 
     def expect(self, nbytes: int, rate: float | None) -> None:
         """Expect each later step to read ``nbytes``.  ``rate``: the expected rate in bytes/s; None if it is not known."""
         self._expected = rate
-        # If host memory is short, the page cache is bypassed, because it would drop pages before they are read again.  If
-        # there are several ranks on one machine, the page cache is always used: it may contain pages that another rank has
-        # just read.
+        # If free host memory is smaller than the bytes of a step, the page cache is bypassed: it would drop each page before
+        # the next step reads it.  With several ranks on one machine, the page cache is always used, because another rank may
+        # just have read the same pages.
         self._drive.past_cache = host_memory().free < nbytes and local_ranks() < 2
 
     def read(self, source: DriveBytes, begin: int, ring_bytes: int) -> None:
         """Read ``source`` into the ring at the byte position ``begin``.  The stream of reads runs this method as work.
 
-        ``ring_bytes``: the ring size in bytes that the program needs.  A larger ring can replace the present one only in the
-        first read after a prologue.  All copies out of the old ring have been issued before this read.  Raises
-        ChunkflowError if the read fails.
+        ``ring_bytes``: the size in bytes of the ring that the program needs.  If the present ring is smaller, it is
+        replaced.  This happens only in the first read after a prologue, when all copies from the old ring have been issued.
+        Raises ChunkflowError if the read fails.
         """
         try:
             if self._ring is None or self._ring.bytes.numel() < ring_bytes:
@@ -91,7 +91,7 @@ class DriveReader:
             raise ChunkflowError(f"Reading ahead of the copies failed: {what}") from error
 
     def values(self, source: DriveBytes, begin: int) -> torch.Tensor:
-        """Return the bytes of ``source``, which were read into the ring at the byte position ``begin``, as uint8."""
+        """Return the bytes of ``source`` as uint8.  They have been read into the ring at the byte position ``begin``."""
         assert self._ring is not None, "it is read before"
         return _inside(source, self._ring.bytes[begin:])
 
@@ -118,8 +118,8 @@ class DriveReader:
 
 
 def _inside(source: DriveBytes, memory: torch.Tensor) -> torch.Tensor:
-    """Return the part of ``memory`` that is for the bytes of ``source``.  ``memory`` begins with the file block that
-    contains the first of these bytes."""
+    """Return the part of ``memory`` for the bytes of ``source``.  Files are read in blocks, so ``memory`` begins with the
+    block that contains the first byte of ``source``."""
     begin = source.offset % BLOCK
     return memory[begin : begin + source.numel()]
 
@@ -170,5 +170,5 @@ class _RingMemory:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer may run anywhere
 def _unpinned(undo: Callable[[], None]) -> None:
-    with contextlib.suppress(OSError):  # raised if the device has failed
+    with contextlib.suppress(OSError):  # unpinning fails if the device has failed
         undo()

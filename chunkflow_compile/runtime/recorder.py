@@ -1,7 +1,6 @@
 """Recorder: a device whose streams record a call as a CUDA graph.
 
-The ops of the call, in the form for capturing (:func:`forms.captured`), are issued to the recorder in the same way as to a
-GPU.
+The ops of the call are issued to the recorder as to any other device, in the form that :func:`forms.captured` returns.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .torch_cuda import TorchCuda
 
 
 class _RecordedStream:
-    """A stream of a recording."""
+    """A stream whose work is recorded."""
 
     def __init__(self, cuda: TorchCuda, stream: torch.cuda.Stream) -> None:
         self._cuda = cuda

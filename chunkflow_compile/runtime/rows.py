@@ -1,4 +1,4 @@
-"""The table of rows.  A row contains the results of a preamble; it is looked up by the bits of the slow inputs."""
+"""Tables of rows.  A row contains the results of a preamble; it is found by the bits of the slow inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from chunkflow_compile.units import size
 from .input_bits import BitSources, InputBits, values_like
 from .schedules import ExpectedSchedule, Key, UsedKeys, guesses
 
-# After this many misses in a row, the slow inputs are assumed to be different in every call, like random noise levels.
+# After this many misses in a row, the slow inputs are assumed to be different in every call (random noise levels, for
+# example).
 _SPENT = 64
 
 
@@ -50,10 +51,10 @@ class Missing:
 class RowStatistics:
     """Statistics of a table.
 
-    ``hits``: the number of calls whose row was in the table.  ``misses``: the number of other calls.  ``computed``: the
-    number of rows added so far, including guessed rows.  ``rows``, ``nbytes``: the number and the total bytes of the rows
-    that the table contains now.  ``transfers``: the number of times that the host has read device memory.  ``fill_s``: the
-    total seconds spent on computing rows.
+    ``hits``: the number of calls whose row was in the table.  ``misses``: the number of calls whose row was missing.
+    ``computed``: the number of rows added so far, including guessed rows.  ``rows``, ``nbytes``: the number and the total
+    bytes of the rows that the table contains now.  ``transfers``: the number of times that the host has read device memory.
+    ``fill_s``: the total seconds spent on computing rows.
     """
 
     hits: int
@@ -77,11 +78,12 @@ class Rows:
             row = rows.add(missing, [preamble(m.inputs) for m in missing], seconds)
 
     A lookup finds a row only if all bits of all slow inputs and the versions of all hoisted weights are the same as when the
-    row was computed.  Guesses only decide which other rows :meth:`missing` returns.  A row stays alive as long as the caller
-    holds a reference to it.  So evicting a row does not free memory that a running step reads.
+    row was computed.  After a miss, :meth:`missing` also returns rows that are guessed to be needed later; a wrong guess
+    only costs time.  A row stays alive as long as the caller holds a reference to it, so evicting a row does not free memory
+    that a running step reads.
 
-    ``most_bytes``: a function that returns the size limit in bytes.  It is called whenever the limit is needed, because
-    re-planning may change the limit.
+    ``most_bytes``: a function that returns the size limit in bytes.  It is a function because re-planning may change the
+    limit.
     """
 
     def __init__(self, most_bytes: Callable[[], int], bits: InputBits | None = None) -> None:
@@ -97,8 +99,8 @@ class Rows:
         self._fill_s = 0.0
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        """From now on, guess rows for the ``timesteps`` of a scheduler.  The tensor is held weakly; its values are read
-        together with the inputs of the next call."""
+        """From now on, guess rows for the ``timesteps`` of a scheduler.  Only a weak reference to this tensor is kept.  Its
+        values are read together with the inputs of the next call."""
         self._expected.expect(timesteps)
 
     def key(self, inputs: Sequence[Any]) -> Key:
@@ -125,16 +127,15 @@ class Rows:
         return row
 
     def lacks(self, key: Key, versions: tuple[Any, ...]) -> bool:
-        """Return whether a call with this key would be a miss, without counting a call.  ``versions``: see :meth:`find`."""
+        """Return whether there is no row for ``key``.  No hit or miss is counted.  ``versions``: see :meth:`find`."""
         self._expire(versions)
         return key not in self._rows
 
     def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int) -> list[Missing]:
         """Return the rows to compute after a miss: first the row of the call, then as many guessed rows as fit in the table.
 
-        ``row_bytes``: the size of each row in bytes.  If there has been no hit since the last guesses, at most half as many
-        rows are guessed as last time.  The least recently used rows are evicted now, so that there is memory for the new
-        rows.
+        ``row_bytes``: the size of each row in bytes.  If there has been no hit since rows were last guessed, the maximum
+        number of guesses is halved.  The least recently used rows are evicted now to free memory for the new rows.
         """
         most = self._most_bytes()
         self._check(row_bytes, most)
@@ -152,13 +153,13 @@ class Rows:
     def add(self, missing: Sequence[Missing], outputs: Sequence[Sequence[torch.Tensor]], seconds: float = 0.0) -> Row:
         """Add the outputs of the preamble for the missing rows; return the row of the call.
 
-        ``seconds``: the duration of the preamble's run.
+        ``seconds``: the time that the preamble needed for these rows.
         """
         rows = [Row.of(values) for values in outputs]
         most = self._most_bytes()
         self._check(rows[0].nbytes, most)
         added = list(zip(missing, rows, strict=True))
-        for wanted, row in reversed(added):  # added in reverse, so that the farthest guess is evicted first
+        for wanted, row in reversed(added):  # in reverse, so that the guesses for the latest steps are evicted first
             if (old := self._rows.pop(wanted.key, None)) is not None:
                 self._nbytes -= old.nbytes
             self._rows[wanted.key] = row
@@ -174,7 +175,8 @@ class Rows:
         self._evict(self._most_bytes())
 
     def drop(self) -> None:
-        """Drop all rows.  The keys of earlier calls are kept, so that one pass can recompute all rows of a generation."""
+        """Drop all rows.  The keys of earlier calls are kept as guesses, so that one pass can recompute all rows of a
+        generation."""
         self._rows.clear()
         self._nbytes = 0
 
@@ -186,7 +188,7 @@ class Rows:
 
     @property
     def sources(self) -> BitSources:
-        """Counts of the ways in which the bits of inputs were found."""
+        """See :class:`BitSources`."""
         return self._bits.sources
 
     @property
@@ -229,15 +231,15 @@ class Table:
         self, rows: Rows, weights: Sequence[Any], compute: Callable[[Sequence[Any], Sequence[Any]], None]
     ) -> None:
         """``weights``: the inputs of the preamble, with None for each slow input.  ``compute``: a bound method that takes
-        these weights and a list of slow inputs; it computes the row for these inputs if the row is missing.  The weights and
-        the object of the method are held weakly."""
+        ``weights`` and a list of slow inputs, and computes the row for these inputs if it is missing.  The table keeps only
+        weak references to the weights and to the object of the method."""
         self.rows = rows
         self.newest: Key | None = None
         self._compute = weakref.WeakMethod(compute)
         self._weights = [None if value is None else TensorWeakRef(value) for value in weights]
 
     def compute_ahead(self, slow: Sequence[Any]) -> None:
-        """Compute the row for a later call with these slow inputs.  Do nothing if the model has been garbage-collected."""
+        """Compute the row for a later call with the slow inputs ``slow``.  Do nothing if the model no longer exists."""
         weights = [None if ref is None else ref() for ref in self._weights]
         gone = any(value is None and ref is not None for value, ref in zip(weights, self._weights, strict=True))
         if not gone and (compute := self._compute()) is not None:
@@ -245,10 +247,10 @@ class Table:
 
 
 def _with_inputs(keys: Sequence[Key], key: Key, inputs: Sequence[Any]) -> list[Missing]:
-    """Return the missing rows for the guessed ``keys``, with slow inputs that have exactly the bits in these keys.  ``key``,
-    ``inputs``: the key and the slow inputs of the present call; its inputs are reused where the bits are equal.
+    """Return a missing row for each of the guessed ``keys``.  Its slow inputs have exactly the bits in the key.
 
-    A guessed key is left out if an input repeats one element through its strides but the key needs different values there.
+    ``key``, ``inputs``: the key and the slow inputs of the present call.  Inputs with equal bits are reused.  A guessed key
+    is left out if :func:`values_like` cannot make one of its inputs.
     """
     made: dict[Key, list[Any] | None] = {guess: list(inputs) for guess in keys}
     for position, value in enumerate(inputs):

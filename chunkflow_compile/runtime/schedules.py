@@ -18,7 +18,7 @@ Key: TypeAlias = tuple[Bits, ...]
 # generation of 50 steps with two prompts.
 _MOST_KEYS = 128
 
-# The dtypes that a timestep may have.  Values of these dtypes can be divided; bool cannot hold a schedule.
+# The dtypes that a timestep may have.  Booleans are left out because they cannot be timesteps.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
 
 
@@ -33,16 +33,18 @@ def later_then_earlier(values: Sequence[Any], index: int) -> list[Any]:
 
 
 def keys_with(key: Key, position: int, elements: list[bytes]) -> list[Key]:
-    """Return one key for each of ``elements``: the key with a tensor at ``position`` that repeats this element."""
+    """Return one key for each of ``elements``.  It equals ``key``, except that all elements of the tensor at ``position``
+    have this value."""
     dtype, shape, _ = key[position]
     return [with_value(key, position, (dtype, shape, element * shape.numel())) for element in elements]
 
 
 class ExpectedSchedule:
-    """The timesteps of a scheduler, in the forms in which diffusers pipelines pass timesteps to the model.
+    """The timesteps of a scheduler, in each *form* in which diffusers pipelines pass timesteps to a model (for example
+    divided by 1000).
 
-    The tensor of timesteps is held weakly.  The forms are computed on the device of this tensor, because CUDA implements a
-    division by 1000 as a multiplication by 1 / 1000, which may round differently.
+    Only a weak reference to the tensor of timesteps is kept.  The forms are computed on the device of this tensor, because
+    CUDA implements a division by 1000 as a multiplication by 1 / 1000, which may round differently than on the CPU.
     """
 
     def __init__(self) -> None:
@@ -51,14 +53,15 @@ class ExpectedSchedule:
         self._forms: dict[torch.dtype, list[list[bytes]]] = {}
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        """From now on, guess from these timesteps.  Do nothing if the same tensor is already expected and was not written
-        since."""
+        """From now on, guess from these timesteps.  Do nothing if this tensor is already expected and was not written in the
+        meantime."""
         version = 0 if timesteps.is_inference() else timesteps._version
         if self._timesteps is None or self._timesteps() is not timesteps or version != self._version:
             self._timesteps, self._version, self._forms = TensorWeakRef(timesteps), version, {}
 
     def unread(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the forms of the timesteps that have not been read yet: one tensor for each dtype of ``inputs``."""
+        """Return the forms of the timesteps in the dtypes of ``inputs``, as one tensor per dtype.  Dtypes whose forms have
+        been read before are left out."""
         timesteps = None if self._timesteps is None else self._timesteps()
         if timesteps is None:
             return []
@@ -72,11 +75,11 @@ class ExpectedSchedule:
             self._forms[dtype] = [elements[i * count : (i + 1) * count] for i in range(forms)]
 
     def guesses(self, key: Key, position: int) -> list[Key]:
-        """Return one key for each other timestep: ``key`` with this timestep at ``position``.  Later timesteps come first.
-        The timesteps are in the form that contains the present value at ``position``.
+        """If the present value at ``position`` is a timestep in some form, return one key for each other timestep: ``key``
+        with this timestep, in the same form, at ``position``.  Later timesteps come first.
 
-        If several forms contain the present value, the form in which it has the lowest index is used.  For example, 0 may be
-        the last timestep, or the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
+        If the present value occurs in several forms, the form in which it has the lowest index is used.  For example, 0 may
+        be the last timestep, or the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
         """
         dtype, *shape, content = key[position]
         forms = self._forms.get(dtype, [])
@@ -89,17 +92,19 @@ class ExpectedSchedule:
 
 
 def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # The models that get each form: ``cast``: Wan, SD3, HunyuanVideo.  ``scaled``: FLUX, FLUX.2, Qwen-Image, LongCat-Image,
+    # whose pipelines cast the timesteps before they divide.  ``inverted``: Z-Image.
     with torch.no_grad():
         t = timesteps.detach().reshape(-1)
-        cast = t.to(dtype)  # Wan, SD3, HunyuanVideo (with or without a cast)
-        scaled = cast / 1000  # FLUX, FLUX.2, Qwen-Image, LongCat-Image: t.expand(batch).to(dtype) / 1000
-        inverted = (1000 - t) / 1000  # Z-Image
+        cast = t.to(dtype)
+        scaled = cast / 1000
+        inverted = (1000 - t) / 1000
         return torch.stack([form.to(dtype) for form in (cast, scaled, inverted)])
 
 
 class UsedKeys:
-    """The keys of the latest calls, oldest first.  The keys are kept when rows are dropped, so that the schedule stays
-    known."""
+    """The keys of the latest calls, oldest first.  When rows are dropped, the keys are kept, so that the schedules of
+    earlier generations stay known."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[Key, None] = OrderedDict()
@@ -111,13 +116,12 @@ class UsedKeys:
             self._keys.popitem(last=False)
 
     def guesses(self, key: Key, has_row: Callable[[Key], bool]) -> list[Key]:
-        """Return keys that are equal to this call's key except for one input, such as the timestep.  This input takes the
-        values that it had in an earlier generation.
+        """Return keys that are equal to ``key`` except for one input, such as the timestep.  This input takes the values
+        that it had in an earlier generation.
 
-        The keys of a generation differ in one input.  This must be an input whose present value was used before; it cannot
-        be the text of a new prompt, for example.  If several inputs qualify, the input with the most values is taken.  Newer
-        generations are tried first, until a generation yields a key without a row.  For example, for the second prompt of a
-        generation, the keys of the first prompt yield nothing new.
+        Only an input whose present value was used before is varied, so the text of a new prompt, for example, is not varied.
+        If there are several such inputs, the input with the most values in the earlier generation is varied.  Later
+        generations are tried first, until one of them gives a key for which there is no row yet.
         """
         used = [old for old in self._keys if _form(old) == _form(key)]
         positions = [i for i, value in enumerate(key) if any(old[i] == value for old in used)]
@@ -158,9 +162,9 @@ def guesses(
 ) -> Iterator[Key]:
     """Yield the keys of calls that are likely to follow the call with this ``key``, nearest first.
 
-    If an input is one element of a base tensor, its next values come from this base (``bases``: see
-    :meth:`InputBits.elements_of_base`).  Values also come from the timesteps of the scheduler.  If there are no values from
-    these two sources, they come from the calls of earlier generations.
+    The values of an input in later calls are guessed from three sources.  The first source is the base tensor of which the
+    input is one element (``bases``: see :meth:`InputBits.elements_of_base`).  The second source is the scheduler's
+    timesteps.  The calls of earlier generations are used only if the first two sources yield nothing.
     """
     known = False
     for position, value in enumerate(inputs):

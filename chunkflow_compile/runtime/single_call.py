@@ -21,33 +21,32 @@ from chunkflow_compile.passes.program.rewrite import Program
 from .arena import Arena
 from .bound_cycle import BoundCycle
 from .call_site import CallKey, CallSite
-from .codes import Code
 from .cycle_plan import merge_settings, planned
 from .device import check_kind, refuse_capture
 from .executor import Executor
 from .measurement import StepMeasurement
 from .order import Order
 from .rows import Table
+from .variants import Variant
 
 _log = logging.getLogger(__name__)
 
 
 class SingleCall(BoundCycle):
-    """A program that can run alone: a cycle of one call.  It belongs to the placement of its model and ends with this
-    placement.
+    """A program that can run alone: a cycle of one call.  It ends when the placement of its model ends.
 
-    ``call``: the call site.  ``key``: the key of the call; None if the call is never part of another cycle.  ``order``: the
+    ``call``: the call site.  ``key``: the key of the call; None if the call never runs in another cycle.  ``order``: the
     object that decides which cycle runs the call.  ``title``: the name of the program in error messages.  ``started``: the
-    time of creation, by time.monotonic().  ``closed``: whether the program has ended.  ``table``: if the program is a
-    preamble, the table of rows that it has computed; otherwise None.
+    value of time.monotonic() when this object was created.  ``closed``: whether the program has ended.  ``table``: if the
+    program is a preamble, the table of rows that it has computed; otherwise None.
     """
 
     closed = False
 
     def __init__(self, call: CallSite, arena: Arena) -> None:
-        code, cycle = call.code, Cycle.of(call.program)
+        variant, cycle = call.variant, Cycle.of(call.program)
         one = call.in_cycle({weight.name: weight.name for weight in call.program.problem.weights})
-        super().__init__(arena, [one], call.buffers, code.settings, cycle, advice=code.advice)
+        super().__init__(arena, [one], call.buffers, variant.settings, cycle, advice=variant.advice)
         self.call = call
         self.key: CallKey | None = None
         self.table: Table | None = None
@@ -57,7 +56,7 @@ class SingleCall(BoundCycle):
         of = block if call.part and block else "the model"
         self.title = f"{of} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
         self.started = time.monotonic()
-        self.folder = code.folder
+        self.folder = variant.folder
         died = partial(_weight_died, weakref.ref(arena))
         self._weights = [weakref.ref(token, died) for buffer in call.buffers.values() if (token := buffer.token)]
 
@@ -65,17 +64,17 @@ class SingleCall(BoundCycle):
         """Register this program with the arena and its order, and bind it to the arena's memory.  The caller holds the
         arena's lock.
 
-        Raises ChunkflowError, and removes the program from the arena, if the device does not have enough memory or if this
-        program and another one are not safe in one arena.
+        If the device does not have enough memory, or if this program and another one are not safe in one arena, the program
+        is removed from the arena.  Raises ChunkflowError in both cases.
         """
-        code = self.code
-        if code.verified:
+        variant = self.variant
+        if variant.verified:
             self.arena.prove(self.program)
-        self.arena.add(self, code.kind)
+        self.arena.add(self, variant.kind)
         try:
             self.key = self.order.add(self.call)
-            if not (self.call.part and self.key):  # otherwise the cycle that contains it is re-planned
-                self.replan_after = code.replan_after
+            if not (self.call.part and self.key):  # other calls are re-planned as part of a cycle
+                self.replan_after = variant.replan_after
             self.executor_of(self.call, 0)
         except BaseException:
             self.close()
@@ -83,8 +82,8 @@ class SingleCall(BoundCycle):
         self.call.counts.add_program()
 
     @property
-    def code(self) -> Code:
-        return self.call.code
+    def variant(self) -> Variant:
+        return self.call.variant
 
     @property
     def program(self) -> Program:
@@ -92,9 +91,8 @@ class SingleCall(BoundCycle):
 
     @property
     def preamble(self) -> bool:
-        """Whether this program is a preamble: it computes inputs of a main program (hoisted.py) and is planned together with
-        that program."""
-        return self.code.settings.preamble
+        """Whether this program is a preamble, which computes inputs of a main program (hoisted.py)."""
+        return self.variant.settings.preamble
 
     @property
     def budget(self) -> tuple[int, int | None] | None:
@@ -110,7 +108,7 @@ class SingleCall(BoundCycle):
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The latest measured steps of the call, oldest first, including steps in cycles.  Waits for steps in flight."""
+        """The latest measured steps of the call, alone or in cycles, oldest first.  Waits for steps in flight."""
         if not self.closed:
             self.arena.streams.collect(wait=True)
         return tuple(self.call.measured)
@@ -119,7 +117,7 @@ class SingleCall(BoundCycle):
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user about the compilation and, if the option ``cudagraphs`` is set, about the CUDA graph of the
         call."""
-        return (*self.code.notes, self.call.captures.note) if self.code.cudagraphs else self.code.notes
+        return (*self.variant.notes, self.call.captures.note) if self.variant.cudagraphs else self.variant.notes
 
     @property
     def executor(self) -> Executor:
@@ -132,8 +130,8 @@ class SingleCall(BoundCycle):
         """Run one step; return the outputs of each row.  If a cycle contains the call, the step is part of this cycle;
         otherwise the program runs alone.  The caller holds the arena's lock.
 
-        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError if there are several rows and either the program has a
-        collective or the rows have an input whose shape differs.
+        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError for several rows if the program has a collective, or if an
+        input does not have the same shape in all rows.
         """
         arena, call = self.arena, self.call
         if len(rows) > 1:
@@ -152,7 +150,7 @@ class SingleCall(BoundCycle):
         finally:
             arena.end_call()
         call.count(executor.cost)
-        if cycle.replan_after and len(rows) == 1:  # a pass of several rows is not measured
+        if cycle.replan_after and len(rows) == 1:  # a step with several rows is not measured
             _replan_if_due(cycle)
         return outputs
 
@@ -178,21 +176,21 @@ class SingleCall(BoundCycle):
         return same and self.program.same_as(other.program)  # compared last, because few programs read the same weights
 
     def adopt(self, other: SingleCall) -> None:
-        """Take over the measurements of ``other``, the program that this program replaces."""
+        """Copy the measurements of ``other``, which this program replaces."""
         self.call.measured.extend(other.measurements)
         self.times.whole.extend(other.times.whole)
 
     def close(self) -> None:
         """Wait for work of this program in flight, free its memory, and remove it from the arena.
 
-        Cycles that contain weights of this program also free their memory.  Other cycles stay warm.
+        Cycles that contain weights of this program are also unbound; other cycles stay bound.
         """
         with self.arena.lock():
             if not self.closed:
                 try:
                     for cycle in (self, *self.order.cycles_of(self.call)):
                         self.arena.release(cycle)
-                finally:  # the memory must also be released after an interrupt
+                finally:  # also after a Ctrl-C
                     self.closed, self._weights, self.table = True, [], None
                     self.order.remove(self.call)
                     self.call.let_go()
@@ -200,8 +198,8 @@ class SingleCall(BoundCycle):
 
 
 def _shape(value: Any) -> str:
-    """Return the properties of an input that must be equal in all rows of a pass: shape, dtype and device of a tensor, the
-    value of an integer, and the type of any other input."""
+    """Describe the properties of an input that must be equal in all rows of a pass: the shape, dtype and device of a tensor,
+    the value of an integer, the type of any other input."""
     if isinstance(value, torch.Tensor):
         return f"{[*value.shape]} in {str(value.dtype).removeprefix('torch.')} on {value.device}"
     return str(value) if isinstance(value, int) else type(value).__name__
@@ -213,8 +211,8 @@ def bind_program(call: CallSite, arena: Arena) -> SingleCall:
     Raises ChunkflowError if the device does not have enough memory, or if this program and another one are not safe in one
     arena.
     """
-    code = call.code
-    check_kind(arena.device, code.kind)
+    variant = call.variant
+    check_kind(arena.device, variant.kind)
     refuse_capture(arena.device)
     with arena.lock():
         program = SingleCall(call, arena)
@@ -229,8 +227,8 @@ def order_of(arena: Arena) -> Order | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
-    """Make the next step end the programs that have lost a weight.  They are not ended here, because this function runs in
-    the garbage collector."""
+    """Note that a weight no longer exists.  The next call ends the programs that need it; this function does not, because it
+    runs in the garbage collector."""
     if (arena := ref()) is not None:
         arena.lose_weight()
 
@@ -251,27 +249,27 @@ def replan(
     arenas.
 
     ``cycles``: cycle -> the times to plan from, which are maxima over all ranks that run the cycle; None keeps the times
-    with which the cycle was planned.  ``goal``: the new goal; None keeps the goal of each cycle.  ``settings``: other
-    settings to change, by name.  ``by_itself``: whether the re-planning is automatic.  If so, a new plan with an unchanged
-    placement is ignored, and a failure to start a new plan is logged instead of raised.
-    Raises ChunkflowError, and changes nothing, if no plan meets the goal.  If several programs exceed the budget, the
-    BudgetError of the program that needs most is raised.
+    from which the cycle was planned.  ``goal``: the new goal; None keeps the goal of each cycle.  ``settings``: other
+    settings to change, by name.  ``by_itself``: whether the re-planning is automatic.  If so, a new plan that places all
+    weights as before is ignored, and an error when a new plan is started is logged instead of raised.  Raises
+    ChunkflowError, and changes nothing, if no plan meets the goal.  If the budget is too small for several programs, the
+    BudgetError of the program with the largest minimum is raised.
     """
-    swaps, remade = list[partial[None]](), dict[tuple[Code, Timings | None], Code]()
-    short: BudgetError | None = None  # the error of the program that needs most
+    swaps, remade = list[partial[None]](), dict[tuple[Variant, Timings | None], Variant]()
+    short: BudgetError | None = None  # the error with the largest minimum
     for cycle, timings in cycles.items():
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
-            current = cycle.call.current
-            key = current.code, timings  # blocks of one type share a code
+            active = cycle.call.active
+            key = active.variant, timings  # blocks of one type share a variant
             if goal is not None:
-                change["goal"] = current.code.settings.goal.aimed_at(goal)
+                change["goal"] = active.variant.settings.goal.aimed_at(goal)
             try:
-                code = remade[key] = remade.get(key) or current.code.remade(**change)
+                variant = remade[key] = remade.get(key) or active.variant.remade(**change)
             except BudgetError as error:
                 short = max(short or error, error, key=lambda e: e.needed)
                 continue
-            plan, swap = code.program.plan, partial(current.run, code, by_itself)
+            plan, swap = variant.program.plan, partial(active.run, variant, by_itself)
         else:
             order = order_of(cycle.arena)
             calls = None if order is None else order.latest_calls(cycle.keys)

@@ -2,8 +2,8 @@
 
 Events work as in CUDA: ``record`` marks a point of a stream, and ``wait`` makes another stream wait for the mark that was
 the latest *when the host called wait*.  After a failure, a stream runs no more work, but it still reaches its marks, so that
-no thread waits forever.  Each such mark passes the error on to the waiting threads.  ``synchronize`` raises the error once
-and makes the stream usable again.
+no thread waits forever; threads that wait for these marks raise the error.  ``synchronize`` raises the error once and makes
+the stream usable again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .device_base import Waited, Watch
 from .host_clock import MONOTONIC, HostClock
 
-# The maximum time in seconds for which an exiting process waits for work that hangs, such as a collective after another rank
-# has died.
+# The maximum time in seconds for which an exiting process waits for its streams.  Their work may hang, for example in a
+# collective after another rank has died.
 EXIT_SECONDS = 5.0
 
 _T = TypeVar("_T")
@@ -35,9 +35,9 @@ Choose = Callable[[Sequence[str]], str]
 
 
 class Bell:
-    """A condition variable: lets threads wait for a change.
+    """A condition variable that uses only simple locks, because a Ctrl-C inside threading.Condition could leave it locked
+    forever.
 
-    It uses only simple locks, because a Ctrl-C inside threading.Condition could leave the condition locked forever.
     ``now``: a function that returns the current time in seconds.
     """
 
@@ -47,8 +47,8 @@ class Bell:
         self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
 
     def ring(self) -> None:
-        """Wake each waiting thread whose condition ``ready`` now holds.  Checking it here is cheaper than waking a thread in
-        vain."""
+        """Wake each waiting thread whose function ``ready`` now returns True.  This method calls ``ready`` itself, because
+        waking a thread in vain would cost more."""
         with self.lock:
             for waiter, ready in list(self._waiting.items()):
                 if ready():
@@ -83,8 +83,8 @@ class HostEvent:
         self._bell = bell
 
     def mark(self) -> int:
-        """Record a new mark; return its number.  Called in the program order of the host.  The stream later calls
-        :meth:`reach` with this number."""
+        """Make a new mark; return its number.  The host calls this method when it enqueues the mark on a stream.  When the
+        stream reaches the mark, it calls :meth:`reach` with this number."""
         self.recorded += 1
         return self.recorded
 
@@ -94,8 +94,7 @@ class HostEvent:
             self._bell.ring()
 
     def block(self, mark: int) -> None:
-        """Block the calling thread until ``mark`` is reached.  Raises ChunkflowError if the stream failed before this
-        mark."""
+        """Block the calling thread until ``mark`` is reached.  Raises ChunkflowError if the stream failed before."""
         self._bell.wait_for(lambda: self.reached >= mark, self.check)
 
     def check(self) -> None:
@@ -107,10 +106,10 @@ class HostEvent:
 class _Item:
     """An entry in the queue of a stream.
 
-    ``run``: the work, or None; it is skipped if the stream has failed.  Its argument is the time when the work could have
-    begun.  ``awaits``: an event, and the number of the mark that must be reached before the work runs.  ``end``: a function
-    that is called after the work, even if the work was skipped.  Its argument is the failure of the stream or None.
-    ``enqueued``: the time when the host enqueued this entry, in seconds of the device's clock.
+    ``run``: the work, or None.  It is a function of the time when the work could have begun, and is skipped if the stream
+    has failed.  ``awaits``: an event, and the number of the mark that must be reached before the work runs; or None.
+    ``end``: a function that is called after the work, also if the work was skipped; its argument is the error of the stream,
+    or None.  ``enqueued``: the time when the host enqueued this entry, in seconds of the device's clock.
     """
 
     run: Callable[[float], None] | None = None
@@ -125,10 +124,10 @@ class _Item:
 class Engine:
     """The streams of a device that run on host threads.  One lock guards the queues of all streams.
 
-    Each stream has its own thread.  If ``choose`` is given, one thread runs all streams, and ``choose`` selects the next
-    stream among those that can run, so that a schedule can be reproduced.  :meth:`pause` stops the threads, so that the host
-    can run ahead by any distance.  ``streams``: the streams by name.  ``before``: a function that is called with the name of
-    the stream before each piece of work.
+    Each stream has its own thread.  If ``choose`` is given, a single thread runs all streams, and ``choose`` selects which
+    stream runs next, so that a schedule can be reproduced.  While the engine is paused (:meth:`pause`), the host can enqueue
+    any amount of work before any of it runs.  ``streams``: the streams by name.  ``before``: a function that is called
+    before each piece of work with the name of the stream.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class Engine:
         self._running = len(self._threads)
         for thread in self._threads:
             thread.start()
-        atexit.register(self.close, EXIT_SECONDS)  # running threads would abort an exiting process
+        atexit.register(self.close, EXIT_SECONDS)  # a process that exits while threads run may abort
 
     @property
     def runs_here(self) -> bool:
@@ -185,7 +184,7 @@ class Engine:
         """Let the threads end once their queues are empty.  Does not wait for them, because the garbage collector may call
         this method."""
         if os.getpid() != self._process:
-            return  # a forked child has no such threads, and a thread may have held the lock at the fork
+            return  # a forked child does not have the threads, and the lock may have been held during the fork
         with self.bell.lock:
             self._closed, self._paused = True, False
             self.bell.ring()
@@ -214,26 +213,26 @@ class Engine:
                     if item.awaits is None and self._before is not None:
                         self._before(stream.name)
                     item.run(max(stream.since, item.enqueued))
-            except BaseException as error:  # noqa: BLE001  (kept for the thread that waits)
+            except BaseException as error:  # noqa: BLE001  (raised in the thread that waits)
                 stream.failure = _explained(stream.name, error)
             finally:
                 if item.end is not None:
                     item.end(stream.failure)
-                del item, taken  # otherwise their references would live until the next item comes
+                del item, taken  # otherwise they would keep the work alive until the next item comes
         with self.bell.lock:
             self._running -= 1
             if not self._running:
-                atexit.unregister(self.close)  # because the registration would keep the engine alive
+                atexit.unregister(self.close)  # the registration would keep the engine alive
 
     def _ready(self, share: Sequence[str]) -> bool:
-        """Return whether a thread of the streams ``share`` can go on: there is an item that it may run, or no more items
-        will come."""
+        """Return whether the thread that runs the streams ``share`` can go on: it can run an item, or it can end because no
+        more items will come."""
         over = self._closed and not any(self.streams[name].items for name in share)
         return over or bool(not self._paused and self._able(share))
 
     def _take(self, share: Sequence[str]) -> tuple[ThreadStream, _Item] | None:
-        """Remove the next item that a thread may run from its queue; return the stream and the item.  None if no more items
-        will come."""
+        """Remove the next item from the queues of the streams ``share``; return its stream and the item.  Return None if no
+        more items will come."""
         if not (able := self._able(share)):
             return None
         stream = self.streams[self._choose(able)]
@@ -268,8 +267,8 @@ class CallingStream:
 class ThreadStream:
     """A stream whose work runs on a thread of its engine.
 
-    ``items``: the queue.  ``since``: the time when the running work could have begun, although the thread may have woken up
-    later.  ``ended``: the emulated time when the running work ended; None if the work ends when it returns.
+    ``items``: the queue.  ``since``: the time when the running work could have begun; the thread may have woken up later.
+    ``ended``: the time when the running work ended on the emulated link; None if the work ends when it returns.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -292,7 +291,7 @@ class ThreadStream:
         self._put(_Item(run))
 
     def end_work(self, at: float) -> None:
-        """Note that the running work counts as ended at the time ``at``, although it has not returned yet."""
+        """Let the running work count as ended at the time ``at``, although it has not returned yet."""
         self.ended = at
 
     def record(self, event: HostEvent) -> None:
@@ -308,8 +307,8 @@ class ThreadStream:
         self._put(_Item(run, awaits=(event, event.recorded)))
 
     def recover(self) -> None:
-        """Run the work that is enqueued from here on even if earlier work fails.  The error of earlier work is passed on
-        only by marks that were enqueued before this point."""
+        """Run the work that is enqueued from here on even if earlier work fails.  An error of earlier work is raised only in
+        threads that wait for marks from before this point."""
 
         def forget(_: BaseException | None) -> None:
             self.failure = None
@@ -320,8 +319,8 @@ class ThreadStream:
         over = threading.Lock()
         over.acquire()
         self._put(_Item(end=lambda _: over.release()))
-        over.acquire()  # a simple lock for the same reason as in Bell
-        failure, self.failure = self.failure, None  # the stream is usable again
+        over.acquire()  # a simple lock, as in Bell
+        failure, self.failure = self.failure, None
         if failure is not None:
             raise ChunkflowError(str(failure)) from failure
 
@@ -341,7 +340,7 @@ def _watched(work: Callable[[], None], watch: Watch | None, now: Callable[[], fl
 
 
 def _in_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap work so that it runs in the caller's autograd modes.  torch has separate modes for each thread."""
+    """Wrap work so that it runs in the caller's autograd modes, because torch has separate modes for each thread."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run() -> None:
@@ -360,7 +359,7 @@ _WORK = {
 
 
 def _explained(name: str, error: BaseException) -> BaseException:
-    """Return the error as a ChunkflowError without a traceback.  A traceback would keep the executor alive."""
+    """Return the error as a ChunkflowError without a traceback, because a traceback would keep the executor alive."""
     bare = error.with_traceback(None)
     if isinstance(error, ChunkflowError):
         return bare

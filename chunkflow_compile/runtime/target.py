@@ -1,4 +1,4 @@
-"""The target of a call: the memory and the streams that its ops are issued to.  Also the state of a running step."""
+"""The target of a call: the memory and the streams that its ops use.  Also the state of a running step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Cost:
 
     ``windows``: measured seconds per window; None if the step is not measured.  ``moved``: bytes copied in the step.
     ``pulled``: the part of ``moved`` that came from other ranks.  ``primed``: bytes that the prologue copied before the
-    step.  ``collectives``: the number of collectives.  ``issue_s``: the seconds that the host needed to issue the step.
+    step.  ``collectives``: the number of collectives.  ``issue_s``: the seconds that the host needed to issue the ops of the
+    step.
     """
 
     windows: WindowSeconds | None = None
@@ -60,9 +61,9 @@ class Cost:
 class RunningStep:
     """One run of a program.
 
-    ``env``: the values of the program's nodes, indexed by number.  ``cost``: the cost of the run; it becomes complete later
-    than the outputs.  ``number``: the number of the run.  ``earlier``: if the run computes several rows, the values of all
-    rows except the last.  The values of the last row are in ``env``.
+    ``env``: the values of the program's nodes, indexed by node number.  ``cost``: the cost of the run; it is complete only
+    after the times of the run are known.  ``number``: the number of the run.  ``earlier``: if the run computes several rows,
+    the values of all rows except the last row, whose values are in ``env``.
     """
 
     env: list[Any]
@@ -80,7 +81,7 @@ Issue = Callable[[RunningStep], None]
 
 
 class Target:
-    """The memory that a call is bound to, and the streams of the device that its ops are issued to.
+    """The memory to which a call is bound, and the device to whose streams its ops are issued.
 
     ``program``: the program of the call.  ``events``: the events of the device, indexed by event number in the cycle.
     ``traffic``: the record of issued transfers.  ``on_drive``: names of the weights that are read from the SSD into the
@@ -99,8 +100,8 @@ class Target:
         poison: bool = False,
     ) -> None:
         """``cycle``: the cycle in which the program is a call.  ``device``: the device of the arena, or a device that
-        records the call.  ``poison``: whether to overwrite the bytes of each evicted weight, so that a late reader reads
-        NaN."""
+        records the call.  ``poison``: whether to overwrite the bytes of each evicted weight, so that an op that still reads
+        the weight gets NaN."""
         self.program = program
         self.cycle = cycle
         self.regions = regions
@@ -109,7 +110,7 @@ class Target:
         self.events = events
         self.poison = poison
         self.traffic = Traffic()
-        pulled = program.plan.pulled  # pulled weights on the SSD are read when copied
+        pulled = program.plan.pulled  # the copy of a pulled weight reads the SSD itself
         self.on_drive = frozenset(
             n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
         )
@@ -122,13 +123,13 @@ class Target:
         self.started, self.ended = device.event(), device.event()
 
     def copy(self, op: Copy) -> NamedCopy:
-        """Return the target, the source and the name for a Copy op.  The op may copy several adjacent chunks of a window at
+        """Return the target, the source and the name for a Copy op.  The op may copy several adjacent chunks of a weight at
         once."""
         slot, span = self.binding.slots[op.weight], self._span(op)
         if op.window is None:
             return slot[span], self.binding.hosts[op.weight][span], f"keep {op.weight}"
         source: Bytes | InRing = self.binding.hosts[op.weight][span]
-        if op.ring is not None and op.weight in self.on_drive:  # not if it was written
+        if op.ring is not None and op.weight in self.on_drive:  # a weight that was written is no longer on the SSD
             assert isinstance(source, DriveBytes)
             source = InRing(self.binding.arena.reader, source, op.ring)
         return slot[span], source, f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"

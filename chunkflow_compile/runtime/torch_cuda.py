@@ -43,8 +43,8 @@ class TorchCuda:
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which ``stream`` is the current stream."""
-        # When the context torch.cuda.stream ends, it selects the thread's previous GPU again.  This initializes that GPU,
-        # which is GPU 0 by default.
+        # When the context torch.cuda.stream ends, it selects the previous GPU of the thread (by default GPU 0) again, and
+        # thereby initializes this GPU.
         here = torch.cuda.current_device() == stream.device_index
         return torch.cuda.stream(stream) if here else self._on_other(stream)
 
@@ -63,7 +63,7 @@ class TorchCuda:
         return self._traced or torch.autograd.profiler._is_profiler_enabled
 
     def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a context; profilers show ``name`` for the work that is enqueued inside it."""
+        """Return a context.  Profilers show ``name`` for the work that is enqueued inside this context."""
         named: contextlib.AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
         return named
 
@@ -76,8 +76,8 @@ class TorchCuda:
         torch.cuda.empty_cache()
 
     def record_stream(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Mark ``memory`` as used by ``stream``.  When the memory is freed, the allocator does not reuse it until all work
-        that is then enqueued on ``stream`` is done."""
+        """Mark ``memory`` as used by ``stream``.  After the memory is freed, the allocator reuses it only when the work that
+        was enqueued on ``stream`` before is done."""
         _kept_by_children(memory).record_stream(stream)
 
     def abandon(self, memory: torch.Tensor) -> None:
@@ -104,8 +104,8 @@ class TorchCuda:
     def free(self) -> int:
         """Wait for work in flight, empty torch's caches, and return the free memory of the device in bytes."""
         torch.cuda.synchronize(self._device)
-        # cuBLAS keeps a workspace per stream.  The workspace of a captured stream is in the graph pool, where the next graph
-        # may reuse its bytes.
+        # cuBLAS keeps a workspace per stream.  If it were allocated during a capture, it would be in the graph pool, where
+        # the next graph may overwrite it.
         core.free_cublas_workspaces()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
@@ -118,7 +118,7 @@ class TorchCuda:
 
         It yields the graph and the streams that record the copies of each lane.
         ``shares``: a graph whose memory pool the new graph shares, or None to create a pool.
-        Raises RuntimeError if part of the work cannot be recorded.  The streams can still be used afterwards.
+        Raises RuntimeError if part of the work cannot be recorded; the streams remain usable.
         """
         lock, compute, lanes = _capture_streams(self._device)
         graph = _kept_by_children(torch.cuda.CUDAGraph())
@@ -133,14 +133,14 @@ class TorchCuda:
                 try:
                     yield graph, lanes
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # only says that the capture is invalid
+                    with contextlib.suppress(RuntimeError):  # this error only repeats that the capture is invalid
                         _end_capture(graph, self._device, pool)
                     raise
                 _end_capture(graph, self._device, pool)
             finally:
                 if collects:
                     gc.enable()
-                # no capture is active now, so free the cuBLAS workspaces in the pool and of all other streams
+                # after the capture: free all cuBLAS workspaces, including the workspaces in the graph pool
                 core.free_cublas_workspaces()
 
 
@@ -173,7 +173,7 @@ def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -
     try:
         graph.capture_end()
     except RuntimeError:
-        # otherwise torch 2.11 would keep allocating from the pool, and never return memory
+        # otherwise torch 2.11 would continue to allocate from the graph pool and never free its memory
         with contextlib.suppress(RuntimeError):
             core.end_pool(device.index, pool)
         raise
@@ -184,8 +184,8 @@ def _keep_for_ever(owner: object) -> None:
 
 
 class _Token:
-    """An object that lives as long as the event or the memory to which it is attached.  It is needed because, in torch 2.11,
-    a weak reference to an event itself is never cleared."""
+    """An object that lives as long as the event or the memory to which it is attached.  Weak references refer to the token,
+    because torch 2.11 never clears a weak reference to an event."""
 
 
 @cache
@@ -202,8 +202,8 @@ def _tokens() -> weakref.WeakValueDictionary[int, _Token]:
 
 
 def _kept_by_children(owner: Object) -> Object:
-    """Keep forked children from ever freeing ``owner``, a GPU event or GPU memory; return it.  A forked child cannot use the
-    GPU, so torch would abort the child."""
+    """Prevent forked children from freeing ``owner``, a GPU event or GPU memory; return ``owner``.  A forked child cannot
+    use the GPU, so torch would abort the child when it frees ``owner``."""
     token: Any = _Token()
     owner.__dict__["chunkflow_token"] = _tokens()[id(owner)] = token
     return owner
@@ -217,8 +217,7 @@ _PORTABLE = 1
 def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
     """Pin exactly the bytes of a host tensor; return a function that unpins them.  Raises OSError if that fails.
 
-    This function uses the CUDA runtime that torch has loaded, because the bindings of another package may be newer than the
-    driver.
+    This function calls the CUDA runtime that torch has loaded: the CUDA bindings of another package may need a newer driver.
     """
     if host.is_pinned():  # pinning it again would be a CUDA error
         return lambda: None
@@ -239,7 +238,7 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
 def _check(error: Any, device: torch.device) -> None:
     if int(error) == 0:
         return
-    # the runtime reports the error again at the next launch, so a kernel is launched here to clear the error
+    # the runtime would report the error again at the next kernel launch, so launch a kernel here to clear it
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
     raise OSError(f"CUDA error {int(error)}, {torch.cuda.cudart().cudaGetErrorString(error)}")

@@ -1,4 +1,4 @@
-"""Traffic: the transfers over PCIe into a rank.  This module determines which transfers overlapped no other transfer."""
+"""Traffic: the transfers over PCIe into a rank, and which of them overlapped no other transfer."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Transfer:
     """A transfer over PCIe.
 
     ``log``: the queue to which the transfer is added when it begins.  ``nbytes``: for a copy, its size in bytes.
-    ``windows``, ``window``: for a collective or its completion, the seconds per window and the index of the window to which
-    its duration is added.  ``begin``, ``end``: the times when the transfer began and ended, in seconds of the device's
-    clock; infinite until they are known.
+    ``windows``, ``window``: for a collective or its completion, the record of seconds per window, and the index of the
+    window to which the duration is added.  ``begin``, ``end``: the times when the transfer began and ended, in seconds of
+    the device's clock; infinite until they are known.
     """
 
     log: deque[Transfer]
@@ -58,7 +58,7 @@ class Transfer:
 class Traffic:
     """The transfers of a program.
 
-    One thread reports copies, one reports pulls, and one reports collectives.  Another thread calls :meth:`drain`.
+    Copies, pulls, collectives and calls of :meth:`drain` come from four different threads.
     """
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class Traffic:
         self._pulled: deque[Transfer] = deque()
 
     def copy(self, nbytes: int, lane: Lane = "copy") -> Transfer:
-        """Create the record of a copy that is about to run in a lane."""
+        """Return the record of a copy that is about to run in a lane."""
         return Transfer(self._lanes[lane], nbytes)
 
     def collective(self, windows: WindowSeconds, window: int) -> Transfer:
-        """Create the record of a collective, or of its completion, that is about to run."""
+        """Return the record of a collective, or of the completion of a collective, that is about to run."""
         return Transfer(self._collectives, windows=windows, window=window)
 
     def drain(self, now: float) -> Copied:
@@ -122,7 +122,7 @@ class Traffic:
 
 
 def _ended(lane: deque[Transfer], now: float) -> Iterator[Transfer]:
-    """Remove the transfers that had ended by ``now`` from ``lane``, and yield these transfers."""
+    """Remove the transfers that had ended by ``now`` from ``lane``; yield the removed transfers."""
     while lane and lane[0].end <= now:
         yield lane.popleft()
 

@@ -1,5 +1,5 @@
-"""Wrappers for calls of regions and collectives.  They handle outputs that are stored in a slot, writes of a region to
-weights, and errors of a collective."""
+"""Wrappers for the code of regions and collectives.  They clone outputs that are stored in a slot, detect writes of a region
+to weights, and explain errors of a collective."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def owning(
     """Wrap a region so that its outputs own their memory.
 
     If an op does not change its input (w * 1), Inductor may return the input itself as an output.  So an output may be
-    stored in the memory of one of ``values``, the copies of weights on the device.  The next weight in the slot, or new
-    values of a resident weight, would overwrite this output.  Such outputs are therefore cloned.
-    The first call determines which outputs must be cloned.  It then calls ``settled`` with the function to use for later
-    calls.  This function is the region itself if no output must be cloned.
+    stored in the memory of one of ``values``, the copies of weights on the device.  It is then cloned, because the next
+    weight in the slot, or new values of a resident weight, would overwrite it.  The first call determines which outputs must
+    be cloned.  It then calls ``settled`` with the function to use for later calls.  This function is the region itself if no
+    output must be cloned.
     """
     memory = frozenset(value.untyped_storage()._cdata for value in values)
 
@@ -54,10 +54,10 @@ def _cloned(outputs: Sequence[Any], inside: Collection[int]) -> Sequence[Any]:
 
 
 def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Tensor]) -> LoweredRegion:
-    """Wrap the lowered code of a repeated region: the wrapper calls this code for one slice after the other.
+    """Wrap the lowered code of a region that is split into slices: the wrapper runs the code for one slice after the other.
 
-    ``values``: tensors with the shapes, strides and dtypes of the whole outputs.  Outputs that are not written into an input
-    are allocated in each call.
+    ``values``: tensors with the shapes, strides and dtypes of the whole outputs.  Each call allocates the outputs, except
+    those that the region writes into one of its inputs.
     """
     fresh = [value for value, (_, over) in zip(values, slicing.writes, strict=False) if over is None]
     parts = [*slicing.inputs, *(part for part, over in slicing.writes if over is None)]
@@ -77,15 +77,15 @@ def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Ten
 
 
 def _part(value: torch.Tensor, part: Slice, call: int) -> torch.Tensor:
-    """Return the slice of a value for one call.  ``call``: the number of this call, counted from 0."""
+    """Return the slice with the number ``call`` of a value; slices are counted from 0."""
     return value.narrow(part.dim, part.offset + call * part.size, part.size)
 
 
 def separated(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
     """Return the outputs of several rows, such that the outputs of different rows share no memory.
 
-    Outputs that share memory with another row are cloned.  Such outputs are part of a constant, or of an input that several
-    rows share.
+    Outputs that share memory with another row are cloned.  They are views of a constant, or of an input that is the same
+    tensor in several rows.
     """
     memory = [{o.untyped_storage()._cdata for o in outputs if isinstance(o, torch.Tensor)} for outputs in rows]
     counts = Counter(chain.from_iterable(memory))
@@ -133,8 +133,8 @@ def explained(function: Callable[..., Any], name: str, received: Callable[[], No
     """Wrap an op of the collective ``name``.  The first argument of the wrapper is the number of the step, for error
     messages.
 
-    ``received``: a function to call after an op that has received data, else None.  The wrapper raises ChunkflowError if the
-    op fails.
+    ``received``: a function to call after the op has received data; None if the op receives none.  The wrapper raises
+    ChunkflowError if the op fails.
     """
 
     def call(step: int, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """The weights of a model in host memory, as tensors that work like any other.
 
-In: the weights to offload.  Out: host tensors that a device copies from, and after a restore the original weights.
+Devices copy from these tensors, and a restore turns them into ordinary parameters again.
 Read in this order: host_weight (the tensor), host_buffer (its memory), packed, backing (where the bytes are stored),
 pinning (also defines the protocol for devices), host_store, loader, leaves, modules, guards.
 ``runtime`` imports this package, and ``placed`` imports both.

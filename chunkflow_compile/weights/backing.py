@@ -1,6 +1,7 @@
 """The storage of a weight's bytes: private memory of this process, memory shared by several ranks, or a file on the SSD.
 
-:class:`HostBuffer` decides when the bytes move.  Each class here implements the move for one kind of storage.
+:class:`HostBuffer` decides when the bytes move to private memory.  Each class here implements this move for one type of
+storage.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Where(Enum):
 
 
 class Backing:
-    """Private memory of this process.  The subclasses override the methods that differ for other storage.
+    """Private memory of this process.  The subclasses are for other types of storage.
 
-    ``host``: the tensor with the weight's values.  ``stored``: the tensor that is copied to the device; it is not
+    ``host``: the tensor with the weight's values.  ``stored``: the tensor that is copied to the device; it differs from
     ``host`` if the values are ``compressed``.  ``bytes``: the file range that ``host`` maps, or None if the values are
     in memory.
     """
@@ -72,13 +73,13 @@ class Backing:
         return self
 
     def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a view of the values as an ordinary tensor; writes to it are invisible to other processes."""
+        """Return a view of the values as an ordinary tensor.  Other processes do not see writes to it."""
         return view.detach()
 
     def settle(self) -> bool:
-        """Return whether the values may have changed since the last call through writes that no version counter
-        records, such as writes to a tensor of a state_dict.  In memory of this process, such writes cannot be detected,
-        so the base class returns True."""
+        """Return whether writes that no version counter records may have changed the values since the last call of this
+        method.  Writes to a tensor of a state_dict are an example.  The base class returns True, because such writes to
+        private memory cannot be detected."""
         return True
 
 
@@ -110,8 +111,8 @@ class SharedMemory(Backing):
         return Backing(self.host)
 
     def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a private copy-on-write view: it takes no memory until it is written, and no other mapping sees the
-        writes.
+        """Return a private copy-on-write view: it takes no memory until it is written, and writes to it reach no other
+        mapping.
 
         Raises ChunkflowError if the kernel cannot map it.
         """
@@ -122,8 +123,8 @@ class SharedMemory(Backing):
         return pages.view(view.dtype).as_strided(view.shape, view.stride(), begin)
 
     def leave(self) -> None:
-        """Unmap the memory of this weight, to which nothing may refer any more.  The enclosing mapping lasts as long as
-        any weight in it."""
+        """Unmap the pages of this weight, which must not be in use any more.  The pages of the other weights in the
+        same mapping stay."""
         map_over(self.host, None)
 
 

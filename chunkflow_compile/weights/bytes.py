@@ -12,7 +12,7 @@ from chunkflow_compile.private_torch import core
 
 # torch casts up to this many elements on the calling thread alone; for more elements it starts a team of threads.
 _SERIAL = 1 << 15
-# Element size in bytes -> the integer dtype of that size.  Two such integers are equal exactly if their bits are equal.
+# Element size in bytes -> an integer dtype of this size, for bitwise comparisons.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -73,9 +73,9 @@ def place_of(host: torch.Tensor) -> Any:
 
 
 def part_of(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Return the part of the contiguous tensor ``whole`` that corresponds to ``view``.
+    """View the contiguous tensor ``whole`` with the dtype, shape, strides and offset of ``view``.
 
-    ``view`` is a view of another tensor that has the same number of bytes as ``whole``.
+    ``view`` belongs to another tensor, which has the same number of bytes as ``whole``.
     """
     if view.dtype == whole.dtype and view.shape == whole.shape and view.stride() == whole.stride():
         return whole

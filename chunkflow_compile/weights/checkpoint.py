@@ -55,11 +55,11 @@ class Mappings:
         self._files: dict[str, WeightFile] = {}
 
     def part(self, tensor: torch.Tensor) -> DriveBytes | None:
-        """Return the file range that a dense host tensor maps.
+        """Return the file range that is mapped as the memory of a dense host tensor.
 
         Returns None if the tensor is not a mapping of a file, if it was written, or if the file was replaced.
-        Raises ChunkflowError if the file was truncated and no longer contains this range: reading the mapping would
-        kill the process.
+        Raises ChunkflowError if the file was truncated and no longer contains this range, because reading such a
+        mapping would kill the process.
         """
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return None
@@ -72,7 +72,7 @@ class Mappings:
         try:
             status = os.stat(mapping.path)
         except OSError:
-            return None  # deleted, or not visible in this namespace: the mapping still has the bytes
+            return None  # the file was deleted or is not visible here; the mapping is still valid
         if (status.st_dev, status.st_ino) != mapping.inode and self._as_mapped(mapping.path) != mapping.inode:
             return None
         if status.st_size < offset + nbytes:
@@ -103,8 +103,8 @@ class Mappings:
 class CheckpointReader:
     """Reads file ranges into host memory with a few threads.
 
-    ``direct``: whether to bypass the page cache, which saves memory when memory is short.  ``cpus``: the CPUs on which
-    the threads run.  The kernel allocates a page on the NUMA node of the CPU that first writes it.
+    ``direct``: whether to bypass the page cache, so that the files take no memory there.  ``cpus``: the CPUs on which
+    the threads run.  The kernel allocates a page on the NUMA node of the CPU that first writes to it.
     """
 
     def __init__(self, direct: bool, cpus: frozenset[int] = frozenset()) -> None:
@@ -123,8 +123,10 @@ class CheckpointReader:
         step = BLOCK // size
         flat = target.as_strided((count,), (1,))
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
-        part.file.check()  # the name may belong to another file by now
-        deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)  # raises the first error
+        # the path may belong to another file by now
+        part.file.check()
+        # raises the first error
+        deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)
 
     def close(self) -> None:
         """Wait for the threads to finish, and end them."""
@@ -146,8 +148,10 @@ class CheckpointReader:
             if dtype == flat.dtype:
                 copy_host_bytes(flat_bytes(target), values)
                 return
-            if values.data_ptr() % dtype.itemsize:  # a weight may begin at any byte of a checkpoint
-                copy_host_bytes(buffer[: block.nbytes], values)  # memmove, because the two may overlap
+            # a weight may begin at any byte of a checkpoint
+            if values.data_ptr() % dtype.itemsize:
+                # memmove, because the two may overlap
+                copy_host_bytes(buffer[: block.nbytes], values)
                 values = buffer[: block.nbytes]
             cast_on_this_thread(target, values.view(dtype))
 
@@ -168,8 +172,8 @@ def _mapped() -> Iterator[_Mapping]:
 
 
 def _written(address: int, nbytes: int) -> bool:
-    """Whether any page of a private mapping was written, and so may differ from the file.  Also True if the kernel does
-    not report written pages."""
+    """Whether any page of a private mapping was written, so that its bytes may differ from the file.  Also True if the
+    kernel does not report which pages were written."""
     first, last = address // PAGE, (address + nbytes - 1) // PAGE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Counts:
-    """Sums that only grow while a model is placed, even if its programs are replaced.
+    """Sums over all programs of a placed model.  They never decrease, even if programs are replaced.
 
     ``cold_starts``: calls that began with empty slots or out of cycle order, and so first had to copy the weights that
     a warm call finds in its slots.  ``off_cycle``: calls out of cycle order.
     ``moved_bytes``: bytes of all copies issued, including those for cold starts.  ``fetched_bytes``: bytes copied for ops
     outside programs.
-    ``launches``: calls that ran as one CUDA graph.  ``captures``: captures of CUDA graphs.  ``capture_s``: the seconds
-    that they took.
+    ``launches``: calls that ran as one CUDA graph.  ``captures``: captures of CUDA graphs.  ``capture_s``: seconds
+    spent on these captures.
     ``row_hits``: calls whose row was in the table of hoisted values.  ``row_misses``: calls whose row had to be
     computed first.  ``row_fill_s``: seconds spent on computing rows.  In a model that is compiled per block type, hits
     and misses count the calls of blocks.  A miss of one block also computes the rows of the other blocks, so a step

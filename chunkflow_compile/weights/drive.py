@@ -63,7 +63,7 @@ class Scratch:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
     def keep(self, weight: torch.Tensor) -> FileSlice:
-        """Append a dense host tensor, and return it as a part of the file.  Raises as :meth:`write`."""
+        """Append a dense host tensor to the file, and return its part of the file.  Raises as :meth:`write`."""
         begin, self._end = self._end, self._end + whole_pages(weight.nbytes)
         self.write(begin, weight)
         return self.kept(begin, weight)
@@ -90,8 +90,9 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
     """Choose the weights to leave on the SSD, so that the others take at most ``budget`` bytes of host memory.
 
     ``weights``: names and bytes in the order of the model.  The chosen weights are spread evenly over the model,
-    because the SSD is read during the whole of a step.
+    because the SSD is read throughout a step.
     """
+
     weights = [(name, nbytes) for name, nbytes in weights if nbytes]  # an empty weight cannot be mapped
     total = sum(nbytes for _, nbytes in weights)
     if total <= budget:
@@ -130,6 +131,7 @@ def _no_room(where: str, cause: str) -> str:
 
 def _file_system(folder: Path) -> str:
     """Return the type of the file system of a folder, or an empty string if it is unknown."""
+
     kind, best = "", -1  # if two mounts have the same path, the later one hides the earlier one
     with contextlib.suppress(OSError):
         where = folder.resolve()

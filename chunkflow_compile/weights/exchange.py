@@ -39,7 +39,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     try:
         try:
             deque(map(partial.__call__, steps), maxlen=0)
-        except RuntimeError:  # the first step failed and changed nothing; garbage may hold the weak reference
+        except RuntimeError:  # the first step failed; garbage may hold the weak reference
             gc.collect()
             deque(map(partial.__call__, steps), maxlen=0)
     except RuntimeError as error:

@@ -28,7 +28,7 @@ _PAUSE_S = 0.02
 # After this many seconds of waiting, the log names the missing ranks, and :meth:`Group.posted` checks whether they will
 # still post.
 LOGGED_S = 5.0
-# The JSON that a rank stores when it withdraws its value.
+# The JSON that replaces a value when its rank withdraws it.
 _WITHDRAWN = "null"
 
 # Backends whose process groups have real ranks, that is, processes that can all reach the store.
@@ -50,14 +50,15 @@ class Group:
 
     @property
     def key(self) -> str:
-        """The prefix of this group's keys in the store.  It is equal on all ranks of the group, whereas torch's group
-        names may differ between ranks."""
+        """The prefix of this group's keys in the store.  All ranks of the group have the same prefix, whereas torch's
+        group names may differ between ranks."""
         return f"chunkflow/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]}"
 
     def post(self, what: str, value: Any) -> str:
         """Publish a JSON-serialisable value for the other ranks, and return the key to pass to :meth:`posted`.
 
-        ``what``: the purpose of the value.  The n-th values that the ranks post for the same purpose belong together.
+        ``what``: the purpose of the value.  The n-th value that a rank posts for a purpose belongs to the n-th values
+        of the other ranks for this purpose.
         Raises ChunkflowError if the store cannot be reached.
         """
         with reached():
@@ -70,13 +71,11 @@ class Group:
     def posted(
         self, key: str, seconds: float = 0.0, absent: Callable[[list[int]], bool] = lambda missing: False
     ) -> dict[int, Any]:
-        """Return rank -> posted value for the ranks that have posted one.  The value is None if the rank has withdrawn
-        it.
+        """Return rank -> posted value for the ranks that have posted a value.  A withdrawn value is None.
 
         Wait at most ``seconds`` for the other ranks.  ``absent``: a function that takes the missing ranks, and returns
-        whether one of them will not post; after LOGGED_S the wait also ends when it returns True.
-        If a rank is still missing at the end, this rank withdraws its value, and its next post replaces the withdrawn
-        value.
+        whether one of them will never post; if so, the wait ends.  It is first called after LOGGED_S seconds.  If a
+        rank is still missing at the end, this rank withdraws its value, and its next post replaces the withdrawn value.
         Raises as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
@@ -101,10 +100,11 @@ class Group:
         return values
 
     def count_apart(self, model: str, asks: Mapping[str, Any]) -> None:
-        """Record, for ranks that wait for this one, that it places a model of class ``model`` without them.
+        """Record that this rank places a model of class ``model`` without other ranks, so that ranks that wait for this
+        one stop waiting.
 
-        ``asks``: the arguments with which this rank called ``offload``, for errors on the other ranks.  Does nothing if
-        the store cannot be reached, because this rank does not need the store.
+        ``asks``: the arguments with which this rank called ``offload``, for errors on the other ranks.  Errors of the
+        store are ignored, because this rank does not need it.
         """
         place = _apart(model, self.rank)
         with contextlib.suppress(StoreEnded), reached():
@@ -112,10 +112,11 @@ class Group:
             self.store.add(f"{place}/count", 1)
 
     def placed_apart(self, model: str, ranks: Collection[int]) -> tuple[int, dict[str, Any]] | None:
-        """Find the first of ``ranks`` that has placed models of class ``model`` on its own more often than this rank.
+        """Find the first of ``ranks`` that has placed models of class ``model`` without other ranks more often than
+        this rank.
 
-        Returns that rank and the arguments that it passed, or None.  The same surplus is not returned again, because
-        this rank's count is raised to match.
+        Returns the rank and the arguments that it passed to ``offload``, or None.  If there is such a rank, this rank's
+        count is set to the count of that rank, so that the next call does not find the same placements.
         """
         with reached():
             mine = self._count(_apart(model, self.rank))
@@ -140,8 +141,8 @@ class Group:
 
 
 def _apart(model: str, rank: int) -> str:
-    """Return the store key under which a rank counts the models of one class that it has placed on its own.  The key
-    does not depend on the group."""
+    """Return the store key under which a rank counts the models of one class that it has placed without other ranks.
+    Ranks that are in different groups use the same key."""
     return f"chunkflow/apart/{hashlib.sha256(model.encode()).hexdigest()[:16]}/{rank}"
 
 
@@ -201,10 +202,10 @@ def ranks_of(name: str) -> tuple[int, ...]:
 
 
 def ranks_together() -> int:
-    """Return how many ranks run a model at the same time: the ranks on this machine if the launcher provides their
-    number, otherwise all ranks of the default process group.  With a fake process group it is the number of ranks that
-    the group emulates."""
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # a plan without ranks
+    """Return how many ranks run a model at the same time.  These are the ranks on this machine if the launcher provides
+    their number, otherwise all ranks of the default process group, or all ranks that a fake process group emulates."""
+
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # planning only
         return dist.get_world_size()
     group = group_of()
     return local_ranks(1 if group is None else len(group.ranks))

@@ -1,16 +1,16 @@
 """Hooks that adapt a module with offloaded weights to ``state_dict``, ``load_state_dict``, ``.to()`` and layerwise
 casting.
 
-* ``state_dict`` returns the host memory as ordinary tensors, so that a write to one of them writes the model, even if the
-  weight is on the SSD.  For weights that ranks share in host memory it returns copies; writes to them do not reach the
-  model.
+* ``state_dict`` returns ordinary tensors that share the host memory of the weights, so a write to such a tensor changes
+  the model, even if the weight is on the SSD.  For weights that ranks share in host memory, it returns copies; writes
+  to them do not reach the model.
 * ``load_state_dict(assign=True)`` adopts the given tensors as host memory.
 * ``.to()``, ``.half()`` and all other functions that use ``_apply`` leave the values in host memory.  A change of the
-  device is only recorded, and converted values are stored in host memory.
-* In a layer with diffusers' layerwise casting, whose hook calls ``.to()`` before and after forward, forward sees a cast
-  copy and the weight is unchanged.  Dynamo can trace this exchange, and a program casts the weight on the device.
+  device is only recorded, and converted values are stored in host memory again.
+* In a layer with diffusers' layerwise casting, whose hook calls ``.to()`` before and after forward, forward uses a cast
+  copy, and the weight is unchanged.  Dynamo can trace this replacement; in a program, the cast runs on the device.
 
-The guards are attached to the modules of the model; :meth:`Guards.remove` detaches them.
+:class:`Guards` attaches these hooks to the modules of the model and removes them again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COPIES = {_aten._to_copy.default, _aten.empty_like.default}
 
 
 class Guards:
-    """The hooks of one placed model.  ``moved``: called before the weights change their device."""
+    """The hooks of one placed model.  ``moved``: a function that is called before the weights change their device."""
 
     def __init__(self, root: nn.Module, store: HostStore, moved: Callable[[], None]) -> None:
         self._root = root
@@ -90,8 +90,10 @@ class _Apply:
         self._device = device
         self._moved = moved
         self._reads_meant = reads_meant
-        self._stored: dict[str, torch.Tensor] = {}  # the weights that are replaced by cast copies while forward runs
-        self._cast_versions: dict[str, int] = {}  # the versions of the copies when they were created
+        # the weights that are replaced by cast copies while forward runs
+        self._stored: dict[str, torch.Tensor] = {}
+        # the version of each copy when it was created
+        self._cast_versions: dict[str, int] = {}
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         if (hook := hooks_of(self._module).get("layerwise_casting")) is not None and self._cast(fn, hook):
@@ -120,12 +122,12 @@ class _Apply:
 
     def _cast(self, fn: Callable[[torch.Tensor], torch.Tensor], hook: Any) -> bool:
         """Replace the weights of a layer by cast copies before forward, and the copies by the weights after forward.
-        Return False if ``fn`` is neither of these two casts."""
+        Return False if ``fn`` is neither the cast before forward nor the cast after it."""
         held = self._module._parameters
         dtype = fn(torch.empty(0, dtype=hook.storage_dtype)).dtype
         if dtype not in (hook.compute_dtype, hook.storage_dtype):
             return False
-        if self._stored:  # also if the last forward failed
+        if self._stored:  # forward has ended or failed, and its cast copies are still in place
             if not torch.compiler.is_compiling():
                 self._keep_writes(hook)
             held.update(self._stored)  # type: ignore[arg-type]
@@ -156,7 +158,7 @@ class _Apply:
 
 
 def _nothing() -> None:
-    """Do nothing: no program runs on a copy of a model before its first call."""
+    """Do nothing.  A copy of a model uses this function as ``moved``: it has no programs before its first call."""
 
 
 def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -166,7 +168,8 @@ def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Conversions(TorchDispatchMode):
-    """A mode for the conversion of a weight: a copy to another device shares the host memory until the next op runs.
+    """A dispatch mode that is active while ``_apply`` converts a weight.  A copy of the weight to another device shares
+    the host memory of the weight until the next op runs.
 
     ``device``: the device that the model is placed for.
     """
@@ -182,11 +185,11 @@ class _Conversions(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _COPIES and isinstance(args[0], HostWeight) and kwargs.get("device") is not None:
             return self._copied(args[0], with_index(torch.device(kwargs["device"])), **kwargs)
-        self.finish()  # because the op may write the weight or its copy
+        self.finish()  # because the op may write to the weight or to a copy
         return func(*args, **kwargs)
 
     def finish(self, applied: torch.Tensor | None = None) -> None:
-        """Give each copy its own memory, except ``applied``, which replaces the weight."""
+        """Give each copy separate memory, except ``applied``, which replaces the weight."""
         while self._copies:
             copied = self._copies.pop()
             if copied is not applied:
@@ -281,8 +284,8 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _assign_host_copies(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, *messages: Any
 ) -> None:
-    """With ``assign=True``, turn the given tensors into offloaded weights.  Without it there is nothing to do, because
-    copying into a weight writes its host memory."""
+    """With ``assign=True``, turn the given tensors into offloaded weights.  With ``assign=False`` there is nothing to
+    do, because torch then copies the values into the weights."""
     if not metadata.get("assign_to_params_buffers", False):
         return
     for name, tensor in _own(module):

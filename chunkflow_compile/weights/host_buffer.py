@@ -1,14 +1,14 @@
 """The host memory of one weight: where its values are stored, which copies of them exist, and who may write them.
 
-All views of a weight share one HostBuffer.  A HostBuffer may belong to the store of a placed model.  Outside of a store
-it is only memory and a count of writes.
+All views of a weight share one HostBuffer.  A HostBuffer may belong to the store of a placed model.  A HostBuffer
+without a store only holds memory and counts writes.
 
 Note: where the bytes of a weight are stored
 --------------------------------------------
 The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are of one of four types (:class:`Where`):
 
-* OWN: private pages of this process.  They are written by ops on the weight, and by writes to the tensors of a
-  state_dict, which no version counter records.
+* OWN: private pages of this process.  Ops on the weight write to them.  Users of a state_dict may write to them, too;
+  no version counter records these writes.
 * SHARED: pages of a memfd that the ranks of a machine map.  Only the loader writes them, before any weight uses them.
 * FILE: a private mapping of a checkpoint, or of a scratch file that the loader has written.  Programs copy from the
   file itself.
@@ -16,19 +16,19 @@ The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are of on
   process.
 
 The bytes of a packed weight are in ``HostBuffer.stored``, in pages of one of the first three types.  Its ``host`` is
-address space without pages; see ``packed.py``.  A write opens the pages of ``host`` and packs the values again; if they
-no longer fit, the weight becomes OWN and unpacked.
+address space without pages; see ``packed.py``.  A write opens the pages of ``host`` and packs the new values.  If the
+new values do not fit in the packed form, the weight is OWN and unpacked from then on.
 
-:class:`WeightLoader` chooses the initial type.  From there bytes move in one direction only, to OWN, and keep their
-address, so that views remain valid.  ``make_private`` does this before a write, before pages that may change are pinned,
-and when a shared weight is restored.  A weight that is given other memory (``p.data = ...``) gets a new HostBuffer.
+:class:`WeightLoader` chooses the initial type.  Later, the bytes can only move to OWN.  They keep their address, so
+that views remain valid.  ``make_private`` moves them before a write, before pages that may change are pinned, and when
+a shared weight is restored.  A weight that is given other memory (``p.data = ...``) gets a new HostBuffer.
 
 The following copies of the values may exist.  Each copy is written only by the code that creates it:
 
-* Pieces on the devices of a node, one per rank (``pieces``), until the weight is written on this rank.  They are not
-  read while the weight may be written through a tensor of a state_dict.
-* On the device of this rank, either a copy that stays (``resident``) and is refreshed when ``version`` has changed, or
-  slots of an arena that are filled in each step.
+* Pieces on the devices of the ranks of a node, one per rank (``pieces``), until the weight is written on this rank.
+  This rank does not read them while the weight may be written through a tensor of a state_dict.
+* On the device of this rank, either a resident copy (``resident``), which is refreshed when ``version`` has changed, or
+  slots of an arena, which are filled in each step.
 * For an op outside programs, a temporary copy that only this op reads.  For a packed weight, even an op on the CPU gets
   such a copy.
 * In a state_dict, tensors that share the memory itself (``exported``); :meth:`HostBuffer.settle` detects writes to
@@ -78,8 +78,8 @@ class WeightToken:
 
     Weak references point to the token and not to the weight, because torch.utils.swap_tensors raises an error for tensors
     that have weak references.
-    ``state``: an object that is replaced after each change of the buffer, unless the version of the host tensor records
-    the change.  The attribute is deleted when the weight leaves its store.
+    ``state``: an object that is replaced after each change of the buffer, except changes that the version of the host
+    tensor records.  The attribute is deleted when the weight leaves its store.
     """
 
     def __init__(self) -> None:
@@ -95,15 +95,16 @@ class WeightToken:
 class HostBuffer:
     """The host memory of one weight.
 
-    ``host``: the values, on the CPU.  ``written``: the number of writes through weights; writes to the memory itself are
-    counted by the tensor's ``_version``.
+    ``host``: the values, on the CPU.  ``written``: the number of writes through weights; ``host._version`` counts
+    writes to the host tensor itself.
     ``names``: all names of the weight in the model.  ``origin``: the device of the weight before it was offloaded.
-    ``grad``: the gradient of the weight at that time, or None.
+    ``grad``: the gradient of the weight before it was offloaded, or None.
     ``fill``: if a module computes the values, a function that writes them before each call; otherwise None.
-    ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``: whether outdated pieces
-    are kept, without being read, because the weight may later have their values again.
-    ``backing``: the storage of the bytes.  ``form``: the form of the bytes.  A compressible weight shares its pages
-    with no other data.
+    ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``: whether pieces are kept
+    although a write was counted.  They are not read until :meth:`regain_pieces` finds that they still have the values
+    of the weight.
+    ``backing``: the storage of the bytes.  ``form``: the form of the bytes.  The pages of a compressible weight contain
+    no other data.
     """
 
     def __init__(
@@ -120,11 +121,16 @@ class HostBuffer:
         self.backing = Backing(host) if backing is None else backing  # changed by _set_backing only
         raw = Form.COMPRESSIBLE if compressible else Form.RAW
         self.form = Form.COMPRESSED if self.backing.compressed else raw
-        self._lock = ProcessLock()  # held while the form of the values is read or changed
-        self._writing = ProcessLock()  # held for the whole of a write, longer than ``_lock``
-        self._copied_from = weakref.WeakValueDictionary[int, Any]()  # references of programs to the raw memory
-        self.exposed = False  # whether code compiled by other backends has used the memory
-        self._uses = 0  # references from this buffer and from the weight, see ``core.storage_uses``
+        # held while the form of the values is read or changed
+        self._lock = ProcessLock()
+        # held during a whole write; ``_lock`` is not
+        self._writing = ProcessLock()
+        # references of programs to the raw memory
+        self._copied_from = weakref.WeakValueDictionary[int, Any]()
+        # whether code compiled by other backends has used the memory
+        self.exposed = False
+        # storage references of this buffer and of the weight, see ``core.storage_uses``
+        self._uses = 0
         self._store: Store | None = None
         self._token: Callable[[], WeightToken | None] = lambda: None
         self._writes: torch.Tensor | None = None  # shares only the version counter with the weight
@@ -154,16 +160,17 @@ class HostBuffer:
         self._uses = self._own_uses(weight.host)
 
     def _own_uses(self, view: torch.Tensor) -> int:
-        """Return the number of references to the storage from this buffer and from a weight whose host tensor is
-        ``view``, counted as in ``core.storage_uses``.
+        """Return how many of the references that ``core.storage_uses`` counts are from this buffer and from a weight
+        whose host tensor is ``view``.
 
-        The references are the tensors, the bases of views, and the storage object that is created for counting.
+        These are the two host tensors, the tensors of which they are views, and the storage object that
+        ``core.storage_uses`` creates itself.
         """
         tensors = (self.host, view, self.host._base, view._base)
         return 1 + len({id(tensor) for tensor in tensors if tensor is not None})
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage, and its only user is a weight whose host tensor is ``view``."""
+        """Whether the memory is a whole storage that only a weight with the host tensor ``view`` uses."""
         return self._is_whole and core.storage_uses(self.host) <= self._own_uses(view) and not self._copied_from
 
     @property
@@ -182,8 +189,8 @@ class HostBuffer:
 
     @property
     def store(self) -> Store:
-        """The store of the placed model.  Use this only for a buffer that :func:`buffer_of` returned: other buffers
-        have no store."""
+        """The store of the placed model.  Use this only for a buffer from :func:`buffer_of`, which returns no buffer
+        without a store."""
         assert self._store is not None
         return self._store
 
@@ -231,8 +238,8 @@ class HostBuffer:
 
     @property
     def bytes(self) -> Bytes:
-        """The bytes that programs copy.  A weight on the SSD whose mapping was written is first moved to private
-        memory; raises as :meth:`write` if that fails."""
+        """The bytes that programs copy.  If the weight is on the SSD and its mapping was written, it is first moved to
+        private memory; if that fails, raises as :meth:`write`."""
         if self.backing.where is Where.FILE_WRITTEN:
             self.make_private()
         return self.bytes_now
@@ -251,7 +258,7 @@ class HostBuffer:
             return flat_bytes(self.stored)
         place = place_of(self.host)
         self._copied_from[id(place)] = place
-        # has its own storage, so that it does not count as a use of the weight
+        # a tensor with a separate storage, so that it does not count as a use of the weight
         return torch.frombuffer(place, dtype=torch.uint8)
 
     @property
@@ -266,12 +273,15 @@ class HostBuffer:
         return None if ref is None or version != self.version else ref()
 
     def resident(self, stagings: GpuStagings, arena: object) -> torch.Tensor:
-        """Return a copy of the values on the store's device, shared by all programs that use it at the same time.
+        """Return a copy of the values on the store's device.  All programs that read the weight as resident share this
+        copy.
 
         ``arena``: the arena of these programs; no step may be running in it.  An outdated copy is updated in place if
         no program of another arena reads it.
         """
-        current, version = self.on_device, self.version  # read before the copy: later values need another one
+
+        # read before the values: a write during the copy makes the copy outdated
+        current, version = self.on_device, self.version
         stale = None if self._resident is None else self._resident[1]()
         only_here = not self._resident_in - {arena}
         self._resident_in.add(arena)
@@ -287,21 +297,22 @@ class HostBuffer:
         return renewed
 
     def check(self) -> None:
-        """Raise ChunkflowError if the host tensor maps a file on the SSD that has changed.
+        """Raise ChunkflowError if the host tensor is a mapping of a file that has changed.
 
-        This applies even after a write, for example through a tensor of ``state_dict``: the pages that were not written
-        still come from the file.
+        A weight that was written, for example through a tensor of a state_dict, is checked as well, because its other
+        pages are still read from the file.
         """
         self.backing.check()
 
     def read(self, nbytes: int) -> None:
-        """Check the weight, and count the bytes, before an op outside programs reads the values."""
+        """Check that the weight can be read, and count the bytes, before an op outside programs reads the values."""
         if self._store is not None:
             self.check()
             self._store.count(self.name, nbytes)
 
     def warn_of_compiler(self, backend: str) -> None:
-        """Warn that another backend compiles code that copies the values in each of its calls."""
+        """Warn that another backend compiles code that reads the weight, and that this code copies the values in every
+        call."""
         if self._store is not None:
             self._store.warn_of_compiler(self.name, backend)
 
@@ -341,7 +352,7 @@ class HostBuffer:
                 self._store.exported[Export(weakref.ref(exported.untyped_storage()), weakref.ref(self))] = None
             return exported
         exported = backing.view_to_write(view)
-        if backing is not self.backing:  # another thread has written it
+        if backing is not self.backing:  # another thread has moved or packed the weight meanwhile
             return self.export_view(view)
         if self._store is not None and self.backing.where is not Where.SHARED:
             self._store.exported[Export(weakref.ref(exported), weakref.ref(self))] = None
@@ -357,17 +368,17 @@ class HostBuffer:
         self._changed()
 
     def expose(self) -> None:
-        """Record that code compiled by another backend uses the memory.  Only the version of the weight counts writes
-        by such code."""
+        """Record that code compiled by another backend uses the memory.  Writes by such code change only the
+        ``_version`` of the weight."""
         if not self.exposed:
             self.exposed = True
             self._changed()
 
     def _changed(self) -> None:
-        """Give the weight a new state object; programs compare state objects to detect changes."""
+        """Replace the state object of the weight, which programs compare to detect changes."""
         if (token := self.token) is not None:
             token.change()
-            if self._store is None:  # checked last, because another thread may remove it from the store
+            if self._store is None:  # checked last, because another thread may remove the buffer from the store
                 token.leave_store()
 
     def _set_form(self, form: Form) -> None:
@@ -380,7 +391,8 @@ class HostBuffer:
         self.pieces = pieces
 
     def regain_pieces(self, same: Callable[[HostBuffer, Pieces], bool] | None) -> None:
-        """Use the pieces again if they have the current values of the weight, although writes were counted.
+        """Use outdated pieces again if they still have the values of the weight.  That is possible because ``settle``
+        may count a write that changed nothing.
 
         The caller makes sure that from now on only the model can write the weight.  ``same``: a function that returns
         whether the pieces of all ranks have the values of the weight; None if there are no other ranks.
@@ -390,7 +402,7 @@ class HostBuffer:
             self.pieces = replace(pieces, version=self.version)
 
     def settle(self) -> bool:
-        """Count writes to tensors of a state_dict since the last call as one write to the weight.
+        """If tensors of a state_dict may have been written since the last call, count that as one write to the weight.
 
         Pieces are kept until :meth:`regain_pieces`, because the values may turn out to be unchanged.
         Returns whether programs may have copied outdated values.  Raises as :meth:`write`.
@@ -445,7 +457,7 @@ class HostBuffer:
         """Pack the values and free their memory; views remain valid.  Returns whether the weight is packed now.
 
         Packing fails if the values do not fit in the packed form, if another tensor or array uses the memory (such as a
-        tensor of a state_dict), or if both forms do not fit in host memory at the same time.  Pauses programs as
+        tensor of a state_dict), or if host memory is too short to hold both forms during packing.  Pauses programs as
         :meth:`write`.
         """
         if self.form is not Form.COMPRESSIBLE:
@@ -454,13 +466,13 @@ class HostBuffer:
             self.sync_copies()
             raw = self.backing
             if self._in_use and self._store is not None:
-                self._store.end_programs()  # programs hold references to the memory from which they copy
+                self._store.end_programs()  # running programs refer to the memory from which they copy
             able = self.fill is None and not self._in_use and raw.where is Where.OWN
             packed = Packed.of(self.host) if able else None
             if packed is not None:
                 self.unpin()
                 self._set_backing(packed)
-                if self._in_use:  # an op of another thread has started to use it meanwhile
+                if self._in_use:  # an op of another thread has begun to use the memory
                     self._set_backing(raw)
                 else:
                     close_pages(self.host)
@@ -471,8 +483,8 @@ class HostBuffer:
     def unpack(self, leaving: bool = False, lazily: bool = False) -> None:
         """Unpack the weight permanently, at the same address.  Pauses programs as :meth:`write`.
 
-        ``leaving``: whether the weight is about to leave the store.  ``lazily``: whether to allocate the memory even if it
-        may not fit.
+        ``leaving``: whether the weight is about to leave the store.  ``lazily``: whether to allocate the memory even if
+        host memory is short.
         Raises ChunkflowError if the values do not fit in host memory, or if the file has changed.
         """
         with self._paused():
@@ -483,7 +495,7 @@ class HostBuffer:
                 try:
                     backing.open(self.name, lazily)
                 finally:
-                    if backing.is_open:  # true after an interrupt, too
+                    if backing.is_open:  # also true if ``open`` was interrupted at its end
                         self._become_raw()
                 if self._store is not None and not leaving:
                     self._store.warn_over_bound(self.name, "is no longer packed")
@@ -497,7 +509,7 @@ class HostBuffer:
         self.unpin()
 
     def _set_backing(self, backing: Backing) -> None:
-        """Set the storage of the bytes, and the form that goes with it."""
+        """Set the storage of the bytes and, accordingly, their form."""
         with self._lock():
             if self.compressed != backing.compressed:
                 self._set_form(Form.COMPRESSED if backing.compressed else Form.RAW)
@@ -518,8 +530,8 @@ class HostBuffer:
         return not self.compressed and self._is_whole and core.storage_uses(self.host) > self._uses
 
     def on_storage_replaced(self) -> None:
-        """Warn that a weight on the SSD is replaced by a tensor in host memory, if the weights then exceed their
-        bound."""
+        """Warn before a tensor in host memory replaces this weight, if the weight is on the SSD and the weights of the
+        model will exceed their limit on host memory."""
         if self._store is not None and self.backing.file_bytes is not None:
             how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
@@ -534,8 +546,10 @@ class HostBuffer:
             return
         self.check()
         if before is Where.SHARED:
-            self.unpin()  # a device goes on reading the pages that were at this address when they were pinned
-            self.count_write()  # programs then pin the weight again, even if the move below fails
+            # a device would go on reading the pages that were at this address when it was pinned
+            self.unpin()
+            # programs then pin the weight again, even if the move below fails
+            self.count_write()
         self._set_backing(self.backing.make_private(self.name, lazily))
         if before is not Where.SHARED and self._store is not None:
             self._store.warn_over_bound(self.name, "is written, and goes from the drive into host memory for that")
@@ -561,13 +575,14 @@ class HostBuffer:
         """Pin the host memory for copies by ``device``, unless it is pinned already.  If pinning fails, the store
         warns.
 
-        ``fits``: whether the limit for pinned memory allows it; if not, the device copies from pageable memory.
+        ``fits``: whether the weight is within the limit on pinned memory; if not, the device copies from pageable
+        memory.
         """
         self._pins.add(device)
         if not self.should_pin:
             return
         if self.backing.where is Where.FILE_WRITTEN:
-            self.make_private()  # pages must not change while a device reads them
+            self.make_private()  # a write to the mapping would replace pages that the device reads
         if not fits:
             return
         try:

@@ -40,6 +40,7 @@ def fill(target: torch.Tensor, values: torch.Tensor, cpus: frozenset[int], stagi
 
     ``cpus``: the CPUs of the NUMA node on which to allocate the pages, from :func:`near_cpus`; empty for any node.
     """
+
     with running_on(cpus):  # the thread that first writes a page determines its NUMA node
         _fill(target, values, stagings)
 
@@ -48,7 +49,7 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
     if not target.numel():
         return
     if target.dtype != values.dtype:
-        # in pieces, because casting a whole tensor on a GPU would allocate a second copy of it
+        # in pieces, because casting a whole tensor on a GPU would allocate GPU memory for all of it
         target, source = target.as_strided((target.numel(),), (1,)), values.as_strided((values.numel(),), (1,))
         for part, piece in zip(target.split(_CAST), source.split(_CAST), strict=True):
             if piece.device.type == "cpu":
@@ -62,14 +63,15 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
 
 
 def give_free_memory_back() -> None:
-    """Return freed memory from the allocator to the system.  After a model was loaded, this can be half the size of the
-    model."""
+    """Return freed memory from the allocator to the system.  The allocator may keep half the size of a model in freed
+    memory after the model was loaded."""
+
     with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def near_cpus(device: torch.device) -> frozenset[int]:
-    """Return the CPUs on the NUMA node of a GPU; empty if the node is unknown or is the only one."""
+    """Return the CPUs on the NUMA node of a GPU; empty if the node is unknown, or if the machine has a single node."""
     if device.type != "cuda" or len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return frozenset()
     properties: Any = torch.cuda.get_device_properties(device)

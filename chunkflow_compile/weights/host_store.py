@@ -46,10 +46,10 @@ class HostStore:
     """The offloaded weights of the model ``root``, whose programs run on ``device``.  The store lives as long as the
     model.
 
-    ``quiet``: returns a context, for writes, in which no program of the model runs.  ``end_programs``: ends the
-    programs; their next calls start them again.  ``pins``: whether to pin host memory; False after pinning has failed
-    once.  ``counts``: counters of the model's programs.  ``exported``: tensors of state_dicts, or their storages, that
-    share the memory of weights.
+    ``quiet``: a function that returns a context for writes to weights; no program of the model runs in this context.
+    ``end_programs``: a function that ends the programs; their next calls start them again.  ``pins``: whether to pin
+    host memory; False after pinning has failed once.  ``counts``: counters of the model's programs.  ``exported``:
+    tensors of state_dicts, or their storages, that share the memory of weights.
     ``bound``: the limit on host memory for the weights, in bytes, or None.
     ``rank_and_count``: the index of this rank among the ranks that share the weights, and the number of these ranks;
     None if the weights are not shared.  ``agreed_pin_bytes``: the bytes that each of these ranks may pin, or None.
@@ -69,10 +69,10 @@ class HostStore:
     exported: dict[Export, None] = field(default_factory=dict)
     _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
     _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer | None]] = field(default_factory=list)
-    warned: bool = False  # whether the user was warned about reads by eager ops; also True if they are intended
+    warned: bool = False  # whether a warning about reads by eager ops was shown or is not wanted
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
-    _meant: int = 0  # bytes of intended reads
+    _meant: int = 0  # bytes fetched in ``reads_meant`` contexts
     _warned_of_bound: bool = False
     _warned_of_raw: bool = False
     _warned_of_exported: bool = False
@@ -80,7 +80,7 @@ class HostStore:
 
     @property
     def root(self) -> nn.Module | None:
-        """The model, or None if the model was freed and only weights of it are left."""
+        """The model, or None if the model was freed and something else still uses some of its weights."""
         return self._root()
 
     @property
@@ -90,6 +90,7 @@ class HostStore:
 
     def _kept(self) -> list[HostBuffer]:
         """All buffers of the store, oldest first, including buffers of weights that were replaced or dropped."""
+
         buffers = (ref() for ref in self._buffers.keyrefs())  # any thread may call keyrefs
         return [buffer for buffer in buffers if buffer is not None]
 
@@ -113,13 +114,13 @@ class HostStore:
     def add(self, names: tuple[str, ...], tensor: torch.Tensor, loader: WeightLoader) -> None:
         """Move the bytes of a parameter or buffer into the store and turn it into a :class:`HostWeight`.
 
-        Only one weight at a time exists twice.  A weight that is still in its checkpoint stays there, without host
-        memory, until :meth:`finish_move`.  A weight that is already offloaded keeps its host memory, unless it is one
-        of the loader's weights.
+        The original memory of each weight is freed before the next weight is moved.  A weight that is still in its
+        checkpoint stays there, without host memory, until :meth:`finish_move`.  A weight that is already offloaded
+        keeps its host memory, unless the loader loads it again.
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight) and names[0] not in loader:
-                buffer = tensor.buffer  # already in the store if a view has replaced the weight in the model
+                buffer = tensor.buffer  # in the store already if ``tensor`` is a view of a weight of this store
                 if buffer.compressed and not same_place(tensor.host, buffer.host):
                     buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
@@ -131,8 +132,8 @@ class HostStore:
                 self._become(names, tensor, placed)
 
     def finish_move(self, loader: WeightLoader, node: Node | None) -> None:
-        """Finish the move after all weights have been added on this rank.  ``node``: the ranks that share the weights,
-        or None.
+        """Finish the move to host memory after :meth:`add` was called for all weights on this rank.  ``node``: the
+        ranks that share the weights, or None.
 
         Raises ChunkflowError if another rank has ended or failed, or if weights that differ between ranks do not fit in
         host memory.
@@ -152,7 +153,7 @@ class HostStore:
         grad, origin = tensor.grad, tensor.device
         weight = like(tensor, HostWeight(buffer.host, self.device, buffer))
         self._adopt(names, weight, buffer.host, origin, grad)
-        # last, and in one call: Ctrl-C leaves either an ordinary tensor or a weight that the store knows
+        # last, and in one call, so that Ctrl-C leaves either an ordinary tensor or a weight of this store
         become(tensor, weight)
 
     def _adopt(
@@ -170,7 +171,7 @@ class HostStore:
         self._buffers[buffer] = None
 
     def release(self, device: torch.device | None = None, error: BaseException | None = None) -> None:
-        """Restore every parameter on ``device``, or by default on the device that the parameter came from.  Parameters
+        """Restore every parameter on ``device``, or by default on the device that the parameter came from.  Weights
         that are no longer part of the model stay in host memory.
 
         ``error``: the reason why the move to host memory has failed, or None.  After a failure, shared memory that
@@ -193,9 +194,7 @@ class HostStore:
             for buffer in reversed(buffers):
                 if (weight := weights.get(buffer)) is not None:
                     target = device or buffer.origin
-                    if (
-                        error is not None and target.type == "cpu"
-                    ):  # memory may be short, which may be why the move failed
+                    if error is not None and target.type == "cpu":  # the move may have failed because memory is short
                         if buffer.compressed:
                             buffer.unpack(leaving=True, lazily=True)
                         elif buffer.backing.where is Where.SHARED:
@@ -212,7 +211,8 @@ class HostStore:
             self.peers = None
 
     def sync_external_writes(self) -> None:
-        """Count weights as written if a tensor of a state_dict shares their memory, or has shared it since the last call.
+        """Count weights as written if a tensor of a state_dict shares their memory, or has shared it since the last
+        call of this method.
 
         Such a weight may have been written through a pointer, a NumPy array or a collective, which no version counter
         records.  A weight is not counted if the kernel reports that its pages were not written; see
@@ -220,8 +220,9 @@ class HostStore:
         weight any more, for example after a model was saved, the weight uses its pieces again if they have its values.
         Raises ChunkflowError if there is not enough memory for the written values.
         """
-        # Exports stay in the list until their buffer is settled, so that other threads that call the model settle them
-        # as well.
+
+        # An export stays in ``exported`` until its buffer is settled, because another thread that calls the model
+        # meanwhile must settle the buffer, too.
         exports: dict[HostBuffer, list[Export]] = {}
         for export in [*self.exported]:
             if (buffer := export.buffer()) is None:
@@ -230,8 +231,7 @@ class HostStore:
                 exports.setdefault(buffer, []).append(export)
         slow = False
         for buffer, lent in exports.items():
-            # users are looked up before the buffer is settled: if there are none now, nobody writes the memory
-            # afterwards
+            # users are looked up before the buffer is settled: if there are none, nobody can write to the memory later
             users = {id(user): export for export in lent if (user := export.user()) is not None}
             kept = {*users.values()} or {*lent[: buffer.is_lent]}
             changed = buffer.settle()
@@ -252,13 +252,12 @@ class HostStore:
             )
 
     def expect_eager_reads(self) -> None:
-        """Disable the warning about ops that fetch weights, because parts of the model are meant to run eagerly."""
+        """Disable the warning about eager ops that fetch weights: parts of the model run eagerly on purpose."""
         self.warned = True
 
     @contextlib.contextmanager
     def reads_meant(self) -> Iterator[None]:
-        """A context in which ops outside programs read weights without a warning, because the user is converting the
-        weights."""
+        """A context for conversions of weights by the user: ops outside programs read weights without a warning."""
         warned, fetched, self.warned = self.warned, self.counts.fetched_bytes, True
         try:
             yield
@@ -298,7 +297,8 @@ class HostStore:
             warnings.warn(said, stacklevel=2)
 
     def warn_of_compiler(self, name: str, backend: str) -> None:
-        """Warn once that another backend compiles code that reads a weight.  Suppresses the warning about eager ops."""
+        """Warn once that another backend compiles code that reads a weight.  Also disables the warning about eager
+        ops."""
         if self._warned_of_compiler:
             return
         self._warned_of_compiler = self.warned = True
@@ -323,8 +323,8 @@ class HostStore:
     def warn_over_bound(self, name: str, how: str, more: int = 0) -> None:
         """Warn once if the weights take more host memory than the bound.
 
-        ``name``: the weight that is moved into host memory.  ``how``: the cause, as a predicate for ``name``.
-        ``more``: bytes that are about to be added to the weights in host memory.
+        ``name``: the weight that is moved into host memory.  ``how``: the reason, as a predicate that follows ``name``
+        in the message.  ``more``: bytes of weights that are about to be moved into host memory.
         """
         held = self.held_bytes + more
         if self.bound is not None and held > self.bound and not self._warned_of_bound:
@@ -367,14 +367,14 @@ class HostStore:
     def _pinnable(self, memory: HostMemory) -> int:
         """Return how many bytes of the weights this rank may pin.
 
-        The bytes of the weights are no longer free, but pinning them takes no additional memory, so they are added to
-        the share of the free memory.
+        The weights already occupy host memory, and pinning takes no more, so their bytes are added to this rank's share
+        of the free memory.
         """
         ranks = max(local_ranks(), self.rank_and_count[1] if self.rank_and_count else 1)
         return max(0, self.held_bytes + (memory.free - memory.reserve) // ranks)
 
     def disable_pinning(self, buffer: HostBuffer, cause: str) -> None:
-        """Continue without pinned memory, and warn once."""
+        """Pin no more weights of this model, and warn."""
         self.pins = False
         warnings.warn(
             f"The host memory of {buffer.name} ({size(buffer.nbytes)}) could not be pinned after {size(self.pinned_bytes)} "
@@ -390,8 +390,8 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
     directly.
 
     ``budget``: the limit on pinned bytes per store; None for as much as the machine allows.
-    Ranks that share memory pin the same weights: the first ones, up to the limit.  Each rank starts with a different
-    weight, because pinning may fail in the kernel if two ranks pin the same pages at the same time.
+    Ranks that share memory all pin the same weights: those at the beginning of ``buffers``, up to the limit.  Each rank
+    starts with a different weight, because the kernel may fail to pin pages that two ranks pin at the same time.
     """
     shared = [buffer.store.rank_and_count for buffer in buffers if buffer.store.rank_and_count is not None]
     place, ranks = min(shared) if shared else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
@@ -406,14 +406,15 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
             buffer.pin(device, buffer not in without)
             pinned(buffer.nbytes)
     for buffer in todo:
-        if buffer in without and buffer.store.pins:  # reported once per store, for the first of its weights
+        if buffer in without and buffer.store.pins:  # only for the first of them, which disables pinning for its store
             buffer.store.disable_pinning(buffer, allowances[buffer.store].why)
     return all(buffer.pinned or isinstance(buffer.bytes_now, Pieces) for buffer in buffers)
 
 
 @contextlib.contextmanager
 def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error into a ChunkflowError that names the weight that was being restored."""
+    """Turn an out-of-memory error inside the context into a ChunkflowError that names the weight ``name``, which is
+    being restored."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -443,7 +444,7 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
                     "weights not restored yet stay where they are. Free host memory and call restore again."
                 )
         with no_room_for(buffer.name, weight.host.nbytes, device):
-            # a scratch file must not become the memory of an ordinary tensor, which may outlive the placement
+            # an ordinary tensor may outlive the placement, and must not keep a scratch file
             values = weight.host if device.type == "cpu" else weight.values_on_host
             plain = stagings.brought(values, device, copy=buffer.backing.in_scratch_file)
         grad = buffer.grad if buffer.backs(weight) else None

@@ -1,8 +1,8 @@
 """An offloaded weight as a tensor: its bytes are in host memory, and its device is the compute device.
 
-An op outside a program that reads such a weight gets a temporary copy on the device.  An op that writes the weight writes
-the host memory, and every program uses the new values from its next call on.  A view of the weight is a view of the host
-memory.
+An op outside a program that reads such a weight gets a temporary copy on the device.  An op that writes to the weight
+changes the host memory, and programs use the new values from their next call on.  A view of the weight is a view of the
+host memory.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
 # Ops that write without reading, so that nothing has to be fetched.
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 
-
 # The name of ChunkFlow's backend.
 _OURS = "chunkflow"
-# All attributes of a HostWeight; "token" stays with the tensor when its values are exchanged.
+# All attributes of a HostWeight.  Unlike the others, "token" stays with the tensor when its values are exchanged.
 _OWN = {*STATE, "token"}
 
 
@@ -116,10 +115,10 @@ class HostWeight(torch.Tensor):
     ) -> Any:
         (host,) = inner.values()
         if isinstance(host, FakeTensor) and _is_for_us():
-            offset = host.storage_offset()  # a DTensor around it has the same offset
+            offset = host.storage_offset()  # a DTensor that contains the weight has the same offset
             with host.fake_mode, core.view_tracking(False):
                 room = torch.empty(offset + host.numel(), dtype=host.dtype, device=device)
-                return room.as_strided(size, stride, offset)  # not a view, because the weight is not a view
+                return room.as_strided(size, stride, offset)  # without view tracking, because the weight is not a view
         return HostWeight(host, device)
 
     @classmethod
@@ -129,9 +128,8 @@ class HostWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], HostWeight) else None
-        refused = (
-            torch.Tag.inplace_view in func.tags or func in _LAZY_VIEWS
-        )  # such as set_ and resize_, which replace the memory
+        # inplace views, such as set_ and resize_, replace the memory of a tensor
+        refused = torch.Tag.inplace_view in func.tags or func in _LAZY_VIEWS
         if first is not None and not refused:
             if func.is_view or func in _VIEWS:
                 with _tracked():
@@ -157,12 +155,13 @@ class HostWeight(torch.Tensor):
 
     @property
     def writes(self) -> int:
-        """A number that changes with every write to the values: through this or another weight, to the host memory, or by
-        compiled code."""
+        """A number that changes with every write to the values: by an op on this weight or on another view of it, to
+        the host tensor, or by compiled code."""
         return self.buffer.written + self.host._version + self._version
 
     def fetch(self) -> torch.Tensor:
         """Return a copy of the values on the device, or the host memory itself if the device is the CPU."""
+
         if type(self.host) is not torch.Tensor:  # during tracing
             traced: torch.Tensor = FETCH(self.host, self.device)
             return traced
@@ -183,22 +182,22 @@ class HostWeight(torch.Tensor):
 
     @property
     def raw_host(self) -> torch.Tensor:
-        """The host memory, for code compiled by other backends.  Such code may write the memory without any op, so a
-        packed weight is first unpacked permanently, except during tracing."""
+        """The host memory, for code compiled by other backends.  Such code may write to the memory without calling an
+        op, so a packed weight is first unpacked permanently.  During tracing, it stays packed."""
         self.buffer.expose()
         if self.buffer.compressed and detect_fake_mode() is None:
             self.buffer.unpack()
         return self.host
 
     def _alias(self, host: torch.Tensor) -> Any:
-        """Wrap ``host`` as a weight.  It is a view of the same memory, or new memory, which some view ops return
-        instead."""
+        """Wrap ``host``, the result of a view op, as a weight.  Its buffer is the same if ``host`` is a view, and a new
+        one if the op has copied the values, which some view ops do."""
         same = in_one_memory(host, self.host)
         return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
-        """Convert the weight: the result stays in host memory if the device is the same, and is an ordinary tensor on
-        another device."""
+        """Convert the weight.  The result is a HostWeight if the device is the same, and an ordinary tensor if it
+        differs."""
         device = kwargs.get("device")
         target = self.device if device is None else with_index(torch.device(device))
         if target == self.device or target.type == "cpu":
@@ -232,7 +231,8 @@ class HostWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the weight as an ordinary tensor on the CPU."""
-        # for a packed weight, an exported view takes no host memory if it is on the SSD
+
+        # for a packed weight, an exported view is usually in a scratch file and takes no host memory
         read = self.buffer.export_view if self.buffer.compressed else self.buffer.values
         return self.plain(read(self.host)).__reduce_ex__(protocol)
 
@@ -258,7 +258,8 @@ class HostWeight(torch.Tensor):
             return {}
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
-    # Methods that are not implemented by an op, and would access memory that this tensor does not have.
+    # Methods that torch does not implement by ops.  The methods of torch.Tensor would access memory that this tensor
+    # does not have.
 
     @property
     def data(self) -> Any:
@@ -277,7 +278,7 @@ class HostWeight(torch.Tensor):
         a weight on the same device        the other weight's          the other weight's
         a tensor on the CPU                the tensor's                a new one
         a tensor on another device         a copy                      a new one
-        one that is not :func:`ordinary`   a copy                      a new one
+        not dense, or an inference tensor  a copy                      a new one
         another class or layout            raises ChunkflowError       none
         =================================  ==========================  =====================
         """
@@ -288,10 +289,12 @@ class HostWeight(torch.Tensor):
         else:
             host, buffer = value.detach().to("cpu"), None
         if buffer is self.buffer and same_place(host, self.host):
-            return  # p.data += x has written the memory already
+            return  # p.data += x has already written to the memory
         if buffer is None and same_place(host, self.host) and self.buffer.backs(self):
-            return  # a tensor of the weight's own state_dict
-        part = buffer is self.buffer  # another view of the same memory, which may be only a part of the backing
+            # a tensor of the weight's own state_dict
+            return
+        # another view of the same memory, perhaps of only a part
+        part = buffer is self.buffer
         if part:
             self.buffer.unpack()
         with self.buffer.write(replacing=not part), torch.inference_mode(False), torch.no_grad():
@@ -309,7 +312,7 @@ class HostWeight(torch.Tensor):
                 self.buffer.host = self.host
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a view of the values.  It is read-only, because a write through it would go unnoticed."""
+        """Return the values as a read-only array, because a write to the array would go unnoticed."""
         if self.device.type != "cpu" and not force:
             raise TypeError(f"can't convert {self.device} device type tensor to numpy: call .cpu() first.")
         if self.requires_grad and not force:
@@ -322,8 +325,8 @@ class HostWeight(torch.Tensor):
         """Return an ordinary tensor on the CPU.  If the device of the weight is the CPU, the tensor shares the memory
         of the weight, like the tensors of a state_dict.
 
-        A weight on the CPU is returned unchanged where an ordinary tensor would break autograd, a conversion of the
-        model, or a trace.
+        While a gradient is recorded, while a model is converted or traced, or if the memory format changes, calls
+        ``torch.Tensor.cpu`` instead.
         """
         ordinary = self.device.type == "cpu" and memory_format == torch.preserve_format
         if (
@@ -363,31 +366,30 @@ class HostWeight(torch.Tensor):
 
 
 def _traced_by() -> str | None:
-    """Return the backend for which Dynamo traces a call in this thread, or None.  Also return None for torch.export,
-    because it executes nothing."""
+    """Return the name of the backend for which Dynamo is tracing in this thread.  Return None if Dynamo is not tracing,
+    or is tracing for torch.export, which executes nothing."""
     try:
         output = InstructionTranslator.current_tx().output
-    except AttributeError:  # Dynamo does not trace in this thread
+    except AttributeError:  # Dynamo is not tracing in this thread
         return None
     backend = output.compiler_fn
     return None if output.export else getattr(backend, "compiler_name", getattr(backend, "__name__", "a function"))
 
 
 def _is_for_us() -> bool:
-    """Whether Dynamo traces for ChunkFlow in this thread.
+    """Whether Dynamo is tracing for ChunkFlow in this thread.
 
-    A program gets each weight on the device, so its trace contains an ordinary tensor there.  All ops of torch accept
-    that, whereas loops (``while_loop``) and ``flex_attention`` do not accept tensor subclasses.
+    A program gets each weight as an ordinary tensor on the device, so the trace contains such a tensor, too.  A tensor
+    subclass in the trace would not work with loops (``while_loop``) and ``flex_attention``.
     """
     return _traced_by() == _OURS
 
 
-# These getters are for code that compares many weights in every call.  Both raise AttributeError for a tensor that is in
-# no store.  ``mark_of`` returns an object that is replaced after each change of a weight, unless the version of its
-# host tensor records the change.  If the buffer is ``exposed``, the version of the weight must be compared as well;
-# otherwise ``written`` counts the same writes.
+# Two getters for code that looks for changes of many weights in every call.  Both raise AttributeError for a tensor
+# that is in no store.  ``mark_of`` returns an object that is replaced after each change of a weight, except changes
+# that ``host._version`` or, if the buffer is ``exposed``, the weight's own ``_version`` records.
 mark_of = attrgetter("token.state")
-# ``state_of`` returns everything that may change: the buffer, its form, and the counters that ``writes`` adds up.
+# ``state_of`` returns the buffer, its form, and the three counters whose sum is ``writes``.
 state_of = attrgetter("buffer", "buffer.form", "buffer.written", "host._version", "_version")
 
 
@@ -407,17 +409,16 @@ def like(tensor: torch.Tensor, weight: HostWeight) -> Any:
 
 
 def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[HostWeight]) -> Any:
-    """Run an op on fetched values, and write the values of the ``written`` weights back to host memory."""
+    """Run an op on the fetched values of its weights, and copy the new values of the ``written`` weights to host
+    memory."""
     values: dict[int, torch.Tensor] = {}
-
     outs = {id(x) for name, value in kwargs.items() if name.startswith("out") for x in pytree.tree_leaves(value)}
     others = (args, [value for name, value in kwargs.items() if not name.startswith("out")])
     read = {id(x) for x in pytree.tree_leaves(others)} if outs else set()
 
     def fetch(weight: HostWeight) -> torch.Tensor:
-        if (
-            id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor
-        ):  # the op may resize it
+        if id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor:
+            # a separate tensor, because the op may resize it
             value = torch.empty_like(weight.host, device=weight.device)
             values[id(weight)] = value.copy_(weight.fetch()) if id(weight) in read else value
         if id(weight) not in values:
@@ -466,7 +467,7 @@ def _refuse(weight: HostWeight, what: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _tracked() -> Iterator[None]:
-    """A context in which views share the version counter of their base, which views created inside a dispatch normally
-    do not."""
+    """A context in which new views share the version counter of their base.  Inside ``__torch_dispatch__``, views
+    normally do not."""
     with torch.inference_mode(False), core.view_tracking(True):
         yield

@@ -19,8 +19,8 @@ from .host_weight import HostWeight
 def stream_inside() -> bool:
     """Whether the inner tensors of a tensor subclass can be offloaded.
 
-    Before torch 2.13, AOTAutograd unwraps the subclasses that it finds among the inputs of a call, not the subclasses
-    that it found while tracing.
+    Before torch 2.13 they cannot be offloaded: AOTAutograd then unwraps the subclasses among the inputs of each call,
+    and not the subclasses that it found during tracing.
     """
     return TorchVersion(torch.__version__) >= "2.13"
 
@@ -32,8 +32,8 @@ def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the inner objects of a tensor subclass, at any depth, or the tensor itself.  The inner objects include the
-    DeviceMesh of a DTensor."""
+    """Yield the inner objects of a tensor subclass, at any depth.  They may be other objects than tensors, such as the
+    DeviceMesh of a DTensor.  For an ordinary tensor, yield the tensor itself."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
         return
@@ -52,11 +52,10 @@ def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def align(root: nn.Module) -> None:
-    """Give the tensor subclasses of a model the device and the storage offset that they would have if they were created
-    anew.
+    """Give each tensor subclass of a model the device and the storage offset of its inner tensors.
 
-    A DTensor has the storage offset of its shard.  If the shard moves and the DTensor keeps its old offset, torch
-    cannot trace the DTensor.
+    A DTensor has the storage offset of its shard.  torch cannot trace a DTensor whose offset is outdated because its
+    shard was moved.
     """
     for _, tensor in tensors_of(root):
         inside = [leaf for _, leaf in leaves(tensor)]
@@ -77,7 +76,7 @@ def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers of a model with their names, and the quantization state of its parameters.  A tied
     tensor is yielded once per name.
 
-    Skips the modules that a module lists in ``chunkflow_aside``, because no program reads them.
+    Skips the modules that are listed in a module's ``chunkflow_aside``, because no program reads their weights.
     """
     aside: list[nn.Module] = [
         part for m in root.modules() if hasattr(type(m), "chunkflow_aside") for part in cast("Any", m).chunkflow_aside

@@ -1,7 +1,7 @@
 """The host memory that this process may still take, limited by the machine and by the control groups of the process.
 
-Both hierarchies of control groups, cgroup v1 and v2, are read with all ancestors, because in a container the free
-memory of the machine is meaningless.
+In a container, the limit of a control group (cgroup v1 or v2) counts, and not the free memory of the machine.  The
+limits of all ancestors of a group apply as well.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path, PurePosixPath
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import parse_bytes, size
 
-# The environment variable that states the memory of the machine.  It is for virtual machines that receive memory only
-# as it is used, so that /proc/meminfo shows less than they can have.
+# The environment variable that states the memory of the machine.  Set it on a virtual machine whose memory grows as it
+# is used: /proc/meminfo there shows less memory than the machine can get.
 VARIABLE = "CHUNKFLOW_HOST_MEMORY"
 
-# Memory left for the kernel's watermarks, the page cache, and the rest of the pipeline.
+# Host memory to leave free, as a share of the total and in bytes: for the kernel, the page cache, and the rest of the
+# pipeline.
 RESERVED_SHARE = 0.05
 LEAST_RESERVED = 1 << 30
 # A cgroup v1 without a limit reports a number near 2**63.
@@ -52,14 +53,15 @@ class HostMemory:
 
 @dataclass
 class PinAllowance:
-    """The bytes that may still be pinned (``left``), and an explanation of the limit (``why``)."""
+    """``left``: the bytes that may still be pinned, negative after a request did not fit.  ``why``: an explanation of
+    the limit."""
 
     left: int
     why: str
 
     def take(self, nbytes: int) -> bool:
-        """Reserve ``nbytes`` if they fit, and return whether they did.  After one request did not fit, all later
-        requests fail as well."""
+        """Reserve ``nbytes`` if they fit, and return whether they did.  After a request that did not fit, no later
+        request fits."""
         self.left = self.left - nbytes if nbytes <= self.left else -1
         return self.left >= 0
 
@@ -80,7 +82,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     for group in _groups(root):
         try:
             limit, used = _limit(group), _used(group)
-        except (OSError, ValueError):  # the root group has no limit, and a group may vanish
+        except (OSError, ValueError):  # the root group has no such files, and a group may vanish
             continue
         if limit is not None and limit[1] - used < memory.free:
             memory = HostMemory(limit[1], max(0, limit[1] - used), limit[0])
@@ -96,11 +98,11 @@ def no_room(nbytes: int) -> str | None:
     """Return why ``nbytes`` do not fit in host memory now, or None if they do.  The kernel would kill a process that
     exceeds a limit.
 
-    In addition, the reserve must stay free, or only ``nbytes`` if that is less.
+    After the allocation, the reserve must still be free, or ``nbytes`` if the reserve is larger.
     """
     memory = host_memory()
     reserve = min(memory.reserve, nbytes)
-    if nbytes + reserve <= memory.free or not memory.total:  # the memory of the machine is unknown
+    if nbytes + reserve <= memory.free or not memory.total:  # without total, /proc/meminfo could not be read
         return None
     grows = "" if memory.by else f" (where memory grows as it is used, {VARIABLE}=64GiB says how much there will be)"
     return f"{size(memory.free)} are free{memory.by}, and {size(reserve)} must stay free{grows}"
@@ -147,8 +149,8 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _below(path: str, mounted: str) -> PurePosixPath:
-    """Return the path of a group relative to the mounted group; empty in a container, which may see only its own
-    group."""
+    """Return the path of a group relative to the mounted group; empty if the group is not below it, as in a container
+    that sees only its own group."""
     try:
         return PurePosixPath(path).relative_to(mounted)
     except ValueError:
@@ -164,8 +166,8 @@ def _limit(group: Path) -> tuple[Path, int] | None:
 
 
 def _used(group: Path) -> int:
-    """Return the bytes that a group uses, without its page cache, which the kernel can drop.  Both the inactive and the
-    active list count as cache, because a page that is read twice becomes active."""
+    """Return the bytes that a group uses, without its page cache, which the kernel can drop.  The active list of pages
+    counts as cache, too, because a page that is read twice becomes active."""
     name, total = ("memory.current", "")
     if not (group / name).exists():
         name, total = "memory.usage_in_bytes", "total_"

@@ -1,4 +1,4 @@
-"""The loader: it moves the weights of one placement into host memory, with their dtypes and the pages that they need."""
+"""The loader: it reads or copies weights into host memory in their final dtypes, or into files on the SSD."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .packed import Packed, address_space, do_not_fit, fits, pack_into
 from .sharing import LoadRequest, SharedPages
 from .staging import GpuStagings
 
-# Bytes to fill between two checks of the free memory; a check takes half a millisecond.
+# Bytes of weights to load between two checks of the free memory; a check takes half a millisecond.
 _CHECKED = 256 << 20
 # A function that takes the name and the tensor of a weight, and returns the dtype with which to load the weight.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 
 
 class WeightLoader:
-    """Creates the host tensors for the weights of one move to host memory, in the order of the weights.
+    """Creates the host tensors for one move of weights to host memory, one weight after the other.
 
     Each weight gets its own pages, which can be pinned for a GPU and shared.  On the CPU, a weight may keep its present
     memory instead.
@@ -52,16 +52,17 @@ class WeightLoader:
         shards: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """``device``: the device on which programs run.  ``weights``: all weights of the move, with their names.
-        ``dtype_of``: returns the dtype to load a weight with.  ``pages``: whether every weight gets its own pages.
-        ``node``: the ranks with which to share the weights, or None; these ranks all move the weights of the same
-        model.  ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the weights to pack
-        now.  ``packable``: the names of the weights that may be packed later.
-        ``shards``: name -> the part of the weight that this rank has; ranks share equal parts only.
+        ``dtype_of``: returns the dtype to load a weight with.  ``pages``: whether each weight gets separate pages.
+        ``node``: the ranks with which to share the weights, or None; all of them move the weights of the same model.
+        ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the weights to pack now.
+        ``packable``: the names of the weights that may be packed later.
+        ``shards``: name -> an id of the part of the weight that this rank has; ranks share a weight only if they have
+        the same part.
 
         Raises ChunkflowError if the weights do not fit in host memory.
         """
         self._cpus = near_cpus(device)
-        # with less free memory, the page cache of the checkpoint would push out other memory
+        # if memory is short, keep the checkpoint out of the page cache
         direct = host_memory().free < 2 * sum(w.nbytes for _, w in weights)
         self._reader = CheckpointReader(direct, self._cpus)
         self._shards = shards or {}
@@ -139,8 +140,8 @@ class WeightLoader:
         return self._weights[name].part is not None
 
     def placed(self, name: str, tensor: torch.Tensor) -> HostBuffer:
-        """Return the host memory of a shared weight after all ranks have written their weights.  If the values differ
-        on this rank, the memory is private.
+        """Return the host memory of a shared weight after all ranks have written their weights.  If this rank has other
+        values than the rank that wrote them, this rank gets private memory.
 
         Raises ChunkflowError if private memory does not fit.
         """
@@ -156,11 +157,11 @@ class WeightLoader:
             self._shared.report()
 
     def _in_shared_memory(self, shared: SharedPages, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
-        """Return the memory of a shared weight that has been written, or private memory if the weight could not be
-        packed."""
+        """Return the memory of a shared weight after it was written, or private memory if the weight was to be packed
+        and its values do not fit in the packed form."""
         backing = shared.backing(weight.name)
         if weight.source.compressed and not fits(backing.host):
-            # no rank could use the packed form, so the weight stays unpacked on all ranks
+            # the shared memory has only the size of the packed form
             return self._unplanned(replace(weight, source=replace(weight.source, values=0)), values)
         self._kept.add(weight.name)
         if weight.source.compressed:
@@ -186,7 +187,8 @@ class WeightLoader:
         return HostBuffer(kept.host, kept, compressible=weight.name in self._packable)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Free threads and files, and leave the node.  ``error``: the reason if the move has failed, or None."""
+        """End the threads, free shared pages that no weight uses, and close the node.  ``error``: the reason if the
+        move has failed, or None."""
         if self._node is not None:
             self._node.close(error)
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -215,8 +217,8 @@ class WeightLoader:
         return not weight.source.file and self._writes(weight)
 
     def _take(self, weight: LoadRequest) -> None:
-        """Check from time to time whether the remaining weights still fit, because other processes may take memory
-        meanwhile."""
+        """Count a weight that is about to take memory.  Check from time to time whether the remaining weights still
+        fit, because other processes may take memory meanwhile."""
         if self._takes_memory(weight):
             self._unchecked += weight.nbytes
             if self._unchecked >= _CHECKED:
@@ -233,13 +235,14 @@ class WeightLoader:
         return packed
 
     def _pack(self, packed: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
-        """Pack a weight that ranks share, or mark its memory if the values do not fit."""
+        """Pack a weight that ranks share.  If the values do not fit in the packed form, mark the memory for the other
+        ranks."""
         if not pack_into(packed, self._filled(weight, values), self._cpus):
             do_not_fit(packed)
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        """Return pages with the values of a weight.  Also start to read the next weight to be packed, while this one is
-        processed."""
+        """Return pages with the values of a weight.  If another weight is to be packed after this one, start to read
+        that weight on a thread."""
         if self._ahead is not None and self._ahead[0] == weight.name:
             host = self._ahead[1].result()
             self._ahead = None
@@ -250,8 +253,11 @@ class WeightLoader:
         return host
 
     def _pages_with(self, weight: LoadRequest, values: torch.Tensor | None = None) -> torch.Tensor:
-        """Return new pages with the values of a weight.  ``values``: the values, if the weight is not in a file."""
-        with torch.inference_mode(False), torch.no_grad():  # because a thread does not inherit these modes
+        """Return new pages with the values of a weight.  ``values``: the values; not needed if the weight is in a
+        file."""
+
+        # because ``_thread`` does not inherit the modes of its caller
+        with torch.inference_mode(False), torch.no_grad():
             host = empty_pages(weight.like)
             self._fill(host, weight, values)
         return host
@@ -275,5 +281,5 @@ class WeightLoader:
 
 
 def keep_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the tensor, so that each weight keeps its dtype."""
+    """Return the dtype of the tensor: a ``DtypeOf`` with which each weight keeps its dtype."""
     return tensor.dtype

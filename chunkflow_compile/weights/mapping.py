@@ -20,7 +20,8 @@ PAGE = mmap.PAGESIZE
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
 _FAILED = 2**64 - 1
-_DONTFORK, _HUGE = 10, 14  # arguments of madvise
+# arguments of madvise
+_DONTFORK, _HUGE = 10, 14
 # Since this Linux version, a fork gives the child copies of the pages that are pinned for a device.  In older versions,
 # the parent's next write to such a page moved the parent to a copy, while the device went on reading the old page.
 _FORKS_COPY_PINNED = [5, 12]
@@ -36,10 +37,10 @@ class Descriptor:
 
 
 def memory_file(name: str, nbytes: int) -> Descriptor:
-    """Create shared memory as a file that has no name in any file system and whose size no process can change."""
+    """Create a memfd: shared memory in the form of a file without a name.  No process can change its size."""
     memory = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(memory.number, nbytes)
-    # no rank can truncate it while another one reads it
+    # so that no rank can truncate it while another rank reads it
     fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return memory
 
@@ -47,7 +48,9 @@ def memory_file(name: str, nbytes: int) -> Descriptor:
 def reopened(path: str, identity: tuple[int, int]) -> Descriptor:
     """Open the file at a path for reading and writing.  Raises OSError if the file cannot be opened, or if its
     ``identity`` (device and inode number) differs."""
-    if identity_of(os.stat(path)) != identity:  # opening an unknown pipe or terminal may have side effects
+
+    # checked first, because opening an unknown pipe or terminal may have side effects
+    if identity_of(os.stat(path)) != identity:
         raise OSError(errno.ESTALE, "another file")
     opened = Descriptor(os.open(path, os.O_RDWR))
     if identity_of(os.fstat(opened.number)) != identity:
@@ -60,9 +63,11 @@ def identity_of(status: os.stat_result) -> tuple[int, int]:
 
 
 def prefer_huge_pages(pages: torch.Tensor) -> None:
-    """Ask the kernel for huge pages in a mapping.  Then fewer pages have to be created, pinned, and listed in a read
+    """Ask the kernel for huge pages in a mapping.  Fewer and larger pages are faster to allocate, to pin, and to fill
     from the SSD."""
-    _libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)  # the result does not matter: the kernel may not support it
+
+    # the result is ignored, because the kernel may not support huge pages
+    _libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)
 
 
 def for_copies(pages: torch.Tensor) -> None:
@@ -74,7 +79,7 @@ def for_copies(pages: torch.Tensor) -> None:
 
 @functools.cache
 def _libc() -> Any:
-    """Return the C library, with the functions that Python's mmap does not offer."""
+    """Return the C library, with the types of the functions that this module calls."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
@@ -89,8 +94,7 @@ def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) ->
     """Map bytes of a file, and return them as a uint8 tensor, or None if mmap fails.
 
     The bytes are unmapped when the last tensor that uses them is freed.  ``kind``: the flags of mmap.
-    Python's mmap is not used, because it would keep the file open, and its memory allocated, after all weights in it
-    are freed.
+    Python's mmap would keep the file open, and thus its memory allocated, even after all weights in the file are freed.
     """
     system, size = _libc(), whole_pages(nbytes)
     address = system.mmap(None, size, _ACCESS, kind, descriptor.number, offset)
@@ -113,8 +117,7 @@ def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0,
 
 
 def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the parts of a private file mapping that are on pages written by this process, no matter how they were
-    written.
+    """Return the parts of a private file mapping that are on pages to which this process has written in any way.
 
     ``host``: a flat tensor (uint8) in the mapping.  Each part is returned as (begin, end), byte offsets in the tensor.
     If the kernel does not report written pages, the whole tensor is one part.
@@ -139,8 +142,8 @@ def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def close_pages(host: torch.Tensor) -> None:
-    """Free the memory of a tensor that shares its pages with no other data.  Its addresses stay reserved; accessing them
-    kills the process."""
+    """Free the memory of a tensor whose pages contain no other data.  Its addresses stay reserved; accessing them kills
+    the process."""
     map_over(host, None, access=0)
 
 
@@ -155,10 +158,10 @@ def open_pages(host: torch.Tensor) -> None:
 def own_memory(host: torch.Tensor, owned: set[int]) -> None:
     """Move a tensor in a mapping to private memory, with the same bytes at the same address, so that views remain valid.
 
-    Private mappings of a file need this as well, because the kernel drops their written pages when the file is truncated.
-    ``owned``: addresses of pages that are already private.  The tensor's first and last page, which it may share with
-    other tensors, are added to the set.  A first or last page that is already in the set is left in place, because a
-    device may be reading it.  Raises OSError if the kernel reports an error; nothing has changed then.
+    This is also needed for a private mapping of a file, because the kernel drops its written pages when the file is
+    truncated.  ``owned``: addresses of pages that are already private.  The tensor's first and last page, which it may
+    share with other tensors, are added to the set.  If the first or the last page is already in the set, it is left in
+    place, because a device may be reading it.  Raises OSError if the kernel reports an error; nothing has changed then.
     """
     first, last = (address - address % PAGE for address in (host.data_ptr(), host.data_ptr() + host.nbytes - 1))
     begin, end = first + PAGE * (first in owned), last + PAGE * (last not in owned)

@@ -1,7 +1,7 @@
 """The node: the ranks of a process group that run on this machine and share its memory.
 
 They find each other through the store of the process group, and then exchange values in rounds (``rounds.py``).  A rank
-passes an open file to the others as the path ``/proc/PID/fd/N``, so the file needs no name.
+passes an open file to the others as the path ``/proc/PID/fd/N``, so a file without a name can be passed, too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Node(Rounds):
 
     def exchange(self, file: Descriptor | None) -> dict[int, Descriptor]:
         """Open the files of all ranks on every rank, and return them as rank -> file.  A rank without a file passes
-        None, and is left out.
+        None, and is not in the result.
 
         Raises ChunkflowError on all ranks if one of them cannot open the file of another.
         """
@@ -61,7 +61,7 @@ class Node(Rounds):
 def node_of(
     share: Any, device: torch.device, asks: Mapping[str, Any] | None = None, model: str | None = None
 ) -> Node | None:
-    """Return the ranks of this machine that share weights, or None if this rank shares with no other; see
+    """Return the ranks of this machine that share weights with this rank, or None if there are no others; see
     :func:`group_to_share_in`.
 
     ``asks``, ``model``: as in :func:`rendezvous`.  Raises ChunkflowError as :func:`group_to_share_in` and
@@ -69,20 +69,22 @@ def node_of(
     """
     if (group := group_to_share_in(share, device)) is None:
         return None
-    # each NUMA node has its own copy, because a GPU reads the memory of another node more slowly
+    # ranks share within a NUMA node only, because a GPU reads the memory of another NUMA node more slowly
     near = near_cpus(device)
     return rendezvous(group, ",".join(map(str, sorted(near))), asks, model)
 
 
 def report_absence(group: Group, error: BaseException) -> None:
-    """Report to the ranks that call :func:`rendezvous` why this rank does not call it.  Does not wait for them."""
+    """Report to the ranks that call :func:`rendezvous` why this rank does not call it.  Does not wait for the other
+    ranks."""
     group.post(_PLACING, {"failed": cause_of(error)})
 
 
 def rendezvous(
     group: Group, near: str = "", asks: Mapping[str, Any] | None = None, model: str | None = None
 ) -> Node | None:
-    """Return the node of this rank, or None if no other rank can share with it.  All ranks of the group must call this.
+    """Return the node of this rank, or None if no other rank can share weights with this rank.  All ranks of the group
+    must call this.
 
     ``near``: a text that identifies the NUMA node; only ranks that pass the same text share with each other.  ``asks``:
     arguments of ``offload``, by name, that must be equal on all ranks.  ``model``: the class of the model that is
@@ -133,7 +135,8 @@ def rendezvous(
 
 
 def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
-    """Return the ranks that share with this one.  Log why other ranks of this machine do not share with it."""
+    """Return the ranks that share weights with this rank, and this rank.  Log why other ranks of this machine do
+    not."""
     places = {rank: [record[of] for of in ("machine", "namespace", "near")] for rank, record in records.items()}
     mine = places[group.rank]
     here = [rank for rank in group.ranks if places[rank][0] == mine[0]]
@@ -166,7 +169,7 @@ def check_alike(ranks: Sequence[int], said: Sequence[Mapping[str, Any]]) -> None
 
 
 def _machine() -> str:
-    """Return an identifier that is the same for all containers on one running machine."""
+    """Return an identifier of this machine, which is equal in all of its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -174,8 +177,8 @@ def _machine() -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the user and the PID namespace.  A process can open the files of another process if both values are
-    equal."""
+    """Return the user and the PID namespace.  If both are equal for two processes, each can open the files of the
+    other."""
     try:
         return f"{os.getuid()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

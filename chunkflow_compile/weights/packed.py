@@ -2,12 +2,13 @@
 
 The host tensor of such a weight is *address space without pages*.  It has the shape, the strides, the storage and the
 version of the values, so that a view of it is a view of the weight, but accessing its memory is a segmentation fault.
-A reader gets the values in a temporary tensor.  A writer opens the pages, and closes them afterwards.
+A reader gets the values in a temporary tensor.  A writer first *opens* the pages, that is, makes them accessible and
+unpacks the values into them, and *closes* them afterwards.
 
-``state_dict()`` opens the pages, too: its tensors share the memory of the weight, as they do for any module.  The pages
-are then a private mapping of a scratch file, so that the values take no memory until somebody writes them.  The kernel
-reports which pages were written, even through a pointer or by NumPy.  :meth:`Packed.settle` finds these writes, and
-closes the pages after the last tensor is gone.
+``state_dict()`` opens the pages, too, because its tensors share the memory of the weight, as for any module.  The pages
+are then a private mapping of a scratch file, so a page takes no memory until it is written.  The kernel reports which
+pages were written, even through a pointer or by NumPy.  :meth:`Packed.settle` detects these writes, and closes the
+pages after the last of the tensors is gone.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from .limits import no_room
 from .locks import ProcessLock
 from .mapping import close_pages, map_over, memory_file, open_pages, own_memory, whole_pages, written_pages
 
-# Maximum number of threads that pack a weight: a few saturate the memory bandwidth.
+# Maximum number of threads that pack a weight; more threads would not increase the memory bandwidth.
 _THREADS = 16
-# Replaces the base, which is never negative, if the values do not fit in the packed form.
+# Written to the last word of the packed form if the values do not fit in it.  That word otherwise contains the base
+# exponent, which is never negative.
 _DO_NOT_FIT = -1
 # Up to this many values are packed by one thread, because starting more threads would take longer.
 _SERIAL = 1 << 20
@@ -59,10 +61,13 @@ class Packed(Backing):
         super().__init__(host, inner.host)
         self.bytes = inner.bytes
         self._inner = inner
-        self._writer: tuple[int, int] | None = None  # the process and the thread that have opened it
-        self._lock = ProcessLock()  # keeps readers out while bytes are packed or pages are closed
-        self._whole = True  # whether the packed bytes encode one consistent state of the values
-        # the storage of the state_dict tensors on the open pages, and of arrays that are made from these tensors
+        # the process and the thread that have opened the pages
+        self._writer: tuple[int, int] | None = None
+        # held while values are read or packed, and while pages are closed
+        self._lock = ProcessLock()
+        # False while values are packed, and after that was interrupted
+        self._whole = True
+        # the storage of the tensors of a state_dict, which are on the open pages
         self._exported: weakref.ref[torch.UntypedStorage] | None = None
 
     @staticmethod
@@ -82,11 +87,12 @@ class Packed(Backing):
 
     @property
     def is_open(self) -> bool:
-        return self._writer is not None and self._writer[0] == os.getpid()  # a forked child does not have the writer
+        # a forked child does not have the thread that opened the pages
+        return self._writer is not None and self._writer[0] == os.getpid()
 
     @property
     def is_open_here(self) -> bool:
-        """Whether this thread has opened the pages; ops of other threads go on reading the packed values."""
+        """Whether this thread has opened the pages.  Ops of other threads still read the packed values meanwhile."""
         return self._writer == _this_thread()
 
     def check(self) -> None:
@@ -98,7 +104,7 @@ class Packed(Backing):
         return self
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the values in new host memory.  Raises ChunkflowError if they do not fit."""
+        """Return the values in new host memory.  Raises ChunkflowError if the values do not fit there."""
         with self._lock():
             in_pages = not self._whole or (self._exported is not None and not self.is_open)
             return self._copied(name) if in_pages else unpacked(name, self.stored, self.host)
@@ -114,9 +120,10 @@ class Packed(Backing):
         """Return the values at the address of the weight, for a state_dict.  Writes to them are writes to the weight; see
         :meth:`settle`.
 
-        They are in a scratch file on the SSD until they are written, or in host memory if that file cannot be created.
-        Raises ChunkflowError if they do not fit in host memory either.
+        The values are stored in a scratch file on the SSD, or in host memory if that file cannot be created.  Pages
+        that are written become private memory.  Raises ChunkflowError if the values do not fit in host memory either.
         """
+
         if self.is_open_here:  # called by a signal handler in the middle of a write
             return self._copied(name)
         with self._lock(), _plainly():
@@ -133,7 +140,7 @@ class Packed(Backing):
     def _map(self, name: str) -> None:
         """Write the values to a new scratch file, and map the file privately over the closed pages.
 
-        The file has no name, and its descriptor is closed at once, so it lasts as long as the mapping.
+        The file has no name, and its descriptor is closed at once, so the file lasts as long as the mapping.
         """
         values = self.read(name)
         try:
@@ -148,8 +155,8 @@ class Packed(Backing):
     def settle(self) -> bool:
         """Close the pages if no tensor of a state_dict uses them any more.
 
-        Returns whether such a tensor was written since the values were last packed.  If it was, the caller has to pack
-        the values again, by an :meth:`opened` context that changes nothing.
+        Returns whether the values were changed through such a tensor since they were last packed.  If so, the caller
+        must enter and leave an :meth:`opened` context, which packs the values again.
         """
         with self._lock():
             if self._exported is None or self.is_open:
@@ -163,11 +170,12 @@ class Packed(Backing):
             return False
 
     def _differs(self) -> bool:
-        """Whether the open pages were written and have other values than the packed bytes."""
+        """Whether the open pages were written and now differ from the packed values."""
         with _plainly():
             if not written_pages(flat_bytes(self.host)):
                 return False
-            if no_room(self.host.nbytes) is not None:  # they cannot be compared; packing them takes no memory
+            # too little memory to compare the values, but enough to pack them
+            if no_room(self.host.nbytes) is not None:
                 return True
             return not same_bits(unpacked("a weight", self.stored, self.host), self.host)
 
@@ -190,15 +198,16 @@ class Packed(Backing):
                 self._whole = False
                 self._whole = pack_into(self.stored, self.host)
                 if self._whole:
-                    self._writer = None  # set before the pages are closed: a Ctrl-C in between does no harm
+                    self._writer = None  # set before the pages are closed, so that Ctrl-C in between does no harm
                     if self._exported is None or self._exported() is None:
                         self._close()
 
     def open(self, name: str, lazily: bool = False) -> None:
-        """Allocate memory for the values again, for a write or for good.
+        """Open the pages, for a write or to unpack the weight permanently.
 
         Raises ChunkflowError if they do not fit in host memory; with ``lazily``, only if the kernel reports an error.
         """
+
         # the pages already contain the values: for a state_dict, or because a fork interrupted the packing (not
         # ``_whole``)
         if self._exported is not None or not self._whole:
@@ -215,28 +224,31 @@ class Packed(Backing):
         opened = False
         try:
             with _threads(self.host.numel()) as run:
-                unpack_into(self.stored, self.host.data, run)  # through .data, so that it is not counted as a write
+                # through .data, so that the version counter does not count a write
+                unpack_into(self.stored, self.host.data, run)
             self._writer, opened = _this_thread(), True
         finally:
             if not opened:
                 close_pages(self.host)
 
     def own(self) -> None:
-        """Turn the open pages into private memory of this process, at the same address: the weight is unpacked for good."""
+        """Turn the open pages into private memory of this process, at the same address, when the weight is unpacked
+        permanently."""
         if self._exported is not None:
-            with contextlib.suppress(OSError):  # no memory: the pages stay mapped to a file that nobody else can change
+            # without memory, the pages stay mapped to the scratch file, which no other process can change
+            with contextlib.suppress(OSError):
                 own_memory(self.host, set())
 
 
 def _at(host: torch.Tensor) -> torch.Tensor:
-    """Return a tensor at the address of ``host`` with a new storage.  The storage is freed when nobody uses the tensor
-    any more."""
+    """Return a tensor at the address of ``host`` with a separate storage, whose lifetime shows whether the tensor is
+    still in use."""
     return as_weight(torch.frombuffer(place_of(host), dtype=torch.uint8), host)
 
 
 def _this_thread() -> tuple[int, int]:
-    """Return the ids of the process and the thread.  The thread id alone is ambiguous after a fork: a new thread may
-    have the id of a thread of the parent."""
+    """Return the ids of this process and this thread.  After a fork, a thread of the child may have the same id as a
+    thread of the parent, so the thread id alone is ambiguous."""
     return os.getpid(), threading.get_ident()
 
 
@@ -265,7 +277,7 @@ def do_not_fit(packed: torch.Tensor) -> None:
 
 
 def fits(packed: torch.Tensor) -> bool:
-    """Whether memory for packed values contains the values, see :func:`do_not_fit`."""
+    """Whether memory for packed values was filled, and not marked by :func:`do_not_fit`."""
     return int(packed[-1]) != _DO_NOT_FIT
 
 
@@ -280,8 +292,8 @@ def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] =
     """Pack ``values``, which are contiguous in host memory, into ``packed`` with several threads.  Returns False if
     they do not fit.
 
-    ``cpus``: the CPUs on which the threads run; empty for any CPUs.  They determine the NUMA node of pages that were
-    not written before.
+    ``cpus``: the CPUs on which the threads run; empty for any CPUs.  New pages are allocated on the NUMA node of these
+    CPUs.
     """
     with _threads(values.numel(), cpus) as run:
         return pack(values, packed, run)
@@ -289,8 +301,8 @@ def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] =
 
 @contextlib.contextmanager
 def _threads(numel: int, cpus: frozenset[int] = frozenset()) -> Iterator[Run]:
-    """A context that yields a function like ``map``, which runs the parts of packing or unpacking ``numel`` values: on
-    several threads, or on the calling thread if there are few values."""
+    """A context that yields a function like ``map``, for packing or unpacking ``numel`` values.  It uses several
+    threads, or the calling thread if there are few values."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), -(-numel // _SERIAL))
     with _plainly():
         if threads < 2:

@@ -1,9 +1,9 @@
-"""Peers: the ranks of a node that each keep a piece of every sharded weight on their device, from which the others
-pull.
+"""Peers: the ranks of a node that shard weights.  Each rank keeps a piece of every sharded weight on its device, and
+pulls the other pieces from the other ranks.
 
-The ranks shard the weights of a program together, when the first call of the program starts on each rank.  Each rank
-reports which weights its plan shards, or why it cannot continue, and all ranks shard the same weights.  After that, no
-rank waits for another because of a weight.  Pieces on host devices are shared memory.  For GPUs, torch exports the
+The ranks shard the weights of a program together, when the program is called for the first time on each rank.  Each
+rank reports which weights its plan shards, or why it cannot continue, and all ranks shard the same weights.  After
+that, no rank waits for another rank's weights.  Pieces on host devices are shared memory.  For GPUs, torch exports the
 memory to other processes, and frees it only after all of these processes have dropped it.
 """
 
@@ -39,11 +39,12 @@ from .rounds import Left
 
 _log = logging.getLogger(__name__)
 
-# The ranks call a model for the first time at about the same time, because loading and encoding take equally long on
-# each.  A rank that is more than this many seconds late, and is not known to compile, may have another request or none;
-# the other ranks then continue without pieces.
+# Seconds that a rank waits for the others in :meth:`Peers.shard`.  Loading and encoding take equally long on each rank,
+# so all ranks usually make their first call at about the same time.  A rank that is later than this, and has not
+# reported that it compiles, may be processing another request or none; the other ranks then continue without pieces.
 _PATIENCE_S = 60.0
-# Maximum bytes of a field that describes GPU memory: a CUDA handle has 64, or more for memory in expandable segments.
+# Maximum bytes of a field that describes GPU memory.  A CUDA handle has 64 bytes, or more for memory in expandable
+# segments.
 _HANDLE = 4096
 # The name of the shared memory in which torch counts the users of GPU memory.
 _COUNTER = re.compile(rb"/torch_\d+_\d+_\d+")
@@ -107,10 +108,11 @@ class Peers:
     def close(self, error: BaseException | None = None) -> None:
         """Stop sharding weights.
 
-        The memory of the pieces is freed when no rank uses them any more; on a GPU, at the next check by torch after
-        that.  ``error``: the reason why the model could not be placed, which the other ranks raise, or None.
+        The memory of the pieces is freed when no rank uses them any more.  On a GPU, torch then frees it the next time
+        it checks.  ``error``: the reason why this rank could not place the model, or None; the other ranks raise it.
         """
-        with contextlib.suppress(ChunkflowError):  # a rank that has ended needs no message
+
+        with contextlib.suppress(ChunkflowError):  # raised if a rank has ended
             if error is None and self.pending:
                 self._node.leave("has restored its model")
             self._node.close(error)
@@ -119,13 +121,13 @@ class Peers:
             torch.cuda.ipc_collect()
 
     def first_call(self) -> contextlib.AbstractContextManager[None]:
-        """A context for a call that may shard weights: the other ranks wait for the call, and raise its error if it
-        fails."""
+        """A context for a call that may shard weights.  The other ranks wait for the call; if it fails, they raise its
+        error."""
         return self._node.busy() if self.pending else contextlib.nullcontext()
 
     def shard(self, buffers: Sequence[HostBuffer], wanted: Collection[HostBuffer]) -> None:
-        """Shard the weights that all ranks want: each rank copies its piece of each weight to its device, and opens the
-        other pieces.
+        """Shard the weights that the plans of all ranks shard: each rank copies its piece of each weight to its device,
+        and maps the other pieces.
 
         All ranks call this with the weights of the same program.  ``wanted``: the weights that the plan of this rank
         shards.
@@ -171,11 +173,11 @@ class Peers:
     def _chosen(
         self, buffers: Sequence[HostBuffer], found: Sequence[Mapping[str, Sequence[Any]]]
     ) -> tuple[list[HostBuffer], set[str]]:
-        """Return the weights to shard, and the names of the weights that all ranks want but do not store in the same
-        form.
+        """Return the weights to shard, and the names of the weights that all ranks want to shard but that differ in
+        size, because only some ranks have packed them.
 
         ``found``: for each rank, name -> (bytes of the weight, whether the rank wants to shard it).
-        Raises Left, on all ranks, if they run programs that have no weight in common.
+        Raises Left on all ranks if the programs of the ranks have no weight in common.
         """
         ranks = self._node.ranks
         shared = set.intersection(*map(set, found))
@@ -201,8 +203,9 @@ class Peers:
         return [b for b in buffers if b.name in by_all - differ], differ
 
     def _shard(self, buffers: Sequence[HostBuffer]) -> set[str]:
-        """Shard weights of equal sizes.  Returns the names of the weights that are not sharded because their values
-        differ."""
+        """Shard weights that have the same size on all ranks.  Returns the names of the weights that are not sharded
+        because their values differ."""
+
         versions = [buffer.version for buffer in buffers]  # read before the values
         sizes = [piece_bytes(buffer.nbytes, self.ranks) for buffer in buffers]
         held = zip(*(memory.split(sizes) for memory in self._memories(buffers, sizes)), strict=True)
@@ -218,8 +221,8 @@ class Peers:
         return everywhere
 
     def _memories(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Allocate and fill the pieces of this rank.  Return, for each rank, the memory of its pieces (uint8) as mapped
-        on this rank."""
+        """Allocate and fill the pieces of this rank.  Return one tensor (uint8) per rank: the memory with all pieces of
+        that rank, mapped in this process."""
         error, file, memory = None, None, torch.empty(0)
         try:
             file, memory = self._allocated(sum(sizes))
@@ -238,7 +241,7 @@ class Peers:
             return self._opened_of_gpus(memory)
         files = self._node.exchange(file)
         opened = [memory if file is files[rank] else _mapped(files[rank], sum(sizes)) for rank in self._node.ranks]
-        self._node.gather(None)  # no rank closes its file until all have mapped it
+        self._node.gather(None)  # wait until all ranks have mapped the files, before any rank closes one
         return opened
 
     def _allocated(self, nbytes: int) -> tuple[Descriptor | None, torch.Tensor]:
@@ -278,7 +281,7 @@ class Peers:
             "dtype": torch.uint8,
             "storage_device": self._device.index,
             "requires_grad": False,
-            "event_sync_required": False,  # not needed: all ranks have synchronized after writing
+            "event_sync_required": False,  # not needed, because each rank synchronizes after it has filled its pieces
         }
         opened: torch.Tensor = rebuild_cuda_tensor(**given)
         return opened
@@ -323,7 +326,8 @@ def _mapped(file: Descriptor, nbytes: int) -> torch.Tensor:
 
 
 def _leave(node: Node, pending: set[str]) -> None:
-    """Notify the other ranks, on another thread, that this one has dropped its model."""
+    """Notify the other ranks that the model of this rank was dropped.  Runs on another thread, because the garbage
+    collector calls this."""
 
     def leave() -> None:
         with contextlib.suppress(ChunkflowError):
@@ -333,7 +337,7 @@ def _leave(node: Node, pending: set[str]) -> None:
         aside(leave)
 
 
-# The fields that describe GPU memory for other ranks, named as the parameters of torch's rebuild_cuda_tensor.
+# The fields that describe GPU memory to other ranks.  Their names are parameters of torch's rebuild_cuda_tensor.
 _BYTES = "storage_handle", "ref_counter_handle", "event_handle"
 _NUMBERS = "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset"
 
@@ -350,8 +354,8 @@ def _handle(memory: torch.Tensor) -> dict[str, Any]:
 
 
 def _checked_handle(handle: Any, nbytes: int) -> dict[str, Any]:
-    """Convert the description to arguments for rebuild_cuda_tensor.  Raises ValueError unless each field has a valid
-    type and length."""
+    """Convert a description from another rank to arguments for rebuild_cuda_tensor.  Raises ValueError unless each
+    field has a valid type and length."""
     if not isinstance(handle, dict) or {*handle} != {*_BYTES, *_NUMBERS}:
         raise ValueError("it has other fields than a handle")
     checked = dict[str, Any]()

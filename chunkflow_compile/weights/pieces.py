@@ -1,7 +1,7 @@
 """The pieces of a weight on the devices of the ranks of a node, as a source of copies.
 
-Nothing writes a piece after the weight is sharded, so a rank may pull from it at any time, and no rank waits for another.
-The memory of a piece lasts as long as any rank uses it: on a host device it is shared memory, and on a GPU torch counts
+A piece never changes after the weight was sharded, so any rank may pull from it at any time, without synchronization.
+The memory of a piece lasts as long as any rank uses the piece: it is shared memory on a CPU, and on a GPU torch counts
 its users.
 """
 
@@ -35,7 +35,7 @@ class Pieces:
         return self.end - self.begin
 
     def is_pinned(self) -> bool:
-        """Always True: a device reads the pieces directly."""
+        """Return True, because a device reads the pieces directly."""
         return True
 
     def __getitem__(self, part: slice) -> Pieces:
@@ -44,8 +44,8 @@ class Pieces:
 
     @cached_property
     def parts(self) -> tuple[PiecePart, ...]:
-        """The parts of the range, starting with the next rank, so that not all ranks pull from the same rank at the same
-        time."""
+        """The parts of the range.  They start with the part of the rank after this one, so that not all ranks pull from
+        the same rank at the same time."""
         ranks = len(self.held)
         return tuple(parts(self.begin, self.end, self.nbytes, ranks, (self.place + 1) % ranks))
 

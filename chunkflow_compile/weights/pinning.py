@@ -15,8 +15,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .locks import when_collected
 
-# Seconds to wait before a second try to pin pages that another rank may be pinning now.  Pinning a large weight takes
-# about as long.
+# Seconds to wait before a second try to pin pages that another rank may be pinning at this moment: the time to pin a
+# large weight.
 _RETRY_S = 0.2
 
 
@@ -28,12 +28,12 @@ class HostReader(Protocol):
     closed: bool
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        """Let the copy engine read a host tensor directly; return a function that undoes this.  Raises OSError on
-        failure."""
+        """Pin a host tensor, so that the copy engine reads it directly, and return a function that unpins it.  Raises
+        OSError on failure."""
 
     def sync_copies(self) -> None:
-        """Wait for copies from host memory that were enqueued by steps that have already returned.  After that, the
-        host may write the memory."""
+        """Wait for the copies from host memory that earlier steps have enqueued.  After that, the host may write to the
+        memory."""
 
 
 class Pins:
@@ -54,10 +54,11 @@ class Pins:
     def pin(self, host: torch.Tensor, device: HostReader, owner: object, again: bool) -> None:
         """Pin the memory until ``owner`` is freed.  Raises OSError on failure.
 
-        ``again``: whether to try twice, because pinning can fail for pages that another rank pins at the same moment.
+        ``again``: whether to try a second time after a failure, because the pages cannot be pinned while another rank
+        pins them.
         """
-        # a finalizer, because a model that is dropped without restore must not leave its pages pinned after they are
-        # unmapped
+
+        # a finalizer, so that pages are unpinned before they are unmapped even if a model is dropped without restore
         self._unpin = when_collected(owner, _unpin, self._copied_by, _pinned(host, device, again))
 
     def unpin(self) -> None:

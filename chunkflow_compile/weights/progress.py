@@ -16,12 +16,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Seconds until a bar is shown.  Small models are moved in less time, and a bar that vanishes at once is useless.
+# Seconds until a bar is shown.  Small models are moved in less time and need no bar.
 DELAY_S = 1.0
 # Seconds between two updates of the time in a line.
 TICK_S = 1.0
-# Without a terminal: seconds until the line that announces a phase, and seconds between lines that report that it
-# continues.
+# Without a terminal, a phase that takes longer than QUIET_S is announced in a line, which is repeated every EVERY_S.
+# Both are in seconds.
 QUIET_S, EVERY_S = 2.0, 10.0
 
 
@@ -33,8 +33,8 @@ def off() -> bool:
 def _on_stderr() -> dict[str, Any]:
     """Return arguments for tqdm.
 
-    ``disable``: True, or None to disable the bar if stderr is not a terminal.  ``ncols``, ``nrows``: a default size for a
-    terminal that reports none, as in a container or a script; without it tqdm would draw nothing.
+    ``disable``: True, or None to disable the bar if stderr is not a terminal.  ``ncols``, ``nrows``: a default size for
+    a terminal that reports none, as in a container or a script; without a size, tqdm would draw nothing.
     """
     given: dict[str, Any] = {"disable": True if off() else None}
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be any object with a write method
@@ -45,8 +45,8 @@ def _on_stderr() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def moving(what: str, nbytes: int, expected: str = "") -> Iterator[Callable[[int], object]]:
-    """Show a bar over ``nbytes`` once the move has taken DELAY_S.  The context yields a function; call it with the size
-    in bytes of each weight once that weight has been moved.
+    """Show a progress bar for a move of ``nbytes``, once the move has taken DELAY_S.  The context yields a function;
+    call it with the size in bytes of each weight once that weight has been moved.
 
     ``expected``: the expected duration in words; if it is given, the bar is shown at once.
     """
@@ -70,8 +70,8 @@ def planning(what: str) -> Iterator[None]:
 
 
 def line(text: str = "") -> tqdm[Any]:
-    """Return a line that starts with the elapsed time.  A thread updates the time until the line is closed; it is
-    needed because the reported work may be a single compiler call that takes minutes."""
+    """Return a line that starts with the elapsed time.  A thread updates the time until the line is closed, because the
+    reported work may be a single compiler call that takes minutes."""
     return _Line(bar_format="chunkflow [{elapsed}] {desc}", desc=text, leave=False, mininterval=0, **_on_stderr())
 
 
@@ -85,7 +85,7 @@ class _Line(tqdm):  # type: ignore[type-arg]
             self._until_closed.enter_context(_ticking(self.refresh))
 
     def close(self) -> None:
-        self._until_closed.close()  # first, because the thread would draw the bar again
+        self._until_closed.close()  # first, because the thread would otherwise draw the bar again
         super().close()
 
 
@@ -141,7 +141,7 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Show ``what`` during the phase.  The elapsed time is updated even though the phase reports no progress."""
+        """Show ``what`` during the phase.  The elapsed time is updated during the phase."""
         self._bar.set_description_str(what)
         if self._lines is not None:
             self._lines.begin(what)

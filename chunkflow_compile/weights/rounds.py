@@ -4,11 +4,12 @@ Each rank contributes one record to a round: a value, or the reason why it has n
 rank that can decide the round writes the decision, once, with an atomic operation of the store, and all ranks follow it:
 
 * Every rank has a value: all ranks get all values.
-* A rank failed, or its process has ended: all ranks raise one error, which names the rank and the cause.
-* A rank left, or is late: all ranks stop taking part in rounds, see :meth:`Rounds.agree`.
+* A rank failed, or its process has ended: all ranks raise the same error, which names the rank and the cause.
+* A rank left, or is late: there are no further rounds, see :meth:`Rounds.agree`.
 
 A rank that fails or leaves does not wait for the others, which find its record when they reach the round.  Records are
-JSON.  The rounds own no thread and no connection, so a forked child may drop them; it cannot take part in rounds.
+JSON.  A forked child cannot take part in rounds, but may drop the :class:`Rounds`, which own no thread and no
+connection.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ _Rounds = TypeVar("_Rounds", bound="Rounds")
 
 
 class RankFailed(ChunkflowError):
-    """Raised on the ranks that wait for a rank that failed or has ended.  All ranks then know about this failure."""
+    """Raised if a rank has failed or ended, on all ranks that still run."""
 
 
 class Left(ChunkflowError):
-    """Raised on the ranks that wait for a rank that has left the rounds or is late.  After that, no rank waits for
-    another."""
+    """Raised if a rank has left the rounds or is late, on all ranks that take part in the round.  There are no rounds
+    after that."""
 
 
 class Rounds:
-    """The rounds of the ranks of a machine, in rank order; the first one leads.
+    """The rounds of several ranks of a machine.  The first rank leads.
 
-    All ranks call the methods in the same order.  The methods raise RankFailed when another rank has ended or failed.
-    ``task``: the end of the phrase "The weights are not ..." in error messages.
+    All ranks call :meth:`gather` and :meth:`agree` in the same order.  Both raise RankFailed when another rank has
+    ended or failed.  ``task``: the end of the phrase "The weights are not ..." in error messages.
     """
 
     def __init__(self, group: Group, ranks: tuple[int, ...], key: str, processes: Mapping[int, Sequence[int]]) -> None:
-        """``ranks``: the ranks of the group that take part.  ``key``: a store prefix that is unique to these rounds.
-        ``processes``: rank -> the result of :func:`process_of` on that rank."""
+        """``ranks``: the ranks of the group that take part, in rank order.  ``key``: a store prefix that is unique to
+        these rounds.  ``processes``: rank -> the result of :func:`process_of` on that rank."""
         self.rank = group.rank
         self.ranks = ranks
         self.task = "placed"
@@ -72,8 +73,10 @@ class Rounds:
         self._process = os.getpid()
         self._open = True
         self._round = 0
-        self._said = _NOTHING  # the type of this rank's record in the round
-        self._told: BaseException | None = None  # an error that this rank is raising and the others know about
+        # the type of this rank's record in the round
+        self._said = _NOTHING
+        # an error that this rank is raising and has reported to the others
+        self._told: BaseException | None = None
         self._busy = False
 
     @property
@@ -108,14 +111,14 @@ class Rounds:
         return self._meet(value, self._timeout_s, _ENDED)
 
     def agree(self, value: Any, patience_s: float) -> list[Any]:
-        """All-gather as :meth:`gather`, for ranks that arrive at different times.  A missing rank is late after
-        ``patience_s`` seconds, unless it is in a :meth:`busy` context.  Raises Left, on all ranks, if one is late or
-        has left."""
+        """All-gather as :meth:`gather`, for ranks that arrive at different times.  A rank that has no record after
+        ``patience_s`` seconds is late, unless it is in a :meth:`busy` context.  Raises Left on all ranks if one of them
+        is late or has left."""
         return self._meet(value, min(patience_s, self._timeout_s), _LATE)
 
     def fail(self, error: BaseException) -> None:
-        """Let the other ranks raise ``error`` in this round, or in the next one if this round is decided.  Does not wait
-        for them."""
+        """Let the other ranks raise ``error`` in the current round, or in the next round if the current one is already
+        decided.  Does not wait for the other ranks."""
         if not self.meets or self._knows(error):
             return
         self._told = error
@@ -133,17 +136,18 @@ class Rounds:
         if self.meets:
             with self._reached():
                 self._pass_known_failure()
-                # the others raise that failure first, and then reach the next round
+                # the other ranks raise a reported failure in this round, and find the record below in the next round
                 self._round += self._said == _FAILED
                 self._set(str(self.rank), {_LEFT: why})
         self._open = False
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """A context for work that precedes a round: the other ranks wait for this rank, however long the work takes.
+        """A context for work before a round: the other ranks wait for this rank in that round, however long the work
+        takes.
 
-        If the work raises an error, the other ranks raise the same error in that round, unless this rank has by then
-        reached the round in another call.
+        If the work raises an error, the other ranks raise the same error in that round, unless a later call of this
+        rank takes part in the round first.
         """
         if not self.meets or self._busy:
             yield
@@ -153,7 +157,8 @@ class Rounds:
             with self._reached():
                 self._store.set(f"busy/{self.rank}", "1")
             yield
-            if self._said == _FAILED and self.meets:  # an earlier call failed, and this one needed no round
+            # withdraw the failure of an earlier call, because this call needed no round and succeeded
+            if self._said == _FAILED and self.meets:
                 self._say(_NOTHING, "")
         except BaseException as error:
             if self.meets and not self._knows(error):
@@ -167,15 +172,15 @@ class Rounds:
                     self._store.set(f"busy/{self.rank}", "")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop taking part in rounds.  ``error``: the reason why this rank cannot continue, which the others raise, or
-        None."""
+        """Stop taking part in rounds.  ``error``: the reason why this rank cannot continue, or None.  The other ranks
+        raise it."""
         if error is not None:
             with contextlib.suppress(ChunkflowError):  # the original error is more important
                 self.fail(error)
         self._open = False
 
     def _knows(self, error: BaseException | None) -> bool:
-        """Whether the other ranks know the cause of an error."""
+        """Whether the other ranks know about an error, or about an error that caused it."""
         while error is not None:
             if isinstance(error, RankFailed | Left) or error is self._told:
                 return True
@@ -183,8 +188,8 @@ class Rounds:
         return False
 
     def _meet(self, value: Any, patience_s: float, late: str) -> list[Any]:
-        """Run a round and return the values of all ranks.  ``late``: the decision if a rank is missing after
-        ``patience_s``."""
+        """Run a round and return the values of all ranks.  ``late``: the type of the decision if a rank is missing
+        after ``patience_s``."""
         if self.forked:
             raise ChunkflowError(
                 f"This process was forked from rank {self.rank} of a process group and is none of its ranks, which the "
@@ -200,7 +205,7 @@ class Rounds:
                 return [records[rank][_VALUE] for rank in self.ranks]
             rank, why = min(of.items())
             if how == _FAILED and rank == self.rank:
-                continue  # the others have raised an earlier failure of this rank, which now tries again
+                continue  # the others have raised an earlier failure of this rank; try again in the next round
             if how == _FAILED:
                 raise failed(self.task, rank, why)
             self._open = False
@@ -212,8 +217,8 @@ class Rounds:
     def _decided(
         self, mine: Mapping[str, Any], patience_s: float, late: str
     ) -> tuple[dict[int, Any], str, dict[int, str]]:
-        """Add this rank's record to the round, wait for the decision, and return the records, the type of the decision,
-        and rank -> cause for the ranks that caused it."""
+        """Add this rank's record to the round, and wait for the decision.  Return the records by rank, the type of the
+        decision, and rank -> cause for the ranks that caused the decision."""
         records, waiting, pause = dict[int, Any](), self._waiting(patience_s, late), _PAUSE_S
         self._said = _VALUE
         self._set(str(self.rank), mine)
@@ -227,13 +232,13 @@ class Rounds:
             else:
                 self._store.compare_set(self._key(_DECISION), "", json.dumps(proposed))
         how, of = decision
-        if how == _VALUE:  # the records are final now
+        if how == _VALUE:  # after the decision, records do not change
             records |= {rank: self._get(str(rank)) for rank in self.ranks if rank not in records}
         return records, how, {int(rank): why for rank, why in of.items()}
 
     def _waiting(self, patience_s: float, late: str) -> Callable[[Sequence[int]], Any]:
-        """Return a function that takes the ranks without a record, and returns a decision if it is time to stop waiting
-        for them, or else None."""
+        """Return a function that takes the ranks without a record.  The function returns None while this rank should
+        wait for those ranks, and a decision after that."""
         began = looked = busy = time.monotonic()
         logged = False
 
@@ -261,14 +266,14 @@ class Rounds:
         return next((rank for rank, process in known.items() if process_of(process[0]) != process), None)
 
     def _say(self, how: str, why: str) -> None:
-        """Set this rank's record in the current round; a later record of the rank replaces it."""
+        """Set or replace this rank's record in the current round."""
         with self._reached():
             self._pass_known_failure()
             self._set(str(self.rank), {how: why} if how != _NOTHING else {})
             self._said = how
 
     def _pass_known_failure(self) -> None:
-        """Go on to the next round if this rank has failed in the current one and the others know it."""
+        """Go on to the next round if the current round was decided by the failure of this rank."""
         if self._said == _FAILED and self._get(_DECISION) is not None:
             self._next()
 
@@ -293,7 +298,8 @@ class Rounds:
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
-        """A context for uses of the store, which cannot be reached after the rank that serves it has ended."""
+        """A context for calls to the store.  If the store cannot be reached, raise RankFailed if a rank has ended, for
+        example the rank that serves the store."""
         try:
             with reached():
                 yield

@@ -1,9 +1,10 @@
-"""Sharing: one copy of the weights per machine, in memory that its ranks map together, or in one file on the SSD.
+"""Sharing: the ranks of a machine use one copy of the weights, in shared memory or in a file on the SSD.
 
-The memory is a sealed memfd: a file without a name, which disappears when the last process that maps it has ended, for
-whatever reason.  The file on the SSD has no name either, and disappears in the same way.  The values of a weight are
-known to be equal on all ranks if all ranks would read them from the same range of the same file.  Otherwise each rank
-compares all bytes of its weight with the bytes that the first rank has written, after all weights are written.
+The shared memory is a sealed memfd: a file without a name, which the kernel removes when the last process that maps it
+has ended, for whatever reason.  The file on the SSD has no name either, and is removed in the same way.  The values of
+a weight are known to be equal on all ranks if all ranks would read them from the same range of the same file.
+Otherwise each rank compares all bytes of its weight with the bytes that the first rank has written, after all weights
+are written.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ _NAMED = 5
 class LoadRequest:
     """A weight to place.
 
-    ``like``: a meta tensor with the new shape, strides and dtype.  ``read_as``: the present dtype.  ``part``: the file
-    range that contains the weight now, or None.
+    ``like``: a meta tensor with the final shape, strides and dtype.  ``read_as``: the present dtype.  ``part``: the
+    file range that contains the weight now, or None.
     ``source``: the place where the bytes are to be stored, and their form.  ``stays``: whether the weight keeps its
     present memory or file range.
-    ``frees``: the bytes of present memory that are freed after the move.  ``shard``: identifies the part that this rank
-    has of a weight; None for a whole weight.
+    ``frees``: the bytes of present memory that are freed after the move.  ``shard``: an id of the part of the weight
+    that this rank has; None if it has the whole weight.
     """
 
     name: str
@@ -68,13 +69,13 @@ class LoadRequest:
 
     @property
     def takes(self) -> int:
-        """Bytes of host memory that the weight takes after the move, in addition to its present memory."""
+        """Bytes by which the move increases the host memory that the weight takes; at least 0."""
         return max(0, self.nbytes - self.frees)
 
     @property
     def for_a_moment(self) -> int:
-        """Further bytes that the weight takes only while it is placed.  For a packed weight they include its unpacked
-        values and the unpacked values of the next weight."""
+        """Bytes of host memory that the weight takes only while it is moved.  For a packed weight they include the
+        unpacked values of this weight and of the next one."""
         return min(self.nbytes, self.frees) + 2 * self.source.values
 
     @property
@@ -83,14 +84,14 @@ class LoadRequest:
 
     @property
     def kind(self) -> str:
-        """A key that is equal on ranks that can share the weight."""
+        """A key of the weight.  Ranks can share the weight if its key is equal on all of them."""
         shape, strides = [*self.like.shape], [*self.like.stride()]
         return repr((self.name, shape, strides, self.like.dtype, self.shard and [*self.shard], self.source))
 
     @property
     def origin(self) -> list[Any] | None:
-        """The file range and dtype from which the weight is read, as JSON, or None.  If it is equal on two ranks, the
-        values of the weight are equal, too."""
+        """The file range and dtype from which the weight is read, as JSON, or None if it is not read from a file.  If
+        two ranks have the same origin for a weight, they have the same values."""
         if (part := self.part) is None:
             return None
         return [part.file.name, part.file.stamp, part.offset, part.nbytes, str(self.read_as)]
@@ -99,23 +100,23 @@ class LoadRequest:
 class SharedPages:
     """The weights of one move that ranks share, in memory or in a scratch file.
 
-    ``writes``: the names of the weights that this rank writes.  For the other weights, this rank compares its own
-    values with the written values, unless both come from the same range of the same file.
+    ``writes``: the names of the weights that this rank writes.  For every other weight, this rank compares its own
+    values with the written values, unless all ranks read the weight from the same range of the same file.
     """
 
     def __init__(self, node: Node, wanted: Sequence[LoadRequest]) -> None:
-        """Every rank creates this object, with its own weights.  Raises ChunkflowError if the weights do not fit, or if
-        a rank has ended."""
+        """Every rank creates this object at the same time, with its own weights.  Raises ChunkflowError if the weights
+        do not fit, or if a rank has ended."""
         self._node = node
         self._pages: dict[str, SharedMemory] = {}
-        self._on_drive: dict[str, tuple[int, LoadRequest]] = {}  # with the offset in the scratch file
+        self._on_drive: dict[str, tuple[int, LoadRequest]] = {}  # name -> (offset in the scratch file, weight)
         self._differ: list[str] = []
         self._wanted = {w.name: w for w in wanted}
         mine = {w.kind: w for w in wanted}
-        whole = sum(w.shard is None for w in wanted)  # weights that all ranks are expected to have
+        whole = sum(w.shard is None for w in wanted)  # the number of unsharded weights, which all ranks should have
         reports = node.gather([whole, [(kind, w.origin) for kind, w in mine.items()]])
         sources = [dict(each) for _, each in reports]
-        # in the order of the first rank; weights that other ranks lack, or have in another size, stay private
+        # in the order of the first rank, without weights that another rank lacks or has in another size
         kinds = [k for k in sources[0] if all(k in each for each in sources) and mine[k].nbytes]
         common = [mine[k] for k in kinds]
         if 2 * len([w for w in common if w.shard is None]) < max(count for count, _ in reports):
@@ -141,7 +142,7 @@ class SharedPages:
         """Allocate shared memory on the leader, and map it on all ranks."""
         places = self._places(weights)
         if self._node.leads:
-            # each weight frees its present memory once it is written, so only one at a time exists twice
+            # a weight frees its present memory once it is written, so only one weight at a time is in memory twice
             check_room(sum(w.takes for w in weights) + max(w.for_a_moment for w in weights))
         descriptor = self._node.share(memory_file("chunkflow-weights", places[-1]) if self._node.leads else None)
         pages = map_file(descriptor, places[-1], mmap.MAP_SHARED)
@@ -151,7 +152,7 @@ class SharedPages:
         prefer_huge_pages(pages)
         storage = pages.untyped_storage()
         for weight, begin in zip(weights, places, strict=False):
-            # each weight has its own storage: pickling one weight would otherwise pickle all of them
+            # each weight has a separate storage, because pickling a tensor pickles its whole storage
             part = torch.empty(0, dtype=torch.uint8).set_(storage[begin : begin + weight.nbytes])
             self._pages[weight.name] = SharedMemory(descriptor, begin, as_weight(part, weight.stored))
 
@@ -160,7 +161,8 @@ class SharedPages:
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
         own = Scratch.made(places[-1]) if self._node.leads else None
-        # each rank opens it separately: the kernel reads ahead per open file, and the ranks read at different places
+        # each rank opens the file separately, because the kernel's read-ahead is per open file, and the ranks read
+        # different parts
         file = self._node.share(None if own is None else own.file.descriptor)
         self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if own is None else own.where)
 
@@ -187,7 +189,7 @@ class SharedPages:
         return frozenset(name for name, writer in writers.items() if writer == self._node.rank)
 
     def backing(self, name: str) -> Backing:
-        """Return the pages of a weight, or its part of the scratch file once that is written."""
+        """Return the shared pages of a weight, or its part of the scratch file after it was written there."""
         if name in self._pages:
             return self._pages[name]
         begin, weight = self._on_drive[name]
@@ -204,14 +206,14 @@ class SharedPages:
         if not equal and weight.source.compressed and fits(written):
             equal = _same_bytes(unpacked(name, written, weight.like), values)
         elif not equal:
-            # if the packed form does not fit, each rank keeps its own copy
+            # values that do not fit in the packed form are not shared, so no rank reports a difference
             equal = weight.source.compressed or _same_bytes(written, values)
         if not equal:
             self._differ.append(name)
         return equal
 
     def report(self) -> None:
-        """Log the weights that differ, on all ranks, after all have compared them."""
+        """Log on all ranks which weights differ, after all ranks have compared their weights."""
         for rank, names in zip(self._node.ranks, self._node.gather(self._differ), strict=True):
             if names:
                 _log.warning(

@@ -19,7 +19,7 @@ from .bytes import copy_host_bytes, memory_of
 from .mapping import Descriptor, map_file, written_pages
 from .pieces import Pieces
 
-# Number of bytes of a file that are compared with memory at a time.
+# Bytes of a file to compare with memory at a time.
 _COMPARED = 1 << 22
 
 
@@ -28,12 +28,12 @@ class WeightFile:
 
     ``name``: the name of the file in error messages.  ``stamp``: the device and inode numbers and the modification time
     in ns of a checkpoint, which must not change; None for a scratch file.  ``read_bytes``: bytes read so far.
-    ``left``: addresses of the first and last pages of weights that were moved from file mappings to private memory; two
-    weights may share such a page.
+    ``left``: page addresses in mappings of the file that now are private memory: the first and the last page of each
+    weight that was moved.  Two weights may share such a page.
     """
 
     def __init__(self, opened: Descriptor | Path, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
-        """``opened``: the open file, or a path that is opened at its first use."""
+        """``opened``: the open file, or its path; the file is then opened when it is first used."""
         self.name = name
         self.stamp = stamp
         self.read_bytes = 0
@@ -82,14 +82,13 @@ class WeightFile:
     def _direct(self) -> Descriptor | None:
         """The file opened for direct reads, or None if the file system does not support them."""
         try:
-            # in /proc, even a file without a name can be reopened
+            # a file without a name can be reopened through /proc
             return Descriptor(os.open(f"/proc/self/fd/{self.descriptor.number}", os.O_RDONLY | os.O_DIRECT))
         except (OSError, AttributeError):
             return None
 
     def _fill(self, number: int, target: memoryview, begin: int, offset: int, nbytes: int) -> None:
-        """Read the file from byte ``begin`` on into ``target``, at least until the ``nbytes`` bytes from ``offset`` on
-        are read."""
+        """Read the file into ``target``, from byte ``begin`` of the file until at least byte ``offset + nbytes``."""
         at, end = begin, offset + nbytes
         try:
             while at < end and (count := os.preadv(number, [target[at - begin :]], at)):
@@ -105,7 +104,7 @@ class WeightFile:
         self.read_bytes += nbytes
 
     def check(self) -> None:
-        """Raise ChunkflowError if a file that must not change has changed.  Reading the mapping of a truncated file would
+        """Raise ChunkflowError if this is a checkpoint that has changed.  Reading the mapping of a truncated file would
         kill the process."""
         if self.stamp is None:
             return
@@ -125,7 +124,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class DriveBytes:
-    """``nbytes`` of a file from ``offset`` on, as a source of copies with the methods of a flat uint8 tensor."""
+    """A range of bytes in a file, as a source of copies.  It has the methods of a flat uint8 tensor that copies use."""
 
     file: WeightFile
     offset: int

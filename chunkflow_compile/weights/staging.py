@@ -12,8 +12,8 @@ import torch
 from .bytes import copy_host_bytes, flat_bytes
 from .source import Bytes, take
 
-# Bytes per buffer: large enough that the copy of one buffer hides the launch of the next copy, and small enough to be
-# pinned even if no other memory can be pinned.
+# Bytes per buffer: large enough that the next copy is launched while one buffer is copied, and small enough that
+# pinning succeeds even if weights cannot be pinned.
 PIECE = 16 << 20
 PIECES = 2
 
@@ -32,8 +32,8 @@ class Staging:
     ) -> None:
         """``allocate``: returns pinned memory of the given size, uint8; raises RuntimeError if it cannot be pinned.
 
-        ``event``: creates an event.  ``copy``: enqueues a copy on the stream to use.  ``record``: records an event on
-        that stream.
+        ``event``: creates an event.  ``copy``: enqueues a copy on the stream for copies.  ``record``: records an event
+        on this stream.
         """
         self._copy = copy
         self._record = record
@@ -46,7 +46,7 @@ class Staging:
         return bool(self._pieces)
 
     def to_device(self, target: torch.Tensor, source: Bytes) -> None:
-        """Copy bytes from the host or the SSD to the device (uint8, equal sizes); returns when all copies are enqueued."""
+        """Copy bytes from any source to the device (uint8, equal sizes); return when all copies are enqueued."""
         for (piece, free), span in self._spans(source.numel()):
             free.synchronize()
             part = piece[: span.stop - span.start]
@@ -55,7 +55,7 @@ class Staging:
             self._record(free)
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy device bytes to the host (uint8, equal sizes); returns when they have arrived."""
+        """Copy bytes from the device to the host (uint8, equal sizes); return when they have arrived."""
         under_way: list[tuple[torch.Tensor, Any, slice]] = []
 
         def take() -> None:
@@ -81,17 +81,17 @@ class Staging:
 class GpuStagings:
     """Copies tensors between pageable host memory and GPUs, on the caller's current streams.
 
-    One object serves one operation, such as restoring a model; its pinned memory is freed together with the object.
+    Create one for each operation, such as restoring a model, because its pinned memory is freed together with it.
     """
 
     def __init__(self) -> None:
         self._made: dict[torch.device, Staging] = {}
 
     def brought(self, host: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
-        """Return the values of a dense host tensor on a device; on the CPU this is the tensor itself, unless ``copy`` is
+        """Copy a dense host tensor to a device.  If the device is the CPU, return the tensor itself, unless ``copy`` is
         True.
 
-        Raises torch.OutOfMemoryError if they do not fit in GPU memory.
+        Raises torch.OutOfMemoryError if the tensor does not fit in GPU memory.
         """
         if device.type != "cuda":
             return host.to(device, copy=copy)

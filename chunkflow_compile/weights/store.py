@@ -22,7 +22,7 @@ class Export:
 
 
 class Store(Protocol):
-    """A placed model from the viewpoint of its weights.
+    """The parts of a placed model that its weights use.
 
     ``buffer`` is a HostBuffer, and ``peers`` are Peers.  Their types here are Any, because their modules import this
     one.

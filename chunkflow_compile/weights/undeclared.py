@@ -1,8 +1,8 @@
-"""Detection, by their effect, of writes that the schema of an op does not declare.
+"""Detection of writes that the schema of an op does not declare.
 
-Ops in torch's own namespaces declare what they write.  Collectives (``c10d``) and ops of extensions may not, so they
-run on copies of the weights, and the caller waits until they finish.  If a copy then differs from its weight, the op
-has written it, and its values are copied to the host memory.
+The schemas of ops in torch's own namespaces declare all writes.  The schemas of collectives (``c10d``) and of
+extensions may not.  Such an op runs on copies of the weights, and the caller waits until it has finished.  If a copy
+then differs from its weight, the op has written to the copy, and the values of the copy are written to the weight.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .bytes import in_one_memory, same_bits
 
 _aten = torch.ops.aten
-# Namespaces of torch whose schemas declare every write.
+# Namespaces of ops whose schemas declare every write.
 _DECLARED = frozenset(
     ("aten", "prims", "inductor_prims", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "chunkflow")
 )
-# Ops that write running statistics in training.
+# Ops that write running statistics in training without declaring it.
 _STATISTICS = frozenset(
     (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
 )
-# Ops that pass the memory of a tensor to other ranks, or write it when another rank sends.  A wait for the other rank
-# might never end.
+# Ops that let other ranks access the memory of a tensor, or write to a tensor when another rank sends data.  Waiting
+# for the other rank might deadlock.
 _UNSEEN = frozenset(
     (
         "c10d::recv_",
@@ -38,7 +38,7 @@ _UNSEEN = frozenset(
         "inductor::resize_storage_bytes_",
     )
 )
-# Ops that only read, and that finish when another rank receives.
+# Ops that only read a tensor, and finish when another rank has received it.
 _SENDS = frozenset(("c10d::send",))
 
 
@@ -48,12 +48,12 @@ def declares(func: Any) -> bool:
 
 
 def cannot_be_seen(func: Any) -> bool:
-    """Whether an op may write a tensor later, at a time that cannot be observed."""
+    """Whether an op may write to a tensor after it has returned, at a time that cannot be observed."""
     return func.namespace == "symm_mem" or func.name().partition(".")[0] in _UNSEEN
 
 
 def wait_for_collective(func: Any, values: Sequence[torch.Tensor]) -> None:
-    """Wait until a functional collective has written ``values``, which may happen after it returns."""
+    """Wait until a functional collective has written ``values``.  A functional collective may return before that."""
     if func.namespace == "_c10d_functional":
         for value in values:
             torch.ops._c10d_functional.wait_tensor(value)
@@ -63,7 +63,8 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
     """Run an op on copies of its weight arguments, and write values that the op has changed back to the weights.
 
     ``kind``: the class of the weights.  Raises ChunkflowError if the op returns a view of a copy, because a later write
-    to the view would go unnoticed, or if the op is part of a batch of collectives and finishes only with the batch.
+    to the view would go unnoticed, or if the op is part of a batch of collectives, because it then finishes only when
+    the whole batch does.
     """
     weights: dict[int, Any] = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
     sends = func.name().partition(".")[0] in _SENDS
@@ -113,7 +114,7 @@ def _copy(weight: Any) -> torch.Tensor:
 
 
 def _is_a(name: str, value: Any) -> bool:
-    """Whether an argument or a result of a ``c10d`` op is an object of this C++ class."""
+    """Whether an argument or a result of a ``c10d`` op is an object of the C++ class ``name``."""
     if not isinstance(value, torch.ScriptObject):
         return False
     kind: Any = value._type()
@@ -121,7 +122,8 @@ def _is_a(name: str, value: Any) -> bool:
 
 
 def _coalesces(value: Any) -> bool:
-    """Whether this is a process group that is batching collectives, so that a single work object cannot be waited for."""
+    """Whether an argument is a process group in which collectives are being batched, so that a single collective cannot
+    be waited for."""
     if not _is_a("ProcessGroup", value):
         return False
     return dist.ProcessGroup.unbox(value) in dist.distributed_c10d._world.pg_coalesce_state

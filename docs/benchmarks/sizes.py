@@ -104,9 +104,9 @@ def _rows(given: Mapping[str, Any]) -> list[dict[str, str]]:
         picture = SMALL_PIPELINES["flux"].generate(pipe, number, **call)
         row = {"size": f"{height}x{width}", "seconds": f"{time.perf_counter() - begin:.1f}"}
         for name, model in models.items():
-            codes = {id(p.code.regions): _lowered(p) for p in programs(model)}
-            fresh = [count for key, count in codes.items() if key not in seen and count]
-            seen |= codes.keys()
+            variants = {id(p.variant.regions): _lowered(p) for p in programs(model)}
+            fresh = [count for key, count in variants.items() if key not in seen and count]
+            seen |= variants.keys()
             row[name] = f"{len(fresh)} ({sum(fresh)})" if fresh else "-"
         difference = float((picture - SMALL_PIPELINES["flux"].generate(plain, number, **call)).abs().max())
         if difference > TOLERANCE:
@@ -117,7 +117,7 @@ def _rows(given: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _lowered(program: Any) -> int:
     """The regions that Inductor lowered: those of a layer such as a convolution run eagerly, as methods of their graphs."""
-    return sum(not inspect.ismethod(region) for region in program.code.regions.values())
+    return sum(not inspect.ismethod(region) for region in program.variant.regions.values())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""Count: computes the cost of a region.  FLOPs come from the formulas of torch.utils.flop_counter, and bytes from the
-metadata of the graph.
+"""Count: computes the cost of a region.  FLOPs come from the formulas of torch.utils.flop_counter, including formulas that
+users register (``register_flop_formula``), and bytes from the metadata of the graph.
 
-Formulas that users register there (``register_flop_formula``) are included.
-
-Products (GEMMs, convolutions and attention) are counted by their FLOPs and by the bytes of their operands.  All other
-ops run in separate kernels and are counted only by the bytes that they move.
+The cost of products (GEMMs, convolutions and attention) consists of their FLOPs and the bytes of their operands.  The cost
+of all other kernels consists only of the bytes that they move.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from chunkflow_compile.passes.problem import RegionCost
 from .kernels import Values, other_kernels, tensor_bytes, tensors
 from .op_calls import called, is_opaque, like_attention
 
-# Ops that multiply an input by a (mostly quantised) weight, and that the flop counter does not know.
+# Ops that multiply an input by a weight, usually a quantised one, and for which the flop counter has no formula.
 _PRODUCTS = frozenset(
     (
         "aten::_int_mm",
@@ -38,15 +36,13 @@ _PRODUCTS = frozenset(
         "torchao::int_scaled_matmul",
     )
 )
-# Rows and columns of a tile that cuBLAS uses for large GEMMs on Hopper.  For small GEMMs, it uses smaller tiles.
+# Rows and columns of the output tiles that cuBLAS uses for large GEMMs on Hopper.  For small GEMMs, it uses smaller tiles.
 _TILE = (128, 256)
 
 
 def region_cost(values: Values, fused: bool = True) -> RegionCost:
-    """Return the cost of one region.  ``values``: value of each node of the region, as fake tensors with concrete
-    sizes.
-
-    ``fused``: whether Inductor fuses the ops between products.
+    """Return the cost of one region.  ``values``: for each node of the region, its value, as fake tensors with concrete
+    sizes.  ``fused``: whether Inductor fuses the ops between products.
     """
     counts = {n: node_flops(n, values) for n in values if n.op not in ("placeholder", "output")}
     flops = {n: f for n, f in counts.items() if f > 0 or is_opaque(n)}
@@ -68,14 +64,14 @@ def region_cost(values: Values, fused: bool = True) -> RegionCost:
 
 
 def gemm_tiles(values: Values) -> tuple[tuple[int, int], ...]:
-    """Return a pair for each GEMM of a region: the number of tiles of the result, and the FLOPs."""
+    """Return a pair for each GEMM of a region: the number of its output tiles, and its FLOPs."""
     found = ((node, node_flops(node, values)) for node in values if node.op == "call_function")
     gemms = [(tensors(values[node])[0].shape, flops) for node, flops in found if flops and _is_gemm(node, values)]
     return tuple((-(-shape[-2] // _TILE[0]) * -(-shape[-1] // _TILE[1]) * prod(shape[:-2]), f) for shape, f in gemms)
 
 
 def attention_tiles(values: Values) -> tuple[tuple[int, int], ...]:
-    """Return a pair for each attention op of a region: the number of query tiles over all samples and heads, and the
+    """Return a pair for each attention op of a region: the number of its query tiles over all samples and heads, and its
     FLOPs."""
     found = ((node, node_flops(node, values)) for node in values if node.op == "call_function")
     ops = [(tensors(values[node])[0].shape, f) for node, f in found if f and _kind(node, values) == "attention"]
@@ -87,11 +83,11 @@ def _is_gemm(node: Node, values: Values) -> bool:
 
 
 def node_flops(node: Node, values: Values) -> int:
-    """Return the FLOPs of one node.  If there is no formula for its op, the node is counted as attention if its
-    operands look like query, key and value, and otherwise as 0 FLOPs.
+    """Return the FLOPs of a node.  If there is no formula for its op, return the FLOPs of attention if the operands look
+    like query, key and value, otherwise 0.
 
-    An op with nested graphs counts as much as the nested graph with the most FLOPs, because ``cond`` runs only one
-    branch.
+    For an op with nested graphs, return the FLOPs of the nested graph that has the most, because ``cond`` runs only one
+    of its branches.
     """
     call = called(node, values)
     if call is None:
@@ -102,8 +98,7 @@ def node_flops(node: Node, values: Values) -> int:
     ):  # possible only if sizes are estimated
         args = (*args[:2], args[2].new_empty((*args[1].shape[:-1], args[2].shape[-1])), *args[3:])
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-        # torch has a formula for every attention op except this one.  Attention on fake CPU tensors is traced to this
-        # op.
+        # the only attention op without a formula in torch; attention on fake CPU tensors is traced to this op
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if call.name in _PRODUCTS:  # [..., k] times a weight gives [..., n]
         return 2 * int(args[0].numel()) * int(tensors(values[node])[0].shape[-1])
@@ -113,8 +108,8 @@ def node_flops(node: Node, values: Values) -> int:
 
 
 def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
-    """Find the third-party ops and Triton kernels without a declared FLOP formula.  Return a mapping from the name of
-    each to a sentence that explains how its FLOPs are counted."""
+    """Find third-party ops and Triton kernels for which no FLOP formula is declared.  For each, return its name and a
+    sentence that explains how its FLOPs are counted."""
     sentences: dict[str, str] = {}
     for node in nodes:
         values = {n: n.meta.get("val") for n in (node, *node.all_input_nodes)}
@@ -133,7 +128,7 @@ def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
 
 
 def _graph_flops(graph: GraphModule) -> int:
-    """Return the FLOPs of a nested graph; 0 if its sizes are symbolic, because the actual sizes are not known."""
+    """Return the FLOPs of a nested graph, or 0 if its sizes are symbolic, because the actual sizes are not known."""
     values = {node: node.meta.get("val") for node in graph.graph.nodes}
     sizes = [size for value in values.values() for tensor in tensors(value) for size in tensor.shape]
     if any(isinstance(size, torch.SymInt) for size in sizes):
@@ -153,7 +148,7 @@ def _kind(node: Node, values: Values) -> str:
 
 
 def _masked(node: Node, values: Values) -> bool:
-    """Return whether a node is attention with a mask.  torch's ops use two names for the mask."""
+    """Return whether a node is attention with a mask.  The argument for the mask has one of two names in torch's ops."""
     if not isinstance(node.target, torch._ops.OpOverload) or _kind(node, values) != "attention":
         return False
     names = [argument.name for argument in node.target._schema.arguments]

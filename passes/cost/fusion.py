@@ -1,12 +1,17 @@
-"""Fusion: models the kernels that Inductor generates for a region, and the bytes of the values that they store.
+"""Fusion: models the kernels that Inductor generates for a region, and the bytes of the values that these kernels store.
 
-Inductor computes a pointwise value inside the kernels that read it, unless the value is an output of the region, is an
-operand of a kernel that Inductor does not generate, or is read by many kernels.  Inductor also fuses pointwise ops and
-reductions that iterate over the same number of elements.  A value that only the fused kernel reads is never stored.
-Products, attention and ops on complex numbers are separate kernels.  A value is freed after the last kernel that reads
-it.  A pointwise kernel overwrites an operand of the same size if no later kernel reads this operand.  A value can also
-reuse the memory of a dead value of the same size and dtype.  Inductor considers several orders of the kernels and uses
-the order with the lowest peak memory.  Without Inductor, each op is a kernel, and the kernels run in program order.
+The model of Inductor:
+
+* Products, attention and ops on complex numbers are separate kernels, which Inductor does not generate.
+* A pointwise value is computed inside the kernels that read it.  It is a separate kernel only if it is an output of the
+  region, an operand of a kernel that Inductor does not generate, or the result of many reads or ops.
+* Pointwise ops and reductions that iterate over the same number of elements are fused.  A value that only the fused kernel
+  reads is never stored.
+* A value is freed after the last kernel that reads it.  A pointwise kernel overwrites an operand of the same size if no
+  later kernel reads this operand.  A value can also reuse the memory of a freed value of the same size and dtype.
+* Of several orders of the kernels, Inductor uses the order with the lowest peak memory.
+
+Without Inductor, each op is a kernel, and the kernels run in program order.
 """
 
 from __future__ import annotations
@@ -58,7 +63,8 @@ _REDUCTIONS = frozenset(
 _WITH_OUT = frozenset(("_int_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm"))
 # Views that keep the order of elements.
 _IN_ORDER = frozenset(("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"))
-# Inductor's realize_reads_threshold, and its defaults of realize_acc_reads_threshold and realize_opcount_threshold.
+# The defaults of Inductor's realize_reads_threshold, realize_acc_reads_threshold and realize_opcount_threshold: a value with
+# more reads or ops is stored ("realized") instead of being computed inside its readers.
 _MOST_SHARED_READS, _MOST_READS, _MOST_OPS = 4, 8, 30
 _COPY = torch.ops.aten.copy.default
 _READ_NO_VALUES = frozenset(
@@ -68,9 +74,8 @@ _READ_NO_VALUES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The live values of a region.  ``own``: for each kernel of the region, the bytes of values from inside the region
-    that are live while the kernel runs.  ``until``: for each input, the position of the last kernel that reads it, or
-    -1."""
+    """The live values of a region.  ``own``: for each kernel of the region, the live bytes of values that the region
+    computes.  ``until``: for each input, the position of the last kernel that reads it, or -1 if none does."""
 
     own: tuple[int, ...]
     until: tuple[int, ...]
@@ -78,8 +83,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class RegionNodes:
-    """A region, given by its input and output nodes in the whole graph.  ``key``: regions with equal keys have equal
-    profiles."""
+    """The input and output nodes of a region in the whole graph.  ``key``: regions with equal keys have equal profiles."""
 
     key: object
     inputs: tuple[Node, ...]
@@ -88,9 +92,9 @@ class RegionNodes:
 
 @dataclass(frozen=True)
 class Storages:
-    """The memory of a graph's values.  ``values``: value of each node, as fake tensors.  ``weights``: nodes whose
+    """The memory of a graph's values.  ``values``: for each node, its value, as fake tensors.  ``weights``: nodes whose
     memory is not counted.  ``fused``: whether Inductor fuses the ops.  ``own``: views that have separate memory, see
-    bases_of.  ``profiles``: cached profiles of regions, by key."""
+    :func:`bases_of`.  ``profiles``: cache of the profiles of regions, by key."""
 
     values: Values
     weights: Collection[Node]
@@ -120,8 +124,8 @@ class Storages:
 @dataclass(eq=False)
 class _Kernel:
     """A kernel, or several fused kernels.  ``reads`` and ``writes``: nodes whose memory the kernel reads and writes.
-    ``strided``: nodes whose elements the kernel does not read in the order of memory.  ``size``: number of elements
-    that the kernel iterates over; 0 if it cannot be fused."""
+    ``strided``: nodes whose elements the kernel reads in another order than the order in memory.  ``size``: number of
+    elements that the kernel iterates over; 0 if the kernel cannot be fused."""
 
     reads: set[Node]
     writes: set[Node]
@@ -171,13 +175,13 @@ class _Kernels:
 
     def _reused(self, base: Node) -> object:
         """Return the reuse key of a value, or None if the value cannot reuse memory.  A value can reuse the memory of a
-        dead value with an equal key."""
+        freed value with an equal key."""
         if base in self.alone and _name(base) not in _WITH_OUT:
             return None
         return tensors(self.values[base])[0].dtype, tensor_bytes(self.values[base])
 
     def _lowered(self, made: Sequence[Node]) -> list[_Kernel]:
-        """Return the kernels before fusion: one for each value that Inductor realizes."""
+        """Return the kernels before fusion: one for each value that Inductor realizes (:meth:`_is_realized`)."""
         kernels, inlined = list[_Kernel](), dict[Node, tuple[_Kernel, int]]()
         for node in made:
             kernel, ops = _Kernel(set(), {node}, set(), self._size(node)), 1
@@ -187,7 +191,7 @@ class _Kernels:
             for argument in operands:
                 base = self.bases[argument]
                 read, more = inlined.get(base, (_Kernel({base}, set(), set(), 0), 0))
-                if node in self.joined:  # a separate kernel copies each operand into the result
+                if node in self.joined:  # each operand of a concatenation has a kernel that copies it into the result
                     kernel = _Kernel(set(), {node}, set(), _elements(self.values[argument]))
                     kernels.append(kernel)
                 kernel.reads |= read.reads
@@ -213,7 +217,7 @@ class _Kernels:
         return max(sizes if _is_pointwise(node) else sizes + [_elements(self.values[a]) for a in node.all_input_nodes])
 
     def _in_order(self, argument: Node) -> bool:
-        """Return whether the elements of a value are in the same order as in memory."""
+        """Return whether iterating over the elements of a value follows their order in memory."""
         while self.bases[argument] is not argument and argument not in self.part.inputs:
             if _name(argument) not in _IN_ORDER and not _is_result(argument, self.bases):
                 return False
@@ -221,8 +225,8 @@ class _Kernels:
         return True
 
     def _fuse(self) -> None:
-        """Fuse pairs of kernels that iterate over the same number of elements and that share memory, unless another
-        kernel must run between the two.  Pairs that share the most bytes are fused first."""
+        """Fuse pairs of kernels that iterate over the same number of elements and that read or write the same memory,
+        unless another kernel must run between the two.  Pairs that share the most bytes are fused first."""
         users: dict[Node, list[int]] = {}
         for i, kernel in enumerate(self.kernels):
             for base in kernel.reads | kernel.writes if kernel.size else ():
@@ -250,8 +254,8 @@ class _Kernels:
         self.kernels = _sorted([*dict.fromkeys(groups)])
 
     def _stored(self) -> dict[Node, int]:
-        """Return the size in bytes of each value that is stored in memory.  A value is not stored if only the kernel
-        that makes it reads it."""
+        """Return the size in bytes of each value that is stored in memory.  A value is not stored if only the kernel that
+        computes it reads it."""
         writers, readers = (_by_node(self.kernels, name) for name in ("writes", "reads"))
         return {
             base: self.storages.nbytes(base)
@@ -288,7 +292,7 @@ def _runs_between(after: Mapping[_Kernel, set[_Kernel]], first: _Kernel, second:
 
 
 def _sorted(kernels: Sequence[_Kernel]) -> list[_Kernel]:
-    """Return the kernels in an order that respects their dependencies and is close to the given order."""
+    """Return the kernels in an order that respects their dependencies.  Where these permit, the given order is kept."""
     after = _after(kernels)
     missing = dict.fromkeys(kernels, 0)
     for kernel in chain.from_iterable(after.values()):
@@ -304,8 +308,8 @@ def _sorted(kernels: Sequence[_Kernel]) -> list[_Kernel]:
 
 
 def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]) -> list[_Kernel]:
-    """Return the kernels in a greedy order.  Among the kernels that can run next, prefer kernels that do not raise the
-    peak of live bytes, then kernels that leave the fewest live bytes."""
+    """Return the kernels in a greedy order.  The next kernel is one that does not raise the peak of live bytes, if there is
+    one; among these, the kernel after which the fewest bytes are live."""
     after, unread, alive = _after(kernels), _by_node(kernels, "reads"), set[Node]()
     missing = dict.fromkeys(kernels, 0)
     for kernel in chain.from_iterable(after.values()):
@@ -331,9 +335,9 @@ def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], output
 
 
 class _Made:
-    """The values that kernels make if they run in a given order.  ``expected``: for each kernel, the live bytes of
-    these values according to Inductor's estimate.  The estimate ignores the reuse of memory and counts the parts of a
-    concatenation separately."""
+    """The values that kernels compute if they run in a given order.  ``expected``: for each kernel, Inductor's estimate of
+    the live bytes of these values.  The estimate ignores the reuse of memory, and counts the operands of a concatenation
+    in addition to its result."""
 
     def __init__(
         self,
@@ -359,11 +363,11 @@ class _Made:
         self.expected_peak = max(self.expected, default=0)
 
     def in_place(self, reused: Callable[[Node], object]) -> list[int]:
-        """Return, for each kernel, the live bytes of the values if the memory of dead values is reused.
+        """Return, for each kernel, the live bytes of the values if the memory of freed values is reused.
 
-        A value reuses the memory of a dead value with the same key, even if the last read of the dead value was long
-        before.  The exception is a reuse that would increase the expected peak.  ``reused``: function that returns the
-        reuse key of a value.
+        A value reuses the memory of a freed value with the same key.  This memory then stays allocated in between, however
+        long this is.  It is not reused if this would raise the expected peak.  ``reused``: returns the reuse key of a
+        value.
         """
         expected, own = list(self.expected), list[int]()
         dead: dict[object, list[int]] = {}
@@ -407,7 +411,7 @@ def _between(part: RegionNodes) -> set[Node]:
 
 
 def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node]:
-    """Return the nodes in an order in which each node is as late as possible, like Inductor's reorder_for_locality."""
+    """Return the nodes in the order of Inductor's reorder_for_locality, in which each node is close to its readers."""
     order, members, seen = list(nodes), set(nodes), set[Node]()
 
     def move_before(position: int, operands: Iterable[Node]) -> None:
@@ -426,7 +430,7 @@ def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node
 
 
 def _operands(node: Node) -> list[Node]:
-    """Return the nodes whose values a node reads.  Nodes are left out if only their size is needed."""
+    """Return the nodes whose values a node reads, without nodes of which it needs only the size."""
     if _name(node) in _READ_NO_VALUES:
         return []
     return [n for n in node.all_input_nodes if not (node.target is _COPY and n is node.args[0])]
@@ -455,7 +459,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _is_alone(node: Node, values: Values) -> bool:
-    """Return whether a node is a separate kernel that Inductor does not generate."""
+    """Return whether a node is a kernel that Inductor does not generate, and so does not fuse."""
     used = [t for n in (node, *node.all_input_nodes) for t in tensors(values[n])]
     if any(t.is_complex() for t in used):
         return True

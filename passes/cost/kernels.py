@@ -1,12 +1,10 @@
-"""Kernels: counts the kernels for all ops other than products (GEMMs, convolutions, attention).
+"""Kernels: counts the kernels of a region other than products (GEMMs, convolutions, attention), and the bytes that these
+kernels move.
 
-On entry: the nodes of a region, with fake tensors as values, and the set of products among them.
-On exit: the number of other kernels, and the bytes that they read and write.
-
-Inductor fuses consecutive pointwise ops and reductions without a product between them.  The kernel of such a group
+Inductor fuses consecutive pointwise ops and reductions if there is no product between them.  The kernel of such a group
 reads each value from outside the group once, and writes the values that are used outside the group.  A node that is
-marked as ``INLINED`` is computed again in each group that reads it; if a group reads a part of the node, it reads the
-same part of the node's operands.  In eager mode, each op is a kernel.
+marked as ``INLINED`` is computed again in each group that reads it.  If a group reads a part of such a node, it reads the
+same part of the operands of the node.  In eager mode, each op is a kernel.
 """
 
 from __future__ import annotations
@@ -25,10 +23,11 @@ INLINED = "inlined"
 
 
 def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tuple[int, Mapping[int, int]]:
-    """Return the number of kernels for ops outside ``products``, and the bytes that these kernels read and write.
-    These bytes are given as a mapping from a tensor size in bytes to the bytes moved in tensors of this size.
+    """Return the number of kernels for the ops that are not in ``products``, and the traffic of these kernels: a mapping
+    from a tensor size in bytes to the bytes read and written in tensors of this size.
 
-    ``fused``: whether ops are fused into groups as Inductor does it; otherwise each op is a kernel.
+    ``values``: for each node of the region, its value, as fake tensors.  ``fused``: whether Inductor fuses ops into
+    groups; otherwise each op is a kernel.
     """
     bases, depths = bases_of(values), _depths(values, products)
     inlined = {n for n in values if fused and n.meta.get(INLINED)}
@@ -48,7 +47,7 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tu
 
 
 def _moves_nothing(node: Node) -> bool:
-    """Return whether a node moves no bytes, because its result is in existing memory."""
+    """Return whether a node moves no bytes, because its result is in the memory of an operand, or is a number."""
     if isinstance(node.target, torch._ops.OpOverload):
         name = node.target.overloadpacket.__name__  # a completion returns the result of its collective
         return node.target.is_view or name in ("_unsafe_view", "wait_tensor", "wait_tensors")
@@ -57,7 +56,7 @@ def _moves_nothing(node: Node) -> bool:
 
 
 def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
-    """Map each node to the node that allocated its memory.  ``own``: views that have separate memory."""
+    """Map each node to the node that allocated its memory.  ``own``: nodes that allocate memory although they are views."""
     bases: dict[Node, Node] = {}
     for node in values:
         inputs = node.all_input_nodes
@@ -77,9 +76,8 @@ def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
 def _moved(
     group: set[Node], values: Values, bases: Mapping[Node, Node], inlined: Collection[Node]
 ) -> Iterator[tuple[int, int]]:
-    """Yield a pair for each tensor that a kernel reads or writes: the size of the tensor in bytes, and the number of
-    its bytes that the kernel moves.  Each byte is counted at most once, even if the kernel reads several views that
-    contain it."""
+    """Yield a pair for each tensor that the kernel of a group reads or writes: the size of the tensor in bytes, and the
+    bytes that the kernel moves.  A kernel that reads several views of a tensor moves at most the size of the tensor."""
     read: dict[Node, int] = {}
     todo = [(node, tensor_bytes(values[node])) for node in dict.fromkeys(n for m in group for n in m.all_input_nodes)]
     for node, moved in todo:  # the list grows by the operands of inlined nodes

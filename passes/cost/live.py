@@ -1,10 +1,8 @@
-"""Live: computes the bytes of activations that are live on the device while each region runs.
+"""Live: computes the bytes of activations that are live on the device while each region runs.  Weights and the workspaces
+of kernels are not included.
 
-On entry: the memory of a graph's values, and the graph's regions and collectives in program order.
-On exit: bytes per region, without weights and workspaces of kernels.
-
-Inputs and results of the graph are live throughout, because the caller holds them.  Any other value is freed in the
-last region that reads it, directly after the last kernel that reads it.
+Inputs of the graph are always live, because the caller holds them, and so are results once they have been computed.  Any
+other value is freed after the last kernel that reads it, in the last region that reads it.
 """
 
 from __future__ import annotations
@@ -25,24 +23,22 @@ _COPY = torch.ops.aten.copy_.default
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """The live bytes of a cut.  ``peaks``: for each region, the peak of live bytes while the region, or a collective
-    directly before it, runs.  ``between``: for each region, the live bytes before it."""
+    """The live bytes of a cut.  ``peaks``: for each region, the peak of live bytes while the region or a collective
+    directly before it runs.  ``between``: for each region, the live bytes directly before it."""
 
     peaks: tuple[int, ...]
     between: tuple[int, ...]
 
 
 class Slicing(Protocol):
-    """How the values of a region are sliced if its code is called once per slice; see graph/regions.py."""
+    """The slices with which a repeated region runs, see graph/regions.py."""
 
     @property
     def writes(self) -> Sequence[tuple[object, int | None]]: ...
 
 
 class Regional(Protocol):
-    """A region of a cut, with the nodes of the whole graph that it reads and returns.  ``module``: graph of the
-    region's code.  ``slicing``: how the region's values are sliced if its code is called once per slice, otherwise
-    None."""
+    """A region of a cut, see :class:`CutRegion` in graph/regions.py, which this package cannot import."""
 
     @property
     def info(self) -> Region: ...
@@ -57,10 +53,8 @@ class Regional(Protocol):
 
 
 def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Sequence[Sequence[int]] = ()) -> Live:
-    """Return the live bytes of a cut.  If there are ``groups``, the regions of each group count as one region.
-
-    ``sequence``: regions, collectives and completions, in program order.  ``groups``: groups of region indices; empty to
-    merge nothing.
+    """Return the live bytes of a cut.  ``sequence``: regions, collectives and completions, in program order.  ``groups``:
+    groups of region indices, each of which counts as one region; empty to merge nothing.
     """
     group_of = {i: group for group in groups for i in group}
     outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}  # the last item that reads each node
@@ -85,8 +79,8 @@ def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Seq
 def _joined(
     regions: Sequence[Regional], end: int, outside: Mapping[Node, int], results: Collection[Node]
 ) -> RegionNodes:
-    """Merge several regions into one.  ``end``: position of the last of these regions in the sequence.  ``outside``:
-    position of the last reader of each node.  ``results``: results of the graph."""
+    """Merge several regions into one.  ``end``: position of the last of these regions in the sequence.  ``outside``: for
+    each node, the position of its last reader in the sequence.  ``results``: results of the graph."""
     if len(regions) == 1:
         return RegionNodes(key=regions[0].info.key, inputs=regions[0].inputs, outputs=regions[0].outputs)
     made = [n for region in regions for n in region.outputs]
@@ -98,8 +92,7 @@ def _joined(
 
 
 def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -> Profile:
-    """Return the profile of a region whose code is called once per slice.  The region's inputs are live until the last
-    call ends."""
+    """Return the profile of a region that runs once per slice.  Its inputs are live until its last run ends."""
     nodes = region.module.graph.nodes
     taken = tuple(node for node in nodes if node.op == "placeholder")
     written = tuple(node for node in nodes if node.target is _COPY)
@@ -113,10 +106,8 @@ def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -
 
 
 def _in_turn(storages: Storages, sequence: Sequence[RegionNodes | Node]) -> Live:
-    """Return the live bytes of a sequence of regions and top-level nodes in program order.
-
-    A collective keeps its operands alive until its completion.
-    """
+    """Return the live bytes of regions and top-level nodes in program order.  The operands of a collective are live until
+    its completion."""
     inputs = [n for n in storages.values if n.op == "placeholder" and n.users]
     results = [a for n in storages.values if n.op == "output" for a in n.all_input_nodes]
     top = {item for item in sequence if isinstance(item, Node)}
@@ -144,17 +135,17 @@ def _in_turn(storages: Storages, sequence: Sequence[RegionNodes | Node]) -> Live
 
 
 def _used(storages: Storages, item: RegionNodes | Node, top: Collection[Node]) -> Iterator[Node]:
-    """Yield the memory, as base nodes, that a region or a top-level node uses.  ``top``: all top-level nodes."""
+    """Yield the nodes whose memory a region or a top-level node uses.  ``top``: all top-level nodes."""
     for node in _read(item):
         base = storages.bases[node]
         yield base
-        if isinstance(item, Node) and base in top:  # base is a collective, and this node completes it
+        if isinstance(item, Node) and base in top:  # item is the completion of the collective base
             yield from (storages.bases[n] for n in base.all_input_nodes)
 
 
 def _peak(storages: Storages, part: RegionNodes, before: int, dying: Collection[Node]) -> int:
-    """Return the peak of live bytes while a region runs.  ``before``: live bytes before the region.  ``dying``: inputs
-    that are freed after their last use in the region."""
+    """Return the peak of live bytes while a region runs.  ``before``: live bytes before the region.  ``dying``: values that
+    are freed in the region."""
     profile = storages.profile(part)
     until = dict.fromkeys(dying, -1)
     for node, position in zip(part.inputs, profile.until, strict=True):

@@ -1,9 +1,9 @@
 """Timings: measured times of a problem's regions and collectives.  They replace the times that are computed from the
 rates of a hardware profile.
 
-Regions with the same structure do the same work, so differences between their measured times are noise.  Therefore,
-each of these regions gets the mean time.  The same applies to collectives with the same type and size.  The sum of all
-times does not change.
+Regions with the same structure do the same work, so differences between their measured times are noise.  Therefore, each
+of them is planned with their mean time, and so are collectives of the same kind and size.  The sum of all times does not
+change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.problem import Problem
 
-# The suffix for the name of a hardware profile whose rates were measured during calls of the model.
+# The suffix that Timings.machine appends to the name of a hardware profile.
 AS_MEASURED = ", as measured"
 
 
@@ -26,13 +26,13 @@ class Timings:
     """Measured seconds on one rank, for the problem with digest ``problem``.
 
     ``compute_s``: seconds of each region, including the host's share of the step.  ``collective_s``: for each region,
-    seconds of the collectives that compute waits for before the region, measured without concurrent copies; None if
-    copies always ran at the same time, 0 if there is no such collective.  ``copy_rate``: bytes/s of copies that ran
-    alone, or None if no copy ran alone.  ``drive_rate``: bytes/s read from the SSD, or None if nothing was read.
-    ``copying``: share (0 to 1) of the time of compute and collectives that overlapped with copies.
+    seconds of the collectives for which compute waits directly before the region, measured without concurrent copies;
+    None if copies always ran at the same time, 0 if there is no such collective.  ``copy_rate``: bytes/s of copies while
+    nothing else ran, or None if this did not occur.  ``drive_rate``: bytes/s read from the SSD, or None if nothing was
+    read.  ``copying``: share (0 to 1) of the time of compute and collectives that overlapped with copies.
     ``compute_slowdown``: measured factor by which copies slow down compute, or None if it was not measured.
-    ``idle_s``: for each region, seconds for which the device is idle after the region until the next call of a cycle;
-    empty if the device is never idle.
+    ``idle_s``: for each region that is the last one of a call, seconds until the next call of the cycle starts, 0 for
+    other regions; empty if the device is never idle.
     """
 
     problem: str
@@ -51,11 +51,11 @@ class Timings:
         return Timings(**values)
 
     def largest(self, others: Iterable[Timings]) -> Timings:
-        """Return the longest times and the lowest rates among these timings and ``others``.  The result belongs to the
-        problem of these timings.
+        """Return timings for the same problem with the longest times and the lowest rates among these timings and
+        ``others``.
 
-        Timings with a different number of regions are ignored.  Timings from ranks whose shards have other sizes are
-        included.
+        Timings with a different number of regions are ignored.  The problems may differ otherwise, because shards on other
+        ranks can have other sizes.
         """
         alike = [self, *(o for o in others if len(o.compute_s) == len(self.compute_s))]
 
@@ -88,13 +88,13 @@ class Timings:
 
     def machine(self, hardware: Hardware, chunk_bytes: int) -> Hardware:
         """Return ``hardware`` with the measured slowdown of compute and the measured rates of reads and copies.  The
-        measured rates include the overhead per chunk.
+        measured rates include the overhead per chunk, so this overhead becomes 0.
 
-        Collectives are never timed without their latency, so their bandwidth is not measured.  If collectives and
-        copies share an interconnect, the bandwidth of collectives is scaled by the same factor as the rate of copies
-        (for chunks of ``chunk_bytes`` bytes).
+        The bandwidth of collectives is not measured, because collectives are timed together with their latency.  If
+        collectives and copies share an interconnect, the bandwidth of collectives is scaled by the same factor as the rate
+        of copies.  ``chunk_bytes``: size of the chunks whose copies were measured.
         """
-        # The measured seconds already include the slowdown of concurrent attention and collectives.
+        # the measured times already include the slowdown of attention and collectives by each other
         seen: dict[str, Any] = {"name": f"{hardware.name}{AS_MEASURED}", "attention_slowdown": 1.0}
         if self.compute_slowdown is not None:
             seen["compute_slowdown"] = self.compute_slowdown
@@ -108,20 +108,20 @@ class Timings:
         return replace(hardware, **seen)
 
     def regions(self, problem: Problem, hardware: Hardware) -> list[float]:
-        """Return the seconds that each region takes without concurrent copies, plus the idle time between the region
-        and the next call."""
+        """Return the seconds of each region without concurrent copies, including the idle time after the region."""
         stretched = 1 + self.copying * (hardware.compute_slowdown - 1)
         means = _means([r.key for r in problem.regions], self.compute_s)
         idle = self.idle_s or [0.0] * len(means)
         return [s / stretched + i for s, i in zip(means, idle, strict=True)]
 
     def collectives(self, problem: Problem, expected: Sequence[float]) -> list[float]:
-        """Return the seconds that each collective takes without concurrent copies.  ``expected``: seconds according to
-        the rates of the hardware profile.
+        """Return the seconds of each collective without concurrent copies.  ``expected``: seconds of each collective
+        according to the rates of the hardware profile.
 
-        The measured time of a window is divided among its collectives in proportion to ``expected``.  A window that was
-        never timed without copies gets the time of another window with the same collectives.  If there is no such
-        window, its ``expected`` seconds are scaled by the mean ratio of measured to expected seconds.
+        Times were measured per window.  The time of a window is divided among its collectives in proportion to
+        ``expected``.  A window that was never timed without copies gets the time of another window with the same kinds and
+        sizes of collectives.  If there is none, the seconds of its collectives are ``expected``, scaled by the mean ratio
+        of measured to expected seconds.
         """
         windows: dict[int, list[int]] = {}
         last = len(problem.regions) - 1
@@ -145,7 +145,7 @@ class Timings:
 
 
 def _means(kinds: Sequence[Hashable], seconds: Iterable[float]) -> list[float]:
-    """Replace each value by the mean of all values of the same kind."""
+    """Return, for each value of ``seconds``, the mean of all values of the same kind."""
     groups: dict[Hashable, list[float]] = {}
     for kind, value in zip(kinds, seconds, strict=True):
         groups.setdefault(kind, []).append(value)

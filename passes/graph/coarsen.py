@@ -1,14 +1,13 @@
 """Coarsen: merges neighbouring regions of a block, so that the graph is cut at fewer places.
 
-The finest cut has one region per 64 MiB of weights or so.  With many regions, copies can start and slots become free at a
-fine granularity, but each cut costs a host call and prevents fusion across it.  Coarser cuts merge neighbouring regions of
-a block.
+The finest cut has about one region per 64 MiB of weights.  With many regions, copies can start and slots become free at
+many points, but each cut costs a host call and prevents fusion across it.
 
 Contract
     On entry: a Cut, which is not changed.
-    On exit: groups of neighbouring regions; each group is to become one region.  A group never spans two blocks, nor a
-    collective or the completion of a collective.  Equal runs of regions are grouped in the same way, so equal blocks
-    are still lowered once.
+    On exit: groups of neighbouring regions.  Each group is to become one region.  The regions of a group are in one block,
+    and there is no collective or completion between them.  Equal runs of regions are grouped in the same way, so equal
+    blocks are still lowered once.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from chunkflow_compile.passes.problem import Problem, Region, RegionCost
 
 from .regions import Cut, CutRegion
 
-# Indices of regions.
+# For each group, the indices of its regions.
 Groups = tuple[tuple[int, ...], ...]
 
 
 def grouped(cut: Cut, most: int | None) -> Groups:
-    """Return the regions in as few groups as possible.  ``most``: maximum bytes of streamed weights per group, or None
-    for one group per run of regions.
+    """Return the regions in as few groups as possible.  ``most``: maximum bytes of streamed weights per group, or None for
+    no limit.
 
-    A run of regions is divided so that its largest group is as small as possible.
+    Each run of regions (:func:`_runs`) is divided so that the largest of its groups is as small as possible.
     """
     nbytes = streamed_bytes(cut.problem)
     groups = list[tuple[int, ...]]()
@@ -42,13 +41,13 @@ def grouped(cut: Cut, most: int | None) -> Groups:
 
 
 def apart(cut: Cut) -> Groups:
-    """Return groups of one region each."""
+    """Return one group per region."""
     return tuple((region.index,) for region in cut.problem.regions)
 
 
 def merged(cut: Cut, groups: Groups) -> Problem:
-    """Return the problem of the cut in which each group is one region.  The costs of the regions in a group are added
-    up, because the time that fusion saves is not known."""
+    """Return the problem of the cut in which each group is one region.  The cost of a group is the sum of the costs of its
+    regions, because the time that fusion saves is not known."""
     problem, live = cut.problem, live_of(cut.storages, cut.sequence, groups)
     number = {old: new for new, group in enumerate(groups) for old in group}
     end = len(groups)
@@ -93,7 +92,7 @@ def repeated(problem: Problem, count: int) -> Problem:
 
 
 def before_repeating(name: str) -> str:
-    """Return the original name of a weight in a problem that was :func:`repeated`."""
+    """Return the name that a weight of a :func:`repeated` problem has in the original problem."""
     return name.rpartition(" (")[0]
 
 
@@ -104,7 +103,7 @@ def streamed_bytes(problem: Problem) -> list[int]:
 
 
 def _runs(cut: Cut) -> Iterator[list[Region]]:
-    """Yield the runs of neighbouring regions in the same block, without a collective in between."""
+    """Yield the runs: neighbouring regions in the same block, without a collective or completion between them."""
     run = list[Region]()
     for item in cut.sequence:
         region = item.info if isinstance(item, CutRegion) else None
@@ -118,8 +117,8 @@ def _runs(cut: Cut) -> Iterator[list[Region]]:
 
 
 def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide the positions of ``sizes`` into at most ``count`` consecutive groups, so that the largest sum is as small as
-    possible."""
+    """Divide the positions of ``sizes`` into at most ``count`` consecutive groups, so that the largest sum of a group is as
+    small as possible."""
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2

@@ -1,8 +1,7 @@
-"""Declared collectives: custom ops that communicate.  Their namespaces do not show that they communicate, so users
-declare them.
+"""Declared collectives: custom ops that communicate.  ChunkFlow cannot tell this from their names, so users declare them.
 
-A server's all-to-all may be one opaque op, such as ``vllm_omni_a2a::ulysses_qkv_fwd``.  If it is not declared, it is
-treated as compute: copies overlap with it, and the proof does not know that the ranks synchronize there.
+For example, the all-to-all of a server may be an opaque op such as ``vllm_omni_a2a::ulysses_qkv_fwd``.  If this op is not
+declared, it is treated as compute: copies overlap with it, and the proof does not cover the exchange.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _GROUPS = ("group_name", "group", "process_group", "pg")
 
 @dataclass(frozen=True)
 class DeclaredCollective:
-    """The declared properties of an op that communicates.  When it returns, compute can read its results.
+    """The declaration of an op that communicates.  The op is synchronous: compute can read its results when it returns.
 
     ``nbytes``: function that takes the op's arguments and returns the bytes that this rank receives, or None to use the
-    formula for ``kind``.  ``group``: name of the process group if ``fixed``, otherwise name of the op's argument for
-    the process group.
+    formula for ``kind``.  ``group``: if ``fixed``, the name of the process group, otherwise the name of the op's argument
+    for the process group.
     """
 
     kind: Kind
@@ -41,7 +40,8 @@ class DeclaredCollective:
     engine: Engine
 
 
-# Declared collectives by the name of the op.  They are valid for the whole process, like torch's own registries of ops.
+# Declared collectives, by the name of the op.  Declarations are valid for the whole process, like torch's own registries of
+# ops.
 _DECLARED: dict[str, DeclaredCollective] = {}
 
 
@@ -91,7 +91,7 @@ def declared(target: object) -> DeclaredCollective | None:
 
 
 def argument(target: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an op's argument in a call.  ``name``: name of the argument."""
+    """Return the value of an argument in a call of an op.  ``target``: the op.  ``name``: name of the argument."""
     schema: Any = target
     arguments = schema._schema.arguments
     given = {
@@ -125,7 +125,7 @@ def _op(op: object) -> torch._ops.OpOverload:
 
 
 def _group(op: torch._ops.OpOverload, group: object) -> tuple[str, bool]:
-    """Return a pair: the name of the argument for the process group, and False; or the name of the group, and True."""
+    """Return ``group`` and ``fixed`` of the :class:`DeclaredCollective`."""
     names = [a.name for a in op._schema.arguments]
     if group is None:
         group = next((name for name in _GROUPS if name in names), None)

@@ -1,10 +1,10 @@
-"""Discover: finds the weights among the inputs of an ATen inference graph, their readers, and the collectives.
+"""Discover: finds the weights among the inputs of an ATen inference graph, and recognizes its collectives.
 
 Contract
     On entry: an ATen inference graph from AOTAutograd, in which ``meta["desc"]`` of every placeholder identifies its
     input.  The graph is not changed.  Parameters are found by the index of their input, never by the name of a node.
-    Raises ChunkflowError for an unknown op in a collective namespace, and for a weight to stream that is not a graph
-    input by itself.
+    Raises ChunkflowError for an unknown op in a collective namespace, and if a weight may be streamed but the graph takes
+    only a view or a part of it as an input.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .sizes import concrete
 from .traced import Traced
 
 _NO_SIZES: Mapping[str, int] = {}
-# The namespaces of the collectives that ChunkFlow schedules.  The autograd variants have the same op names.
+# The namespaces of the collectives that ChunkFlow schedules.  Both have the same op names.
 _SCHEDULED = ("_c10d_functional", "_c10d_functional_autograd")
-# All namespaces with ops that communicate.  An unknown op in one of them raises an error and is never treated as compute.
+# All namespaces of ops that communicate.  An unknown op in one of them raises an error: it must not be treated as compute.
 COLLECTIVE_NAMESPACES = (*_SCHEDULED, "c10d_functional", "c10d", "_dtensor", "symm_mem")
 # The kind of collective for each op name.
 COLLECTIVE_KINDS: Mapping[str, str] = {
@@ -45,15 +45,16 @@ COLLECTIVE_KINDS: Mapping[str, str] = {
     "all_reduce_": "all-reduce",
     "all_reduce_coalesced": "all-reduce",
 }
-# DTensor on CUDA redistributes shards with this op, which itself waits for its completion.
+# DTensor on CUDA redistributes shards with this op.  It is synchronous: it returns when compute can read the result.
 _SHARD_DIM_ALLTOALL = "_dtensor::shard_dim_alltoall"
-# wait_tensors (in torch 2.15, but not in 2.13) completes all results of one coalesced collective.
+# The ops of completions.  wait_tensors (in torch 2.15, but not in 2.13) waits for all results of a coalesced collective.
 _WAITS = frozenset(f"{namespace}::{name}" for namespace in _SCHEDULED for name in ("wait_tensor", "wait_tensors"))
 
 
 @dataclass(frozen=True)
 class DiscoveredWeight:
-    """A parameter that the graph reads, and its placeholder.  ``keep``: why it must stay on the device, or None."""
+    """A parameter that the graph reads, and its placeholder.  ``keep``: why the parameter must stay on the device, or
+    None."""
 
     parameter: Parameter
     node: Node
@@ -77,7 +78,7 @@ _WRITTEN = "forward writes it"
 
 
 def discover(traced: Traced) -> Discovery:
-    """Find the weights of a traced graph, their readers and the collectives."""
+    """Find the weights that a traced graph reads."""
     graph = traced.graph
     by_key = {p.key: p for p in traced.parameters}
     written = mutated_inputs(graph)
@@ -98,7 +99,8 @@ def discover(traced: Traced) -> Discovery:
             continue
         views.update(dict.fromkeys(chain, node))
         keep = parameter.keep or written.get(key) or _keep(parameter, node, readers)
-        raw = DiscoveredWeight(parameter, node, keep).with_source(values=0, ranks=0)  # until a pass plans a source
+        # pack.py and peers.py decide later whether the weight is compressed or sharded
+        raw = DiscoveredWeight(parameter, node, keep).with_source(values=0, ranks=0)
         weights.append(raw)
     return Discovery(tuple(weights), views)
 
@@ -131,7 +133,7 @@ def collective_kind(node: Node) -> str | None:
 
 
 def collective_of(completion: Node) -> Node:
-    """Return the collective that a completion waits for.  The completion may read the collective directly, or an
+    """Return the collective that a completion waits for.  The operand of the completion is the collective itself, or an
     element of the collective's list of results."""
     node = completion.all_input_nodes[0]
     return node if collective_kind(node) is not None else node.all_input_nodes[0]
@@ -144,10 +146,9 @@ def awaited(completion: Node) -> tuple[Node, ...]:
 
 
 def list_of(node: Node) -> Node | None:
-    """Return the coalesced collective if ``node`` is an element of its results; return None for other nodes.
+    """Return the coalesced collective of which ``node`` is one of the results; None for other nodes.
 
-    The result is also None if the collective completes itself, because the collective's results and their elements then
-    belong to compute.
+    The result is also None if the collective is synchronous, because its results then belong to compute.
     """
     if node.target is not operator.getitem:
         return None
@@ -156,7 +157,7 @@ def list_of(node: Node) -> Node | None:
 
 
 def completes_itself(node: Node) -> bool:
-    """Return whether a collective node itself makes compute wait for its end, so that there is no separate
+    """Return whether a collective is synchronous: compute waits for its end at the collective itself, and there is no
     completion."""
     target: Any = node.target
     if declared(target) is not None:
@@ -173,9 +174,9 @@ def engine_of(node: Node) -> Engine:
 def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES) -> int:
     """Return the bytes that this rank receives in a collective.  ``sizes``: values of the symbols in the graph.
 
-    With P = ``ranks`` and n input bytes on each rank, the formulas are: n (P - 1) / P for all-to-all and
-    reduce-scatter, n (P - 1) for all-gather, 2 n (P - 1) / P for all-reduce.  Raises ChunkflowError if the sizes of a
-    declared collective contradict its kind.
+    For P ranks and n input bytes on each rank, these are n (P - 1) / P bytes for all-to-all and reduce-scatter,
+    n (P - 1) for all-gather, and 2 n (P - 1) / P for all-reduce.  Raises ChunkflowError if the sizes of a declared
+    collective contradict its kind.
     """
     custom = declared(node.target)
     if custom is not None and custom.nbytes is not None:
@@ -193,7 +194,8 @@ def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES)
 def group_name(node: Node) -> str:
     """Return the name of the process group of a collective node.
 
-    Raises ChunkflowError if the group is an input of the graph, because its size is unknown at compile time.
+    Raises ChunkflowError if the group is an input of the graph, because the size of the group is then unknown at compile
+    time.
     """
     custom = declared(node.target)
     if custom is not None and custom.fixed:
@@ -226,7 +228,7 @@ def group_names(graph: Graph) -> Collection[str]:
 
 
 def is_wait_tensor(node: Node) -> bool:
-    """Return whether a node is the completion of a collective."""
+    """Return whether a node is a completion: compute waits there for the end of a collective."""
     return (
         node.op == "call_function"
         and isinstance(node.target, torch._ops.OpOverload)
@@ -235,12 +237,12 @@ def is_wait_tensor(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Return whether a node is only a view of its input's memory: a view op, or an element of a view op's list."""
+    """Return whether a node is a view of the memory of its operand: a view op, or one of the results of a view op."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and is_view(node.args[0])
-    # Autograd does not treat _unsafe_view as a view, but its result shares its input's memory.
+    # autograd does not treat _unsafe_view as a view, but its result shares the memory of its operand
     return isinstance(node.target, torch._ops.OpOverload) and (
         node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
     )
@@ -253,10 +255,8 @@ def nbytes(node: Node, sizes: Mapping[str, int] = _NO_SIZES) -> int:
 
 
 def input_key(desc: Any) -> tuple[int, str]:
-    """Return the index of the Dynamo graph's input that a description from AOTAutograd stands for, or -1 if the
-    description stands for several inputs or for none.
-
-    Also return the attribute path inside this input, if the input is a tensor subclass.
+    """Return the index and the attribute path that identify an input, as in :attr:`Parameter.key`.  ``desc``: description
+    of the input from AOTAutograd.  The index is -1 if ``desc`` does not describe exactly one input of the Dynamo graph.
     """
     inside = ""
     while isinstance(desc, SubclassGetAttrAOTInput):
@@ -267,16 +267,15 @@ def input_key(desc: Any) -> tuple[int, str]:
 
 
 def _is_itself(desc: Any) -> bool:
-    """Return whether a placeholder is an input itself, or a tensor inside an input.  A view of an input does not
-    count."""
+    """Return whether a placeholder is an input itself, or a tensor inside an input, and not only a view.  ``desc``:
+    description of the placeholder from AOTAutograd."""
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, PlainAOTInput)
 
 
 def mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
-    """Return a clause for each input that forward writes.  The clause describes the op or kernel that writes the
-    input."""
+    """Return, for each input that forward writes, a clause that says what writes it."""
     (output,) = graph.graph.find_nodes(op="output")
     descs: Any = output.meta.get("desc") or ()
     results: Any = output.args[0]
@@ -285,8 +284,8 @@ def mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
 
 
 def _writer(result: Any) -> str:
-    """Return a clause that describes the op or kernel that writes an input.  ``result``: new values that the graph
-    returns for this input, or a view of these values."""
+    """Return a clause that says what writes an input.  ``result``: new values that the graph returns for this input, or a
+    view of these values."""
     while isinstance(result, Node) and result.all_input_nodes:
         if is_kernel_call(result):
             return f"the kernel {kernel_name(result)} writes it"
@@ -297,8 +296,8 @@ def _writer(result: Any) -> str:
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
-    """Raise ChunkflowError if the parameter would be streamed.  It cannot leave the device, because it is a part of a
-    tensor subclass, or because inputs share its memory."""
+    """Raise ChunkflowError if the parameter may be streamed.  It cannot be, because the graph takes it only as a part of a
+    tensor subclass, or because another input shares its memory."""
     if parameter.keep is None:
         raise ChunkflowError(
             f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it "

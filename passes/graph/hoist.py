@@ -1,17 +1,17 @@
-"""Hoist: splits a traced graph into two halves.  The preamble depends only on small inputs, and main computes the rest.
+"""Hoist: splits a traced graph into two halves, the preamble and main.
 
-A diffusion transformer computes its modulations from the timestep, the guidance and the pooled text.  These *slow*
-inputs are small and take few values, whereas the latent changes in every step.  The preamble computes the matrix
-products that depend on slow inputs only.  The results of these products *cross* into main, which takes them as inputs.
-The results for one set of slow inputs form a *row*.  A caller that caches the rows need not stream the weights of the
-preamble in each step.
+A diffusion transformer computes its modulations from the timestep, the guidance and the pooled text.  These *slow* inputs
+are small and take few different values, whereas the latent changes in every step.  The *preamble* computes the matrix
+products that depend only on slow inputs.  *Main* computes the rest, and takes the results of these products as inputs.
+They *cross* from the preamble into main.  The results for one set of slow inputs form a *row*.  A caller that caches rows
+need not stream the weights of the preamble in each step.
 
 Contract
     On entry: a Traced, which is not changed.
     On exit: preamble and main together are equivalent to the traced graph (:func:`check_halves`).  The preamble reads
     weights and slow inputs only.  It contains no collectives, random ops, ops that write in place, or symbolic sizes.
-    Only results of matrix products cross.  A pointwise result would be rounded when it is stored between the halves,
-    whereas a fused kernel of Inductor does not round it.
+    Only results of matrix products cross, because they are stored and rounded in any case.  Inductor does not round the
+    result of a pointwise op inside a fused kernel, so it would change if it were stored in a row.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from .discover import collective_kind, input_key, is_view, is_wait_tensor, mutat
 from .sizes import is_size
 from .traced import Traced
 
-# Larger inputs, such as text and latents, are not slow.  For two samples, the timestep, the guidance and the pooled prompt
-# take 12 KiB.
+# The maximum size of a slow input, unless the user names the slow inputs.  Text and latents are larger.  The timestep, the
+# guidance and the pooled prompt of two samples take 12 KiB.
 MOST_SLOW_BYTES = 64 << 10
-# A weight is hoisted only if it is at least this many times as large as the row that replaces it.  The weight of a
-# modulation is thousands of times as large; with one timestep per token, the row would be larger than the weight.
+# A product is hoisted only if its weights are at least this many times as large as its result.  The weight of a modulation
+# is thousands of times as large.  With one timestep per token, the result would be larger than the weight.
 LEAST_RATIO = 8
-# Crossing values are not inputs of the Dynamo graph.  Their numbers begin here, above the numbers of all inputs.
+# The index of the first crossing value among the inputs of main.  It is above the indices of all inputs of the Dynamo graph,
+# among which crossing values do not occur.
 _CROSSING = 1 << 24
 
 _PRODUCTS = frozenset(
@@ -61,8 +62,8 @@ _PRODUCTS = frozenset(
 class Halves:
     """A graph that is split in two.  Positions refer to the inputs of the whole graph.
 
-    ``preamble_inputs``, ``main_inputs``: positions of the inputs of each half.  Main takes its own inputs first, and
-    then the outputs of the preamble, in order.  ``slow``: positions of the preamble's inputs that are not weights.
+    ``preamble_inputs``, ``main_inputs``: positions of the inputs that each half takes.  After these, main also takes the
+    outputs of the preamble, in order.  ``slow``: positions of the preamble's inputs that are not weights.
     ``hoisted``: names of the weights that only the preamble reads.  ``hoisted_bytes``: total bytes of the hoisted
     weights that can be streamed.  ``row_bytes``: total bytes of the outputs of the preamble.  ``key``: equal for
     preambles with the same ops on inputs of the same shapes.
@@ -80,12 +81,11 @@ class Halves:
 
 
 def split(traced: Traced) -> Halves | None:
-    """Split a graph; return None if there is nothing to hoist.
+    """Split a graph into halves, or return None if there is nothing to hoist.
 
-    The slow inputs are taken from the Traced.  If the Traced does not name them, they are the inputs of at most
-    :data:`MOST_SLOW_BYTES` bytes that are smaller than the largest result, which is as large as the latent.  In a
-    block, slow inputs must be smaller than every result, because text passes through the block as well, and a short
-    prompt is small.
+    The slow inputs are ``traced.slow``.  If this is None, they are the inputs of at most :data:`MOST_SLOW_BYTES` bytes that
+    are smaller than the largest result of the graph, because a result is as large as the latent.  If the graph is a block,
+    they must be smaller than every result: a block also takes and returns the text, which is small for a short prompt.
     """
     found = _Slow(traced)
     crossing = found.crossing()
@@ -104,7 +104,7 @@ def split(traced: Traced) -> Halves | None:
     names = {parameters[n].name for n in hoisted}
 
     def label(parameter: Parameter) -> str:
-        # the name would depend on which block is compiled first
+        # a block's weights have the names of the block that is compiled first, so names must not change the key
         return parameter.name if traced.repeats is None else "of a block"
 
     preamble_graph = _preamble(traced, [n for n in found.nodes if n in preamble], crossing)
@@ -132,8 +132,8 @@ def split(traced: Traced) -> Halves | None:
 
 
 class _Slow:
-    """The nodes of a graph that depend on slow inputs only.  ``nodes``: all nodes, in program order.  ``parameters``:
-    parameters by placeholder."""
+    """Finds the nodes of a graph that depend on slow inputs only.  ``nodes``: all nodes, in program order.  ``parameters``:
+    for each placeholder of a parameter, the parameter."""
 
     def __init__(self, traced: Traced) -> None:
         slow = traced.slow
@@ -154,7 +154,8 @@ class _Slow:
         }
         self._inputs = inputs
         self._slow, self._constant = set[Node](), set[Node]()
-        latent = set[Node]()  # nodes that read only slow values, but share a weight with a node that reads other values
+        # nodes that read only slow values, but whose weight another node needs for values that are not slow
+        latent = set[Node]()
         while True:
             self._classify(latent)
             shared = {reader for reader in self._readers_of_shared() if reader in self._slow}
@@ -176,14 +177,14 @@ class _Slow:
                 self._slow.add(node)
 
     def _readers_of_shared(self) -> Iterator[Node]:
-        """Yield the readers of each streamed weight that has a reader outside the slow nodes."""
+        """Yield the readers of each weight that may be streamed and has a reader that is not slow."""
         for node, parameter in self.parameters.items():
             readers = self._readers(node)
             if parameter.keep is None and any(r not in self._slow for r in readers):
                 yield from readers
 
     def _readers(self, weight: Node) -> set[Node]:
-        """Return the nodes that read a weight (or a value computed from weights only) together with other values."""
+        """Return the nodes that combine a weight, or a value computed from weights alone, with other values."""
         readers, todo = set[Node](), [weight]
         while todo:
             for user in todo.pop().users:
@@ -194,8 +195,8 @@ class _Slow:
         return readers
 
     def crossing(self) -> list[Node]:
-        """Return the products whose results cross, in program order.  Main reads each of these results, and each
-        product replaces enough bytes of weights."""
+        """Return the products whose results cross, in program order: main reads the result, and the weights of the product
+        are large enough (:data:`LEAST_RATIO`)."""
         replaced: dict[Node, int] = {}
         for node, parameter in self.parameters.items():
             for reader in self._readers(node) if parameter.keep is None else ():
@@ -220,8 +221,8 @@ class _Slow:
         return needing
 
     def in_main(self, hoisted: Collection[Node]) -> set[Node]:
-        """Return the nodes of main if these products are hoisted.  Slow values that are not products are computed in
-        each half that needs them."""
+        """Return the nodes of main if the products ``hoisted`` are hoisted.  Slow values that are not products are computed
+        in each half that needs them."""
         kept = {n for n in self.nodes if n.op != "placeholder" and n not in self._slow and n not in self._constant}
         return self._with_operands(kept, hoisted)
 
@@ -271,8 +272,7 @@ def _is_concrete(node: Node) -> bool:
 
 
 def _is_returned(node: Node) -> bool:
-    """Return whether a value, or a view of the value, is a result of the graph.  The caller may write to such a
-    result."""
+    """Return whether a value, or a view of the value, is a result of the graph, so that the caller may write to it."""
     return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
@@ -312,8 +312,8 @@ def _main(traced: Traced, inputs: Iterable[Node], crossing: Iterable[Node], kept
 
 
 def _key(preamble: GraphModule, weights: Sequence[str]) -> str:
-    """Return a digest of the ops and inputs of a preamble.  ``weights``: for each input, a label if it is a weight, or
-    ""."""
+    """Return a digest of the ops and inputs of a preamble.  ``weights``: for each input, a label if the input is a weight,
+    otherwise an empty string."""
     numbers: dict[Any, int] = {}
     results = _numbered(preamble, range(len(weights)), numbers).results
     values = [str(n.meta["val"]) for n in preamble.graph.find_nodes(op="placeholder")]
@@ -351,8 +351,8 @@ def check_halves(traced: Traced, halves: Halves) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """The inputs and results of a graph as numbers.  Equal ops on equal operands have equal numbers.  ``effects``: ops with
-    side effects, in order."""
+    """The inputs and results of a graph as numbers, see :func:`_numbered`.  ``effects``: ops that do more than compute a
+    result, in order."""
 
     inputs: list[int]
     results: Any
@@ -360,8 +360,8 @@ class _Numbered:
 
 
 def _numbered(graph: GraphModule, inputs: Iterable[int], numbers: dict[Any, int]) -> _Numbered:
-    """Number the values of a graph.  ``inputs``: numbers of its inputs.  ``numbers``: numbers of the ops seen so far;
-    numbers of new ops are added."""
+    """Assign numbers to the values of a graph, so that equal ops on equal operands have equal numbers.  ``inputs``: numbers
+    of its inputs.  ``numbers``: numbers that were assigned before; new numbers are added."""
     given, of, effects = iter(inputs), dict[Node, int](), list[str]()
     mine = list[int]()
     results: Any = None

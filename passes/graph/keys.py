@@ -15,8 +15,8 @@ def structural_key(module: GraphModule, index: int, slicing: object = None) -> s
     """Return a digest of a region's ops, constants, wiring and tensor metadata.  It does not depend on the names of
     nodes.
 
-    If a region contains anything but ATen ops (such as a nested graph or a user's function), its key includes
-    ``index``, so the region never equals another region.  ``slicing``: slicing of the region, if it is repeated.
+    ``index``: index of the region.  If the region contains a nested graph or a call of a user's function, the key includes
+    the index, so that no other region has an equal key.  ``slicing``: slicing of the region, if it is repeated.
     """
     number: dict[Node, int] = {}
     lines: list[str] = [] if slicing is None else [repr(slicing)]

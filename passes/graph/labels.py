@@ -9,14 +9,14 @@ from chunkflow_compile.passes.problem import Problem, Region
 
 
 def region_labels(problem: Problem) -> tuple[RegionLabel, ...]:
-    """Return one label per region.  It contains the names of the region's large weights inside their block or, without
-    such weights, the type of the region's main op."""
+    """Return a label for each region.  It contains the names of the weights of the region that may be streamed, without
+    the name of the block.  If there are none, it contains the main op of the region."""
     large = {w.name for w in problem.weights if w.keep is None}
     return tuple(RegionLabel(r.block, _what(r, large)) for r in problem.regions)
 
 
 def weight_label(name: str, block: str) -> str:
-    """Return the name of a weight inside its block."""
+    """Return the name of a weight without the name of its block and without ``.weight``."""
     return name.removeprefix(f"{block}.").removesuffix(".weight")
 
 

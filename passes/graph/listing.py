@@ -13,19 +13,19 @@ from chunkflow_compile.passes.ops import transfer_of, transfer_text
 
 from .slice_graphs import Slice
 
-# The key for the slicing of a repeated region, in the meta of the node that calls it.
+# The key under which the metadata of a call_module node contains the Slicing of its region.
 SLICING = "chunkflow_slicing"
 
 
 def listing(module: GraphModule) -> str:
-    """Return all nodes except unused inputs as text."""
+    """Return the nodes of a graph as text.  Unused inputs are left out."""
     nodes = (n for n in module.graph.nodes if n.op != "placeholder" or n.users)
     return "\n".join(node_text(n) for n in nodes) + "\n"
 
 
 def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
-    """Return one node as a line: ``name: dtype[shape] = target(operands)``.  ``names``: names to show for operands
-    instead of the names of their nodes."""
+    """Return a node as a line: ``name: dtype[shape] = target(operands)``.  ``names``: other names to show for some
+    operands."""
     renamed = names or {}
     if node.op == "placeholder":
         return f"{node.name}: {_shape(node)}"
@@ -62,7 +62,7 @@ def target_name(node: Node) -> str:
 
 
 def _slice_text(part: Slice | None) -> str:
-    """Return the slice of a value in call ``i`` of a repeated region, as an index: ``[:, i * 4 : 4 + i * 4]``."""
+    """Return the slice of a value in run ``i`` of a repeated region as an index, such as ``[:, i * 4 : 4 + i * 4]``."""
     if part is None:
         return ""
     ends = (part.offset, part.offset + part.size)

@@ -1,11 +1,11 @@
 """Pack: changes regions so that they take selected weights in packed form and unpack them before their first use.
 
 Contract
-    On entry: a Cut, and names of weights that :func:`packable` returns for it.  The Cut is not changed.
-    Preserved: the results of each region.  Regions that read none of the weights are not replaced.
-    On exit: the size of a packed weight is the size of its packed form.  The region that reads the weight takes the
-    packed form.  It contains an ``unpack`` (passes/packing.py) before the readers of the weight, and its cost includes
-    the ``unpack``.  Equal regions that unpack the same inputs stay equal.
+    On entry: a Cut, and names of weights that :func:`packable` returns for this Cut.  The Cut is not changed.
+    Preserved: the results of each region.  Regions that read none of these weights are not replaced.
+    On exit: ``nbytes`` of a packed weight is the size of its packed form.  The region that reads the weight takes the
+    packed form as an input, and unpacks it (passes/packing.py) before the readers of the weight.  The cost of the region
+    includes unpacking.  Equal regions that unpack the same inputs stay equal.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from .regions import Cut, CutRegion, cost_at, problem_at
 
 
 def takes_packed(cut: Cut) -> frozenset[str]:
-    """Return the weights that a graph can take in packed form: streamed bfloat16 weights that are contiguous, read by
-    one region, and not small.
-
-    A weight that several regions read would be unpacked by each of them.
+    """Return the weights that a graph can take in packed form: weights that may be streamed, are bfloat16, contiguous and
+    not small, and are read by only one region.  If several regions read a weight, each of them would have to unpack it.
     """
     once = {w.name for w in cut.problem.weights if w.keep is None and len(w.uses) == 1}
     values = {w.parameter.name: w.node.meta["val"] for w in cut.discovery.weights}
@@ -36,7 +34,7 @@ def takes_packed(cut: Cut) -> frozenset[str]:
 
 
 def packable(cut: Cut) -> frozenset[str]:
-    """Return the weights from :func:`takes_packed` that are packed already, or can be packed where they are stored."""
+    """Return the weights from :func:`takes_packed` whose values are not known to be incompressible."""
     return takes_packed(cut) & {w.parameter.name for w in cut.discovery.weights if w.parameter.compressible}
 
 
@@ -89,7 +87,7 @@ def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:
             copied.meta["val"] = value.new_empty(Layout.of(value.numel()).words, dtype=torch.int32)
     for node in chosen:
         before = copies[node]
-        # as late as possible, because the values occupy memory from here on
+        # directly before the first reader, because the unpacked values occupy memory from here on
         with graph.inserting_before(next(iter(before.users))):
             values = graph.call_function(UNPACK, (before, list(node.meta["val"].shape)))
         values.meta["val"] = node.meta["val"]

@@ -1,10 +1,9 @@
-"""Peers: marks selected weights as sharded over the devices of the ranks, from which they are copied.
+"""Peers: marks selected weights as sharded over the devices of the ranks.
 
 Contract
-    On entry: a Cut, and names of weights that :func:`streamable` returns for it.  The Cut is not changed.
+    On entry: a Cut, and names of weights that :func:`streamable` returns for this Cut.  The Cut is not changed.
     Preserved: the regions and their sequence.
-    On exit: the parameters of these weights, and the weights in the problem, contain the number of ranks over which they
-    are sharded.
+    On exit: ``source.ranks`` of these weights, in the Discovery and in the Problem, is the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .regions import Cut
 
 
 def streamable(cut: Cut) -> frozenset[str]:
-    """Return the weights that can be sharded, which are all weights that may be streamed."""
+    """Return the weights that can be sharded: all weights that may be streamed."""
     return frozenset(w.name for w in cut.problem.weights if w.keep is None and w.uses and w.nbytes)
 
 

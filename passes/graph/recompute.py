@@ -1,16 +1,18 @@
 """Recompute: finds values that are cheaper to recompute in each region than to pass between regions.
 
-A value that is passed between regions is written once, read by each region that needs it, and live in between.  For
-example, Wan2.2 with one timestep per token adds a table to 6 vectors per token, in float32.  The result takes 1.9 GiB
-for 121 frames, but it is computed from half as many bytes, which all blocks read anyway.
+A value that is passed between regions is written once, read by each region that needs it, and occupies memory in between.
+For example, Wan2.2 with one timestep per token adds a table to 6 vectors per token, in float32.  The result takes 1.9 GiB
+for 121 frames.  It is computed from half as many bytes, which all blocks read anyway.
 
 Contract
     On entry: a graph, and the segment of each node.  Neither is changed.
-    On exit: the values to recompute, and the nodes from which each value is computed, up to its *sources*, which are
-    read instead.  The sources take fewer bytes than the value and are not streamed weights.  Each op is elementwise in
-    float32 or float64, so storing the value would not round it, and recomputing it gives the same result.  The last op
-    is not a multiplication, because a GPU would fuse it with an addition.  Only pointwise ops read the value, so their
-    kernels compute it and it is not stored.
+    On exit: the nodes to recompute: values, and the nodes between each value and its *sources*.  A segment that recomputes
+    a value reads the sources of the value.  The sources take fewer bytes than the value and are not streamed weights.
+
+Recomputing does not change results.  All recomputed ops are elementwise in float32 or float64, so a value is not rounded
+when it is stored, and it is the same wherever it is computed.  The last op of a value is not a multiplication, because a
+GPU would fuse a multiplication with an addition that follows.  Only pointwise ops read the value, so the value is computed
+in their kernels and never stored.
 """
 
 from __future__ import annotations
@@ -23,23 +25,24 @@ from torch.fx import Graph, Node
 from .discover import is_view, nbytes, viewed
 from .slice_rules import is_pointwise
 
-# For smaller values, moving them takes less time than starting a kernel.
+# Smaller values are not recomputed: moving them takes less time than starting a kernel.
 LEAST_BYTES = 1 << 20
-_PRODUCTS = frozenset(("aten::mul", "aten::neg"))  # a multiplication is fused even if its sign is changed
-# Ops whose results do not depend on the code around them.
+# Multiplications.  They include neg, because a multiplication is fused with an addition even if neg is between them.
+_PRODUCTS = frozenset(("aten::mul", "aten::neg"))
+# Ops whose results are the same in every kernel into which Inductor fuses them.
 _OPS = frozenset(("aten::_to_copy", "aten::add", "aten::sub", "aten::div", "aten::where")) | _PRODUCTS
 
 _FULL = (torch.float32, torch.float64)
-# Ops whose results are always stored, in their dtype.
+# Ops whose results are always stored, and so rounded to their dtype.
 _STORED = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"))
 
 
 def to_recompute(
     graph: Graph, of: Mapping[Node, int], lazy: Collection[Node], streamed: Collection[Node], sizes: Mapping[str, int]
 ) -> dict[Node, None]:
-    """Return the nodes to recompute in each segment that reads them.  ``of``: segment of each node that is computed in
-    a segment.  ``lazy``: nodes that each segment repeats anyway.  ``streamed``: streamed weights.  ``sizes``: values of
-    the symbols."""
+    """Return the nodes to recompute in each segment that reads them.  ``of``: for each node, the segment that computes
+    it.  ``lazy``: nodes that each segment computes for itself anyway.  ``streamed``: weights that may be streamed.
+    ``sizes``: values of the symbols."""
     found = dict[Node, None]()
 
     def is_inside(node: Node) -> bool:
@@ -72,7 +75,7 @@ def to_recompute(
 
 
 def _views(value: Node, of: Mapping[Node, int], lazy: Collection[Node]) -> Iterator[Node]:
-    """Yield the views of a value that are in the value's segment or that each segment repeats."""
+    """Yield the views of a value that are in the value's segment, or that each segment computes for itself."""
     todo = [value]
     while todo:
         for user in todo.pop().users:
@@ -82,7 +85,7 @@ def _views(value: Node, of: Mapping[Node, int], lazy: Collection[Node]) -> Itera
 
 
 def _is_exact(node: Node) -> bool:
-    """Return whether a node computes a full-precision tensor element by element, with the same result in every fused
+    """Return whether a node computes a float32 or float64 tensor element by element, with the same result in every fused
     kernel."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype not in _FULL:
@@ -93,7 +96,7 @@ def _is_exact(node: Node) -> bool:
 
 
 def _is_rounded(node: Node) -> bool:
-    """Return whether storing a value would round it, whereas a fused kernel would not round it."""
+    """Return whether a value may be rounded when it is stored, but not when a fused kernel computes it."""
     value = node.meta["val"]
     full = isinstance(value, torch.Tensor) and value.dtype in _FULL
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -1,22 +1,23 @@
-"""Regions: cuts an ATen graph into regions that only compute, with the collectives between them.
+"""Regions: cuts an ATen graph into regions, with the collectives between them.
 
 Contract
     On entry: an ATen inference graph and its Discovery.  The graph is not changed.
-    Preserved: every node is computed once, with two exceptions.  Views of weights and of collective results are
-    repeated in each region that reads them: they cost nothing, and a view that outlived its region would outlive its
-    slot.  Values that are cheaper to recompute than to pass between regions are also computed in several regions
-    (recompute.py).  The order of collectives does not change.
-    Cuts: the graph is cut at collectives, at the borders of blocks, and before an op whose weights would make a region
-    exceed ``group_bytes`` bytes of weights.  If ``groups`` are given, each group of these regions becomes one region
+    Preserved: every node is computed once, with two exceptions.  Each region that reads a view of a weight or of a
+    collective's result computes this view itself: views cost nothing, and a view of a weight is not valid after the
+    weight has left its slot.  Values that are cheaper to recompute than to pass between regions are also computed in
+    several regions (recompute.py).  The order of collectives does not change.
+    Cuts: the graph is cut at collectives, at the borders of blocks, and before an op with which the weights of a region
+    would exceed ``group_bytes`` bytes.  If ``groups`` are given, the regions of each group become one region
     (coarsen.py chooses the groups).
 
 Steps
     assign        give every compute node a segment number, in program order
-    dissolve      move segments that contain only views into neighbouring regions
+    dissolve      move segments that contain only views into neighbouring segments
     recompute     make each segment recompute values that are cheaper to recompute than to pass between regions
-    sizes         pass to each region the symbols that its sizes use
-    build         build one FX graph per segment, with inputs in order of first use and outputs in order of definition
-    key           compute a digest of each region's structure; regions with equal keys share one lowering
+    merge         merge the segments of each group
+    find_symbols  pass to each region the symbols that its sizes use
+    _build        build one FX graph per segment, with inputs in order of first use and outputs in order of definition,
+                  and a key, the digest of its structure; regions with equal keys are lowered once
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ from .traced import Traced
 
 @dataclass(frozen=True)
 class Slicing:
-    """How the calls of a repeated region slice the region's values.  ``repeat``: number of calls.  ``inputs``: slice of
-    each input, or None for an input that every call takes as a whole.
+    """The slices of values with which a repeated region runs.  ``repeat``: number of runs.  ``inputs``: for each input,
+    the slice that a run takes, or None if every run takes the whole input.
 
-    ``writes``: a pair for each output: its slice, and the position of the input that it overwrites (None if it has
-    separate memory).  After its inputs, the region's code takes the slices of the outputs that have separate memory,
-    and it returns nothing.  Code that is called once may return its outputs; then ``writes`` is empty.
+    ``writes``: for each output, a pair: the slice that a run writes, and the position of the input that the output
+    overwrites, or None if the output has separate memory.  The arguments of the region's code are its inputs, and then
+    the slices of the outputs that have separate memory.  The code returns nothing.  If ``repeat`` is 1, the code may also
+    return its outputs; then ``writes`` is empty.
     """
 
     repeat: int
@@ -75,10 +77,10 @@ class Slicing:
 
 @dataclass(frozen=True)
 class CutRegion:
-    """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the module's order.
+    """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the order in which ``module`` takes
+    and returns their values.
 
-    ``slicing``: how the region's values are sliced, if its code is called once per slice (split.py).  In this case,
-    ``module`` is the graph of one call.
+    ``slicing``: set if the region runs once per slice (split.py); ``module`` is then the graph of a single run.
     """
 
     info: Region
@@ -90,11 +92,13 @@ class CutRegion:
 
 @dataclass(frozen=True)
 class Cut:
-    """A graph that was cut, with its regions and its top-level nodes.
+    """A graph that was cut into regions and top-level nodes.  Top-level nodes are collectives and their completions, the
+    nodes at which compute waits for the end of a collective.
 
-    ``sequence``: regions, collectives and completions, in program order.  ``storages``: memory of the graph's values.
-    ``raw``: the same cut with no weight packed, or None if no weight is packed.  ``recomputed``: nodes that each region
-    repeats, except views of weights.  ``whole``: the same cut with no region split, or None if no region is split.
+    ``sequence``: regions and top-level nodes, in program order.  ``storages``: memory of the graph's values.  ``raw``: the
+    same cut with no weight packed, or None if no weight is packed.  ``recomputed``: nodes that each region which reads
+    them computes again, except views of weights.  ``whole``: the same cut with no region split into slices, or None if no
+    region is split.
     """
 
     traced: Traced
@@ -123,8 +127,8 @@ class Cut:
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
-        """Return the same cut for other input sizes, with new costs and activation sizes.  The graph is not
-        replaced."""
+        """Return the same cut with the costs and activation sizes for other input sizes.  ``traced``: the same graph at
+        these sizes."""
         if traced.graph is not self.traced.graph:
             traced = replace(traced, graph=self.traced.graph)
         regions = {region.info.key: region for region in self.regions}
@@ -141,11 +145,8 @@ class Cut:
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
-        """A line for each input, region, output, constant and top-level node, by name.  The line contains the function
-        that is called and its operands.
-
-        A program must have the same lines.
-        """
+        """For the name of each input, region, output, constant and top-level node, a line with the function that it calls
+        and its operands.  verify checks that a program has the same lines."""
         inputs = self.source.graph.find_nodes(op="placeholder")
         lines = {node.name: flow_line("input", position) for position, node in enumerate(inputs)}
         for node in self.source.graph.nodes:
@@ -179,11 +180,10 @@ def cut(
 ) -> Cut:
     """Cut a traced graph into regions.
 
-    ``group_bytes``: maximum bytes of streamed weights per region; only the weights of a single op may exceed it.
-    ``dissolve_views``: whether segments that contain only views are moved into neighbouring regions.  ``recompute``:
-    whether values are recomputed if this is cheaper than to pass them between regions.  ``groups``: groups of region
-    indices, each of which becomes one region; empty to merge nothing.  Raises ChunkflowError if the graph contains no
-    compute.
+    ``group_bytes``: maximum bytes of streamed weights per region, unless a single op reads more.  ``dissolve_views``:
+    whether segments that contain only views are moved into neighbouring regions.  ``recompute``: whether values are
+    recomputed if this is cheaper than to pass them between regions.  ``groups``: groups of region indices, each of which
+    becomes one region; empty to merge nothing.  Raises ChunkflowError if the graph contains no compute.
     """
     graph = traced.graph
     segments = _Segments(graph, discovery, traced.blocks, group_bytes)
@@ -216,8 +216,8 @@ def cut_into(
     recomputed: frozenset[Node],
     whole: Cut | None = None,
 ) -> Cut:
-    """Make the cut of a traced graph from its regions, and set their activation peaks.  ``recomputed``, ``whole``: see
-    :class:`Cut`."""
+    """Make the cut of a traced graph from its regions and top-level nodes, and set the activation peak of each region.
+    ``recomputed``, ``whole``: see :class:`Cut`."""
     storages = _storages_at(traced, discovery, sequence)
     peaks = iter(live_of(storages, sequence).peaks)
     sequence = [
@@ -230,7 +230,12 @@ def cut_into(
 
 
 class _Segments:
-    """The segment in which each node of the source graph is computed.  Top-level nodes belong to no segment."""
+    """Assigns the nodes of the source graph to segments, each of which becomes a region.
+
+    ``of``: for each node that is computed in a single segment, the number of this segment.  ``lazy``: nodes that each
+    segment computes for itself.  ``recomputed``: nodes in ``lazy`` that are neither views nor numbers.  Top-level nodes are
+    in none of these.
+    """
 
     def __init__(self, graph: GraphModule, discovery: Discovery, blocks: Mapping[str, str], group_bytes: int) -> None:
         self.graph = graph
@@ -273,7 +278,7 @@ class _Segments:
             self.of[node] = current
 
     def dissolve(self) -> None:
-        """Move segments that contain only views into neighbouring regions.  Ulysses has such segments between its
+        """Move segments that contain only views into neighbouring segments.  With Ulysses, there are such segments between
         all-to-alls."""
         for segment, nodes in self._members().items():
             if not all(is_view(n) for n in nodes):
@@ -311,8 +316,8 @@ class _Segments:
     def find_symbols(self) -> None:
         """Find, for each segment, the nodes whose values are the symbols in the segment's sizes.
 
-        These nodes become inputs of the region, because Inductor can take the value of a symbol from a size of an input
-        only if this size is the symbol itself.
+        These nodes become inputs of the region.  Otherwise Inductor would have to derive the symbols from the sizes of
+        the tensor inputs, which is possible only if a size is a single symbol.
         """
         nodes = symbol_nodes(self.graph)
         needed: dict[int, set[str]] = {}
@@ -325,8 +330,7 @@ class _Segments:
             self.sent |= {n for n in self.symbols[segment] if n in self.of}
 
     def _with_operands(self, node: Node) -> Iterable[Node]:
-        """Yield a node and its operands.  If the node's segment recomputes an operand, yield the operands of this
-        operand instead, recursively."""
+        """Yield a node and its operands.  Instead of an operand that is recomputed, yield the operands of this operand."""
         yield node
         for operand in node.all_input_nodes:
             if operand in self.recomputed:
@@ -359,7 +363,7 @@ class _Segments:
 
     def _home_of_view(self, node: Node, segment: int) -> int | None:
         """Return the earlier segment to which a view can be moved, or None if each region that reads the view must
-        repeat it."""
+        compute the view itself."""
         home = self.of.get(node.all_input_nodes[0])
         return home if home != segment else None
 
@@ -372,10 +376,10 @@ class _Segments:
 
 
 def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, str]:
-    """Return the block of each call node.
+    """Return the block of each call node, empty outside blocks.
 
-    A node without a module stack belongs to the root module or comes from functionalization.  Such a node counts as
-    part of a block if the nearest nodes with a stack, before and after it, are both in this block.
+    A node without a module stack belongs to the root module or comes from functionalization.  It is treated as a part of
+    a block if the nearest nodes with a stack, before and after it, are both in this block.
     """
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
     by_stack: dict[Node, str] = {}
@@ -398,7 +402,7 @@ def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, st
 def _build(
     traced: Traced, index: int, nodes: Sequence[Node], segments: _Segments, costs: dict[str, RegionCost]
 ) -> CutRegion:
-    """Build a region.  ``costs``: costs of earlier regions, by key."""
+    """Build a region.  ``costs``: for each key, the cost of regions that were built before; new costs are added."""
     graph, members = traced.graph, set(nodes)
     new = Graph()
     root: dict[str, object] = {}
@@ -456,8 +460,8 @@ def _build(
 
 
 def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None) -> RegionCost:
-    """Return the cost of a region at the sizes of a traced graph.  For a repeated region, the cost includes all
-    calls."""
+    """Return the cost of a region at the sizes of a traced graph.  For a repeated region, this is the cost of all
+    runs."""
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}
     cost, repeat = region_cost(values, traced.fused), 1 if slicing is None else slicing.repeat
     tiles = () if slicing is None else _times(gemm_tiles(values), repeat)
@@ -470,8 +474,8 @@ def _times(tiles: tuple[tuple[int, int], ...], repeat: int) -> tuple[tuple[int, 
 
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
-    """Return the memory of the values of a traced graph, at its sizes.  This includes values that exist only in regions
-    of ``sequence``."""
+    """Return the memory of the values of a traced graph, and of the outputs of regions that are not nodes of this graph,
+    at the sizes of the graph."""
     regions = [item for item in sequence if isinstance(item, CutRegion)]
     nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
@@ -480,7 +484,8 @@ def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutReg
 
 
 def _allocated(region: CutRegion) -> Iterable[Node]:
-    """Return the outputs of a split region that have separate memory, even if they are views in the traced graph."""
+    """Return the outputs of a region with slices that have separate memory, although they may be views in the traced
+    graph."""
     if region.slicing is None:
         return ()
     if region.slicing.writes:
@@ -534,7 +539,7 @@ def problem_at(
             kind=str(collective_kind(node)),
             nbytes=crossing_bytes(node, traced.ranks[group_name(node)], traced.sizes),
             before=at,
-            until=awaited.get(node, at),  # some collectives complete themselves
+            until=awaited.get(node, at),  # a synchronous collective has no completion
             ranks=traced.ranks[group_name(node)],
             engine=engine_of(node),
         )

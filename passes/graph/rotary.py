@@ -1,21 +1,21 @@
 """Rotary: replaces the complex products of rotary embeddings by real arithmetic.
 
-Qwen-Image, Z-Image, Lumina and others rotate queries and keys by a product of complex numbers.  Inductor does not
+Qwen-Image, Z-Image, Lumina and other models rotate queries and keys by a product of complex numbers.  Inductor does not
 generate code for complex products: it calls torch's kernels, and each of them writes its result to memory, in float32
-or a larger dtype.  The same product in real arithmetic is fused with the ops before and after it.
+or a larger dtype.  Inductor can fuse the same product in real arithmetic with the ops before and after it.
 
 Contract
     On entry: a Traced, which is not changed.
-    On exit: a Traced with the same inputs and results.  If Inductor will compile the graph, products of a complex view
-    of real numbers are replaced by real arithmetic.  A product is replaced only if nothing but the real view of the
-    product is read, and if the result is bit-identical.
+    On exit: a Traced with the same inputs and results.  If Inductor will compile the graph, products in which a complex
+    view of a real tensor is rotated are replaced by real arithmetic.  A product is replaced only if all its readers are
+    real views, and if the result is bit-identical.
 
 The operations are in the same order as in torch's kernel, ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``.  The last bit
-depends on which multiplications are fused with the following addition.  On a CPU, Inductor fuses none of them, and
-torch fuses none in whole vectors.  In the remainder of a row, torch fuses some, so rows that do not fill whole vectors
-stay complex.  If several threads divide a row at other positions, torch's own result depends on the number of threads;
-real arithmetic gives the result of a single thread.  On a GPU, both torch's kernel and Inductor's kernel fuse ``ac``
-and ``ad`` (verified by comparing their machine code for an H100, with torch 2.11).
+depends on which multiplications a compiler fuses with the following addition.  On a CPU, Inductor fuses none.  torch fuses
+none where it computes whole vectors, but some in the remainder of a row.  So products whose rows do not consist of whole
+vectors are not replaced.  Several threads may divide a row, so that torch's own result depends on the number of threads;
+real arithmetic gives the result of a single thread.  On a GPU, both torch's kernel and Inductor's kernel fuse ``ac`` and
+``ad`` (verified by comparing their machine code for an H100, with torch 2.11).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch.fx import Graph, GraphModule, Node
 from .traced import Traced
 
 _aten = torch.ops.aten
-# If the length of a row is a multiple of this number of complex numbers, the row fills whole vectors in torch's CPU
-# code, for every vector width.
+# A row whose length in complex numbers is a multiple of _FULL consists of whole vectors in torch's CPU code, whatever the
+# vector width.
 _FULL = 8
 
 
 def in_real_arithmetic(traced: Traced) -> Traced:
-    """Return the same graph with the complex products of rotary embeddings in real arithmetic."""
+    """Return the graph with the complex products of rotary embeddings replaced by real arithmetic."""
     if not traced.fused or not any(map(_is_rotation, traced.graph.graph.nodes)):
         return traced
     graph, copies = Graph(), dict[Node, Node]()
@@ -69,8 +69,8 @@ def _is_complex(operand: Any) -> bool:
 
 
 def _rotated(product: Node) -> Node | None:
-    """Return the real tensor that is rotated, or None if this tensor does not have the shape and layout of the
-    result."""
+    """Return the real tensor that a product rotates, or None if no operand is a complex view of a real tensor with the
+    shape and layout of the result."""
     (result, *_) = (user.meta["val"] for user in product.users)
     for operand in product.all_input_nodes:
         if operand.target is _aten.view_as_complex.default:
@@ -91,8 +91,8 @@ def _replace(graph: Graph, product: Node) -> None:
         c, d = (call(_aten.select.int, second, -1, i) for i in range(2))
         ac, bd, ad, bc = (call(_aten.mul.Tensor, *each) for each in ((a, c), (b, d), (a, d), (b, c)))
         real, imaginary = call(_aten.sub.Tensor, ac, bd), call(_aten.add.Tensor, ad, bc)
-        # Inductor compiles these scatters to one kernel, without intermediate memory.  On a CPU, it would not do this
-        # for a concatenation.
+        # Inductor compiles these scatters to one kernel without intermediate memory; a concatenation would need
+        # intermediate memory on a CPU
         pairs = call(_aten.clone.default, rotated)
         for i, part in enumerate((real, imaginary)):
             pairs = call(_aten.select_scatter.default, pairs, part, -1, i)
@@ -107,14 +107,14 @@ def _replace(graph: Graph, product: Node) -> None:
 
 
 def _pairs(call: Callable[..., Node], operand: Any) -> Node:
-    """Return the real view of a complex tensor: pairs of real numbers."""
+    """Return the real view of a complex tensor, in which each number is a pair of real numbers."""
     if operand.target is _aten.view_as_complex.default:
         return operand.all_input_nodes[0]  # type: ignore[no-any-return]
     return call(_aten.view_as_real.default, operand)
 
 
 def _caller(graph: Graph, product: Node) -> Callable[..., Node]:
-    """Return a function that adds a call of an op before ``product``, in the same block."""
+    """Return a function that adds a call of an op before ``product`` with the module stack of ``product``."""
     mode = product.meta["val"].fake_mode
     place: dict[str, Any] = {
         key: product.meta[key] for key in ("nn_module_stack", "stack_trace") if key in product.meta

@@ -1,8 +1,8 @@
-"""Sizes: the symbols in the metadata of a graph that was traced for several sizes, and their values.
+"""Sizes: the symbols in the metadata of a graph that was traced with dynamic shapes, and the values of these symbols.
 
-The value of an input's symbol is known in each call.  A symbol that depends on data, as after ``nonzero``, has no value
-when the graph is planned.  Its value is estimated by an upper bound or, without a bound, by the largest of the other
-sizes.
+The symbols in the sizes of inputs have a known value in each call.  Other symbols depend on data, for example after
+``nonzero``, and have no value when the graph is planned.  Their value is estimated by an upper bound or, without a bound,
+by the largest of the known sizes.
 """
 
 from __future__ import annotations
@@ -43,33 +43,32 @@ def symbol_nodes(graph: GraphModule) -> dict[str, Node]:
 
 
 def hints(graph: GraphModule) -> dict[str, int]:
-    """Return the values that the inputs' symbols have in the traced call, as far as they are known."""
+    """Return the values that the symbols of the inputs have in the traced call, as far as these values are known."""
     symbols = {name: node.meta["val"].node for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
     return {name: int(size.hint) for name, size in symbols.items() if size.has_hint()}
 
 
 def bounds(graph: GraphModule) -> dict[str, int | None]:
-    """Return the upper bounds of the symbols that are not given by the inputs of a call, or None if tracing has found
-    no meaningful bound."""
+    """Return, for each symbol that is not a symbol of the inputs, its upper bound, or None if tracing has found no
+    meaningful bound."""
     inputs = {name for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
     metas = [node.meta.get("val") for node in graph.graph.nodes]
     return {name: _bound(name, metas) for name in sorted(symbols_of(metas) - inputs)}
 
 
 def estimated(values: Mapping[str, int], unknown: Mapping[str, int | None]) -> dict[str, int]:
-    """Return the value of each symbol.  ``values``: values of the inputs' symbols.  ``unknown``: upper bounds of all
-    other symbols.
+    """Return the value of each symbol.  ``values``: values of the symbols of the inputs.  ``unknown``: upper bounds of all
+    other symbols, see :func:`bounds`.
 
-    All unknown symbols get the same value, because a model combines them: query, key and value of attention must have
-    matching sizes.
+    All unknown symbols get the same value, because a model combines tensors with these sizes: for example, query, key and
+    value of attention must have matching sizes.
     """
     bounds = [bound for bound in unknown.values() if bound is not None] or [*values.values()]
     return {**values, **dict.fromkeys(unknown, max(bounds, default=1))}
 
 
 def is_size(node: Node) -> bool:
-    """Return whether a node computes a number from numbers, such as the product of two sizes.  Such nodes cost
-    nothing."""
+    """Return whether a node computes a number from numbers, such as the product of two sizes, which costs nothing."""
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
@@ -79,8 +78,8 @@ def is_size(node: Node) -> bool:
 
 
 def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
-    """Replace the symbols in a value from a node's metadata by ``sizes``.  The resulting tensors have no data.  No
-    guards are added."""
+    """Return a value from a node's metadata with its symbols replaced by ``sizes``.  The resulting tensors are on the meta
+    device.  No guards are added."""
     if not sizes:
         return value
     if isinstance(value, torch.Tensor):

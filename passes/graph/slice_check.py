@@ -1,5 +1,5 @@
-"""Slice check: proves that phases compute the same as the graph of their region, for every order of the calls of each
-phase."""
+"""Slice check: proves that phases (slices.py) compute the same as the graph of their region, whatever the order of the runs
+of a phase."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .slices import Phase, Write, fake_mode, layout_of
 def check_phases(module: GraphModule, phases: tuple[Phase, ...], owned: Collection[int] | None = None) -> None:
     """Prove that phases compute the outputs of a graph.  ``owned``: as in :func:`slices.phases`, or None if unknown.
 
-    The slices of each value cover it exactly once.  Each value is complete before it is read.  Each phase computes the same
-    as the graph for its slices.  If a call overwrites an input, no other call and no later phase reads the overwritten
-    part.  Raises FindingError for the first violation.
+    It is proved that each element of a value is written exactly once, that a value is complete before it is read, and that
+    each phase computes the same as the graph for its slices.  If a run overwrites a slice of an input, no other run and no
+    later phase reads this slice.  Raises FindingError for the first violation.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     complete, views = set(placeholders), {n for phase in phases for n in _viewed(phase)}
@@ -85,7 +85,7 @@ def _check_overwritten(
     later: Collection[Node],
     owned: Collection[int] | None,
 ) -> None:
-    """Check that a result may overwrite the input that it overwrites, if any."""
+    """If a result overwrites an input, check that it may."""
     if write.over is None:
         return
     source = placeholders[write.over]
@@ -103,8 +103,8 @@ def _check_overwritten(
 
 
 def _check_graph(number: int, phase: Phase, sources: list[Node], fake: FakeTensorMode) -> None:
-    """Check that the graph of a phase takes the inputs of the phase, and that the graph returns or writes results only
-    at its end."""
+    """Check that the placeholders of a phase's graph have the shapes and layouts of its inputs and destinations, that
+    slices are within their values, and that the graph writes only at its end, and only to its destinations."""
     placeholders = phase.module.graph.find_nodes(op="placeholder")
     metas = [part_of(n, part, fake) for n, part in zip(phase.inputs, phase.slices, strict=True)]
     metas += [part_of(w.value, w.slice, fake) for w in phase.writes if w.over is None]
@@ -129,7 +129,8 @@ def _check_graph(number: int, phase: Phase, sources: list[Node], fake: FakeTenso
 
 
 def _targets(phase: Phase, sources: list[Node]) -> list[Node | None]:
-    """Return the placeholders to which a phase writes.  ``sources``: placeholders of the region's graph."""
+    """Return the placeholders to which a phase writes, in the order of its writes.  ``sources``: placeholders of the
+    region's graph."""
     given = phase.module.graph.find_nodes(op="placeholder")
     fresh = iter(given[len(phase.inputs) :])
     taken = dict(zip(zip(phase.inputs, phase.slices, strict=True), given, strict=False))
@@ -137,8 +138,7 @@ def _targets(phase: Phase, sources: list[Node]) -> list[Node | None]:
 
 
 def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
-    """Check that a phase computes the same values as the region's graph for the phase's slices, from the inputs that
-    the phase declares."""
+    """Check that each result of a phase is the same expression of the phase's inputs as in the region's graph."""
     table: dict[object, int] = {}
     given = phase.module.graph.find_nodes(op="placeholder")[: len(phase.inputs)]
     leaves = dict(zip(given, zip(phase.inputs, phase.slices, strict=True), strict=True))
@@ -159,8 +159,8 @@ def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
 
 
 def _parts(node: Node, part: Slice | None) -> list[Part | None]:
-    """Return the parts of a node that are equivalent to a slice.  For the whole node, these are None and the full range
-    of each dimension."""
+    """Return the parts of a node that are equal to a slice.  The whole node is equal to None, and to the full range of each
+    dimension."""
     shape = shape_of(node)
     if part is None or part.size == shape[part.dim]:
         return [None, *(Part(d, size, 0, size) for d, size in enumerate(shape))]
@@ -170,8 +170,8 @@ def _parts(node: Node, part: Slice | None) -> list[Part | None]:
 def _number_of(
     node: Node, part: Part | None, values: Collection[Node], fake: FakeTensorMode, table: dict[object, int]
 ) -> int:
-    """Return the number of a part of a node, computed by the slice rules, or -1 if the rules cannot compute the
-    part."""
+    """Return the number (:func:`_numbered`) of a part of a node as the slice rules compute it, or -1 if there is no rule
+    for it."""
     builder = Builder(values, fake=fake, closed=True)
     try:
         made = builder.root(node, part)
@@ -181,8 +181,8 @@ def _number_of(
 
 
 def _numbered(graph: Graph, leaves: Mapping[Node, object], table: dict[object, int]) -> dict[Node, int]:
-    """Assign a number to each node.  Equal ops on equal operands have the same number.  ``leaves``: keys of the
-    placeholders."""
+    """Return a number for each node, so that equal ops on equal operands have the same number.  ``leaves``: keys that
+    identify placeholders.  ``table``: numbers that were assigned before; new numbers are added."""
     numbers: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op == "placeholder":

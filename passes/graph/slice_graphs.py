@@ -1,5 +1,5 @@
-"""Slice graphs: builds the graph of a phase, which computes parts of some values of a region's graph according to the
-slice rules."""
+"""Slice graphs: builds the graph of a phase (slices.py).  It computes parts of some values of a region's graph, according
+to the slice rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a value that call ``i`` of a phase uses: ``narrow(dim, offset + i * size, size)``."""
+    """The slice of a value that run ``i`` of a phase uses: ``value.narrow(dim, offset + i * size, size)``."""
 
     dim: int
     offset: int
@@ -31,11 +31,11 @@ class Slice:
 
 @dataclass
 class Walk:
-    """The result of a walk from a root back to the inputs.
+    """The result of a walk from the roots of a phase back to its inputs.
 
-    ``taken``: placeholders of the inputs, by node and slice (None for the whole value).  ``needs``: values that earlier
-    phases must compute.  For each value, it contains the dimensions along which the value can be split, and the reason
-    why the whole value is needed.
+    ``taken``: for each node and slice that the phase takes as an input (slice None for the whole value), the placeholder in
+    the graph of the phase.  ``needs``: values that earlier phases must compute as a whole; for each value, the dimensions
+    along which it can be split, and the reason why it is needed.
     """
 
     taken: dict[tuple[Node, Slice | None], Node] = field(default_factory=dict)
@@ -46,9 +46,10 @@ class Walk:
 class Step:
     """How a builder computes a node or a part of a node.
 
-    ``reads``: nodes and parts that the step reads.  ``call``: the op, or None if the value is an input.  ``item``:
-    index of the node among the results of the op.  ``operands``: arguments of the op, in which each node is replaced by
-    an Operand.  If the value is equal to a single Operand, it is this Operand.
+    ``reads``: nodes and parts that must be computed before.  ``call``: node whose op computes the value, or None if the
+    value is an input of the phase.  ``item``: if the op has several results, the index of the value among them.
+    ``operands``: args and kwargs of the op, with an Operand for each node; or, if the value is a part of an operand, this
+    Operand alone.
     """
 
     reads: tuple[tuple[Node, Part | None], ...]
@@ -60,9 +61,10 @@ class Step:
 class Builder:
     """Builds the graph of a phase.
 
-    ``values``: nodes that earlier phases compute.  ``streams``: inputs that are split; empty if unknown.  ``fake``:
-    mode in which metadata is computed, or None if only the needed values are to be found.  ``closed``: whether earlier
-    phases compute nothing but ``values``, so that everything else is computed here.
+    ``values``: nodes that earlier phases compute.  ``streams``: inputs of which phases take slices; empty if not yet known.
+    ``fake``: mode in which metadata is computed, or None to skip this if only ``found`` is needed.  ``closed``: whether
+    this phase must compute everything except ``values``; otherwise further values may be left to earlier phases (``needs``
+    in ``found``).
     """
 
     def __init__(
@@ -86,11 +88,11 @@ class Builder:
         self._inline = False
 
     def root(self, node: Node, part: Part | None) -> Node:
-        """Add the computation of a root, or of one of its parts.  A whole root is computed only from the inputs and
-        ``values``."""
+        """Add the ops that compute a root, or a part of a root, and return the resulting node.  A whole root is computed
+        without leaving values to earlier phases."""
         self._making, self._inline = node, part is None
         todo: list[tuple[Node, Part | None]] = [(node, part)]
-        while todo:  # not recursive, because a graph may be deeper than Python's stack
+        while todo:  # a recursion could exceed Python's recursion limit
             key = todo[-1]
             if key in self._copies:
                 todo.pop()
@@ -104,7 +106,8 @@ class Builder:
         return self._copies[node, part]
 
     def _step(self, node: Node, part: Part | None) -> Step:
-        """Return how a node, or a part of it, is computed."""
+        """Determine how to compute a node or a part of a node.  Values that are left to earlier phases are added to
+        ``found.needs``."""
         if node.op == "placeholder" or (self._is_given(node) and self._can_take(node, part)):
             return Step(())
         call, item = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
@@ -138,7 +141,8 @@ class Builder:
         return Step(tuple(reads), call, item, given)
 
     def _is_merged(self, node: Node, rule: Sliced | Operand) -> bool:
-        """Return whether a node is a view of an input for which a part of the view is not a slice of the input."""
+        """Return whether a node is a view of an input, and the part of the view that is needed is not one contiguous range
+        of a dimension of the input.  ``rule``: operands for this part."""
         if (
             self.closed
             or self._inline
@@ -151,8 +155,8 @@ class Builder:
         return part is not None and part.outer != 1 and rule.args[0].node.op == "placeholder"
 
     def _note(self, operand: Operand, reader: Node) -> None:
-        """Note the value that an earlier phase must compute so that an operand can be read as a whole.  There may be no
-        such value."""
+        """Add the value of an operand that is read as a whole to ``found.needs``, if an earlier phase should compute it:
+        it depends on split inputs, or its ops are too expensive to repeat in each run."""
         node, along = operand.node, operand.along
         if (
             self.closed
@@ -166,7 +170,7 @@ class Builder:
             self.found.needs[base] = (dims, f"{op_name(reader)} reads all of it")
 
     def _write(self, key: tuple[Node, Part | None], step: Step) -> Node:
-        """Add a node to the graph.  Its operands must already be in the graph."""
+        """Add a node, or a part of a node, to the graph.  Its operands must already be in the graph."""
         node, part = key
         if step.call is None:
             return self._take(node, part)
@@ -187,11 +191,11 @@ class Builder:
         return node.op == "placeholder" or node in self.values or node in self.found.needs
 
     def _is_split(self, node: Node, along: tuple[int, ...]) -> bool:
-        """Return whether a whole node is computed in slices, because it depends on split inputs."""
+        """Return whether an earlier phase can compute a whole node slice by slice, because it depends on split inputs."""
         return bool(along) and (not self.streams or depends_on(node, self.streams))
 
     def _is_heavy(self, node: Node) -> bool:
-        """Return whether computing a node in each call would repeat ops that are more expensive than light ops."""
+        """Return whether computing a node in each run would repeat an op that is not light (:func:`is_light`)."""
         todo, seen = [node], set[Node]()
         while todo:
             n = todo.pop()
@@ -204,11 +208,11 @@ class Builder:
         return False
 
     def _base(self, node: Node, along: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
-        """Return the value to pass between phases instead of a node, and the dimensions of this value that correspond
-        to ``along``.
+        """Return the value that an earlier phase computes so that this phase can compute ``node`` from it, and the
+        dimensions of this value that correspond to ``along``.
 
-        For a view, the value is the base of the view.  For a node that is computed once, it is the last value on the
-        way to the node that needs more than light ops.
+        If the value is computed slice by slice (``along`` is not empty), it is the base of which ``node`` is a view.
+        Otherwise it is the last value from which ``node`` can be computed by light ops alone.
         """
         while not self._is_given(node) and len(node.all_input_nodes) == 1:
             if along:
@@ -224,8 +228,8 @@ class Builder:
         return node, along
 
     def _behind(self, view: Node, dim: int) -> int | None:
-        """Return the dimension of a view's operand that corresponds to ``dim`` of the view, or None if no single
-        dimension does."""
+        """Return the dimension of a view's operand that is the same as dimension ``dim`` of the view, or None if there is
+        no such dimension."""
         size = shape_of(view)[dim]
         try:
             rule = sliced(view, Part(dim, size, 0, size))
@@ -236,7 +240,7 @@ class Builder:
         return part.dim if part is not None and alone else None
 
     def _can_take(self, node: Node, part: Part | None) -> bool:
-        """Return whether a part of an input, or of a value from an earlier phase, can be taken as a slice."""
+        """Return whether a phase can take a part of an input, or of a value from an earlier phase, as a slice."""
         return part is None or part.outer == 1
 
     def _take(self, node: Node, part: Part | None) -> Node:
@@ -252,10 +256,10 @@ class Builder:
         return self.found.taken[key]
 
     def destination(self, node: Node, part: Slice) -> Node:
-        """Add a placeholder for the memory of a slice of a node."""
+        """Add a placeholder for the new memory to which the phase writes a slice of a node."""
         with self.graph.inserting_after(self._anchor):
             self._anchor = self.graph.placeholder(f"out_{node.name}")
-        self._anchor.target = self._anchor.name  # if one node has several placeholders, their names differ
+        self._anchor.target = self._anchor.name  # makes targets unique, if there are several placeholders for a node
         self._anchor.meta = {"val": part_of(node, part, self.fake)}
         return self._anchor
 
@@ -271,7 +275,7 @@ class Builder:
         except (RuntimeError, ValueError):
             if op_name(node) not in ("view", "_unsafe_view"):
                 raise
-            # A slice of a batch need not be contiguous.
+            # the operand is a slice of a batch and not contiguous: copy it before viewing it
             self.graph.erase_node(made)
             source = self._made(
                 node, torch.ops.aten.clone.default, args[:1], {"memory_format": torch.contiguous_format}
@@ -290,20 +294,19 @@ class Builder:
         with self.fake:
             value = node.target(*args, **kwargs)
             if isinstance(value, torch.Tensor) and value.storage_offset() and not is_view(node):
-                # Because of its cache, FakeTensorMode returns some results with the offset of an earlier result; then
-                # keys would differ.
+                # FakeTensorMode caches results, and may return one with the storage offset of another operand; remove the
+                # offset, so that equal regions have equal keys
                 value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return value
 
 
 def _is_spread(operand: Any) -> bool:
-    """Return whether the elements of a head are not adjacent in an operand of attention.  No attention kernel supports
-    such operands."""
+    """Return whether the elements of a head are not adjacent in memory.  No attention kernel supports such operands."""
     return isinstance(operand, Node) and operand.meta["val"].dim() > 0 and operand.meta["val"].stride(-1) != 1
 
 
 def is_view_of_input(node: Node) -> bool:
-    """Return whether a node is an input, or an input in another shape."""
+    """Return whether a node is an input, or a reshaped view of an input."""
     while is_reshape(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
@@ -322,9 +325,10 @@ def depends_on(node: Node, inputs: Collection[Node]) -> bool:
 
 
 def part_of(node: Node, part: Slice | None, fake: FakeTensorMode | None) -> Any:
-    """Return the metadata of a node, or of a slice of it.
+    """Return the metadata of a node, or of a slice of a node.
 
-    If slices start at unaligned addresses, the metadata has an offset, so that Inductor does not use vector loads.
+    If some slices start at unaligned addresses, the metadata has an unaligned storage offset, so that Inductor does not
+    generate vector loads.
     """
     value = node.meta["val"]
     if part is None or fake is None:

@@ -1,10 +1,10 @@
-"""Slice rules: define which parts of its operands an ATen op must read to compute a part of its result.  There is one
-rule per op.
+"""Slice rules: for each ATen op, a rule that determines which parts of the operands the op must read to compute a part of
+its result.
 
-A *part* is a range of one dimension of a value, such as some of the tokens.  If the batch and the tokens are merged
-into one dimension, a part is the same range in each sample.  A rule returns the operands with which the same op
-computes the part.  Some of these operands are slices.  Others are needed as a whole, such as the weights of a product,
-or the keys and values of attention.
+A *part* is a range of one dimension of a value, such as some of the tokens.  If the batch and the tokens are merged into
+one dimension, a part is the same range of tokens in each sample.  A rule returns the arguments with which the op computes
+the part.  The op reads parts of some operands.  It reads other operands as a whole, such as the weights of a product, or
+the keys and values of attention.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Part:
-    """A range of ``count`` elements, beginning at ``start``, of an axis with ``length`` elements.
+    """Elements ``start`` to ``start + count`` of an axis with ``length`` elements.
 
-    Dimension ``dim`` of the value consists of ``outer`` repetitions of this axis.  There are several repetitions if the
-    axis is merged with the batch.
+    Dimension ``dim`` of the value consists of ``outer`` repetitions of this axis: one, or one per sample if the axis is
+    merged with the batch.
     """
 
     dim: int
@@ -35,9 +35,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand of an op.  ``part``: the part of ``node`` that the op reads, or None for the whole.
+    """An operand of an op.  ``part``: part of ``node`` that the op reads, or None if the op reads all of it.
 
-    ``along``: dimensions along which the whole node can be computed in slices, in order of preference.
+    ``along``: if the op reads all of it, the dimensions along which ``node`` can be computed slice by slice, best first.
     """
 
     node: Node
@@ -47,7 +47,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Sliced:
-    """The operands with which an op computes a part of its result."""
+    """The arguments with which an op computes a part of its result."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -58,8 +58,8 @@ class NoRule(Exception):
 
 
 class Boundary(Exception):
-    """A part spans several operands of a concatenation.  ``count``: number of elements in the part.  ``before``: number
-    of these elements before the boundary."""
+    """A part of a concatenation is in several of its operands.  ``count``: number of elements in the part.  ``before``:
+    number of these elements that are in the first of these operands."""
 
     def __init__(self, before: int, count: int) -> None:
         super().__init__(before, count)
@@ -69,7 +69,7 @@ class Boundary(Exception):
 Rule = Callable[[Node, Part, "int | None"], "Sliced | Operand"]
 _RULES: dict[str, Rule] = {}
 
-# Ops that move, select or create values.  Repeating them costs no more than reading their results.
+# Ops that move, select or create values.  Computing their results again costs no more than reading the results.
 _MOVES = {
     *(
         "view",
@@ -112,12 +112,12 @@ _MOVES = {
     ),
     *("view_as_real", "view_as_complex", "lift_fresh_copy"),
 }
-# Views with as many elements as their operand, and views that repeat elements.
+# Views of all elements of their operand; ``expand`` also repeats elements.
 _RESHAPES = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand"}
 
 
 def op_name(node: Node) -> str:
-    """Return the name of an ATen op without its overload.  For any other node, its target as text."""
+    """Return the name of an ATen op without its overload.  For any other node, return its target as text."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
         return str(target._opname)
@@ -139,7 +139,8 @@ def is_attention(node: Node) -> bool:
 
 
 def is_reshape(node: Node) -> bool:
-    """Return whether a node is a view of its whole operand, so that the operand can be passed instead of the node."""
+    """Return whether a node is a view of its whole operand, so that a phase can pass the operand to the next phase instead
+    of the view."""
     return node.op == "call_function" and op_name(node) in _RESHAPES
 
 
@@ -148,10 +149,10 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 
 def sliced(node: Node, part: Part, item: int | None = None) -> Sliced | Operand:
-    """Return the operands with which the op of ``node`` computes a part of its result.  If this part is itself a part
-    of one operand, return that operand.
+    """Return the arguments with which the op of ``node`` computes a part of its result.  If this part is also a part of an
+    operand, such as of the operand of a slice, return that operand instead.
 
-    ``item``: index of the result to which the part belongs, if the op has several results.  Raises NoRule or Boundary.
+    ``item``: if the op has several results, the index of the result to which the part belongs.  Raises NoRule or Boundary.
     """
     name = op_name(node)
     if name in _RULES:
@@ -177,7 +178,7 @@ def _named(node: Node) -> dict[str, Any]:
 
 
 def _with(node: Node, **changed: Any) -> Sliced:
-    """Return the operands of an op, with some arguments replaced by name.  All other tensors are read as a whole."""
+    """Return the arguments of an op with some of them replaced.  ``changed``: new values, by name of the argument."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     args = tuple(changed.pop(name, given) for name, given in zip(names, node.args, strict=False))
     return Sliced(args, {**node.kwargs, **changed})
@@ -188,13 +189,13 @@ def _dim(dim: int, rank: int) -> int:
 
 
 def _size(part: Part) -> int:
-    """Return the size that a part has along its dimension."""
+    """Return the size of a part along its dimension."""
     return part.outer * part.count
 
 
 def _aligned(operand: Any, result: Node, part: Part) -> Any:
-    """Return the part of an operand that is broadcast to a part of the result.  If the operand is repeated along the
-    dimension, return the whole operand."""
+    """Return the operand, reduced to the elements that are broadcast to a part of the result.  If the operand does not vary
+    along the dimension of the part, this is the whole operand."""
     if not isinstance(operand, Node) or not isinstance(operand.meta.get("val"), torch.Tensor):
         return operand
     dim = part.dim - len(shape_of(result)) + len(shape_of(operand))
@@ -209,8 +210,7 @@ def _pointwise(node: Node, part: Part) -> Sliced:
 
 
 def _first(node: Node, part: Part) -> Sliced:
-    """Return the operands of an op that reads the same part of its first operand and the whole of its other
-    operands."""
+    """Return the arguments of an op that reads the same part of its first operand and all of its other operands."""
     return Sliced((Operand(_operand(node), part), *node.args[1:]), dict(node.kwargs))
 
 
@@ -238,7 +238,7 @@ def _created(node: Node, part: Part, item: int | None) -> Sliced:
 
 
 def _resized(node: Node, part: Part) -> list[int]:
-    """Return the shape of a part of a node's result."""
+    """Return the shape of the result of a node, reduced to a part."""
     return [_size(part) if i == part.dim else size for i, size in enumerate(shape_of(node))]
 
 
@@ -247,7 +247,7 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
     given, made = shape_of(_operand(node)), shape_of(node)
     if isinstance(node.args[1], torch.dtype):
         raise NoRule("view changes the dtype")
-    rows = math.prod(made[: part.dim]) * part.outer  # number of repetitions of the axis in the order of elements
+    rows = math.prod(made[: part.dim]) * part.outer  # in the order of elements, the axis occurs this many times
     befores = [math.prod(given[:d]) for d in range(len(given))]
     dims = [d for d, before in enumerate(befores) if before <= rows < before * given[d]]
     if not dims:
@@ -265,8 +265,8 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
 
 
 def _rescaled(part: Part, length: int) -> Part | None:
-    """Return the same part on an axis with ``length`` larger or smaller elements, or None if the part does not consist
-    of whole elements."""
+    """Return the same part of an axis that is divided into ``length`` elements, or None if the part does not consist of
+    whole elements of this axis."""
     numbers = [n * length for n in (part.start, part.count)]
     if any(n % part.length for n in numbers) or max(length, part.length) % min(length, part.length):
         return None
@@ -295,7 +295,7 @@ def _unsqueeze(node: Node, part: Part, item: int | None) -> Sliced:
 
 @_rule("squeeze")
 def _squeeze(node: Node, part: Part, item: int | None) -> Sliced:
-    """Rule for squeeze, which may drop several dimensions of size 1.  A part belongs to a larger dimension."""
+    """Rule for squeeze, which may drop several dimensions of size 1.  The dimension of the part must not be dropped."""
     given = shape_of(_operand(node))
     dims: Any = node.args[1] if len(node.args) > 1 else range(len(given))
     dropped = {_dim(d, len(given)) for d in ([dims] if isinstance(dims, int) else dims)}
@@ -409,8 +409,8 @@ def _embedding(node: Node, part: Part, item: int | None) -> Sliced:
 
 @_rule("mm", "_int_mm", "addmm", "bmm", "baddbmm")
 def _product(node: Node, part: Part, item: int | None) -> Sliced:
-    """Rule for matrix products: a part consists of rows of the first factor or, for batched products, of some elements
-    of the batch."""
+    """Rule for matrix products.  A part of the result consists of rows or, for batched products, of some products of the
+    batch."""
     rows = len(shape_of(node)) - 2
     if part.dim > rows:
         raise NoRule(f"{op_name(node)} reads all rows of a weight for some of its columns")
@@ -450,7 +450,7 @@ def _reduction(node: Node, part: Part, item: int | None) -> Sliced:
 
 @_rule("_softmax", "_safe_softmax", "softmax", "_log_softmax", "cumsum", "flip", "roll", "sort", "topk")
 def _along(node: Node, part: Part, item: int | None) -> Sliced:
-    """Rule for ops that work along one or several dimensions and treat all positions of the other dimensions separately."""
+    """Rule for ops that combine elements along some dimensions only."""
     named, rank = _named(node), len(shape_of(_operand(node)))
     dims = named["dims"] if "dims" in named else named["dim"]
     if part.dim in {_dim(d, rank) for d in ([dims] if isinstance(dims, int) else dims)} or dims == []:
@@ -468,7 +468,8 @@ def _along(node: Node, part: Part, item: int | None) -> Sliced:
     "scaled_dot_product_attention",
 )
 def _attention(node: Node, part: Part, item: int | None) -> Sliced:
-    """Rule for attention: a part consists of some queries with all keys and values, or of some samples or heads."""
+    """Rule for attention.  A part of the result is computed from some queries and all keys and values, or from some samples
+    or heads."""
     named = _named(node)
     rank = len(shape_of(named["query"]))
     if item not in (0, None) or part.dim == rank - 1:

@@ -1,5 +1,4 @@
-"""Slices: divides the graph of a region into phases.  A phase is a smaller graph that is called for one slice of the
-tokens at a time.
+"""Slices: divides the graph of a region into phases.  A phase is a smaller graph that runs once per slice of the tokens.
 
 Contract
     On entry: the ATen graph of a region, or of several merged regions.  The graph is not changed.
@@ -9,14 +8,15 @@ Contract
 
 Method
     The largest output is split along one of its dimensions.  The rules in ``slice_rules`` determine, op by op, which
-    slices of the inputs are needed for a slice of an output.  An op may need a whole value that depends on the split
-    inputs, just as attention needs all keys and values.  Then an earlier phase computes this value, also in slices.
+    slices of the inputs are needed for a slice of an output.  Some ops need a whole value that depends on the split
+    inputs: for example, attention needs all keys and values.  Then an earlier phase computes this value, also in slices.
     Products that do not depend on the split inputs are computed once.
 
 Terms
-    root     a value that a phase computes: an output of the graph, or a value that a later phase needs whole
-    piece    a part of a root that is computed in the same way, in one call or in ``repeat`` calls: a root that concatenates
-             streams of tokens has one piece per stream
+    stream   an input of which the phases take slices, such as the image tokens or the text tokens
+    root     a value that a phase computes: an output of the graph, or a value that a later phase needs as a whole
+    piece    a part of a root that is computed in one run or in ``repeat`` runs.  If a root concatenates several streams, it
+             has one piece per stream
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Whole(ChunkflowError):
 
 @dataclass(frozen=True)
 class Write:
-    """A result that a phase writes, one slice per call.
+    """A result that a phase writes, one slice per run.
 
-    ``value``: node of the region's graph that is written in parts.  ``over``: position of the placeholder in the
-    region's graph whose memory is overwritten, or None for new memory.  New memory has the strides from the value's
-    metadata.  It is allocated in the first phase that writes a part of the value.
+    ``value``: node of the region's graph of which a slice is written.  ``over``: position of the placeholder in the
+    region's graph whose memory is overwritten, or None for new memory.  New memory is allocated before the first phase
+    that writes a slice of the value, with the strides of the value's metadata.
     """
 
     value: Node
@@ -59,13 +59,13 @@ class Write:
 
 @dataclass(frozen=True)
 class Phase:
-    """A graph that is called ``repeat`` times.
+    """A graph that runs ``repeat`` times.
 
-    ``module``: graph whose placeholders are ``inputs``, followed by the destinations of all writes to new memory.  With
-    ``writes``, the graph copies each result to its destination, or over the input that the result replaces, and returns
-    ().  Without ``writes``, the graph returns ``outputs``, and ``repeat`` is 1.  ``inputs``: nodes of the region's
-    graph, either placeholders or values that an earlier phase computes.  ``slices``: for each input, the slice that a
-    call takes, or None for the whole input.
+    ``module``: the graph of a run.  Its placeholders are ``inputs``, and then the destinations of all writes to new memory.
+    If there are ``writes``, it copies each result to its destination, or over the input that the result replaces, and
+    returns ().  Otherwise it returns ``outputs``, and ``repeat`` is 1.  ``inputs``: nodes of the region's graph, either
+    placeholders or values that an earlier phase computes.  ``slices``: for each input, the slice that a run takes, or None
+    if each run takes the whole input.
     """
 
     module: GraphModule
@@ -77,10 +77,10 @@ class Phase:
 
 
 def phases(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[Phase, ...]:
-    """Return the phases of a region's graph.  The longest stream of tokens is computed in ``repeat`` calls.
+    """Return the phases of a region's graph.  The longest stream is computed in ``repeat`` slices.
 
-    ``owned``: positions of the placeholders whose memory may be overwritten, because nothing else reads it, not even
-    through a view.  Raises Whole with the reason if the graph cannot be computed in slices.
+    ``owned``: positions of the placeholders whose memory may be overwritten, because nothing outside the region reads it
+    later.  Raises Whole with the reason if the graph cannot be computed in slices.
     """
     nodes = [n for n in module.graph.nodes if n.op != "output"]
     if symbols_of([n.meta.get("val") for n in nodes]):
@@ -112,8 +112,8 @@ def _outputs(module: GraphModule) -> list[Node]:
 
 
 def _unflattened(node: Node) -> Node:
-    """Return the value of which a one-dimensional output is a view, or the output itself if it is not such a view.
-    Values that are sent to other ranks are such outputs."""
+    """Return the value of which a one-dimensional output is a view, or the output itself if it is not a view or has several
+    dimensions.  Values that are sent to other ranks are one-dimensional views."""
     base = node
     while is_reshape(base) and len(shape_of(node)) == 1:
         base = base.all_input_nodes[0]
@@ -136,8 +136,8 @@ def _dims(node: Node) -> list[int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece of a root.  ``part``: part of the root that the piece computes.  None means the whole root, computed by
-    the unchanged ops of the graph."""
+    """A piece of a root.  ``part``: part of the root that is computed, or None if the unchanged ops of the graph compute
+    the whole root.  ``repeat``: number of runs."""
 
     part: Part | None
     repeat: int
@@ -160,14 +160,14 @@ class _Plan:
         self.repeat, self.largest, self.dim = repeat, largest, dim
         self.roots: dict[Node, _Root] = {}
         self.needs: dict[Node, tuple[tuple[int, ...], str]] = {}
-        self.streams: set[Node] = set()  # inputs from which the largest output reads slices; empty if unknown
+        self.streams: set[Node] = set()  # inputs of which the largest output reads slices; empty if not yet known
         self.longest = max(part.count for part in self._ranges(largest, dim))
         if self.longest % repeat:
             raise Whole(f"{self.longest} tokens cannot be divided into {repeat} slices of one size.")
 
     def find(self, outputs: list[Node], flat: dict[Node, Node]) -> None:
-        """Find the roots: the outputs and, recursively, the values that the roots need.  ``flat``: base of each output
-        that is a one-dimensional view."""
+        """Find the roots: the outputs and, recursively, the values that roots need as a whole.  ``flat``: for each output
+        that is a one-dimensional view, its base (:func:`_unflattened`)."""
         _, walk = self._split(self.largest, self.dim)
         split = [n for n, part in walk.taken if part is not None and is_view_of_input(n)]
         self.streams = {m for n in split for m in self.placeholders if depends_on(n, (m,))}
@@ -188,7 +188,8 @@ class _Plan:
             self._find(missing[0], *self.needs[missing[0]])
 
     def _find(self, node: Node, dims: tuple[int, ...], reason: str) -> None:
-        """Find a way to compute a root."""
+        """Find a way to compute ``node``, and add it to the roots.  ``dims``: dimensions along which it may be split, best
+        first.  ``reason``: why it is a root, for an error."""
         failed = f"{op_name(node)} {node}: {reason}"
         for dim in dims:
             try:
@@ -211,12 +212,11 @@ class _Plan:
         self.roots[node] = _Root(node, pieces, frozenset(n for n, _ in walk.taken if n.op == "call_function"))
 
     def _depends_on_streams(self, node: Node) -> bool:
-        """Return whether computing a node as a whole would need split inputs."""
+        """Return whether a node is computed from streams, and is not a view of a stream."""
         return depends_on(node, self.streams) and not is_view_of_input(node)
 
     def _split(self, node: Node, dim: int) -> tuple[tuple[_Piece, ...], Walk]:
-        """Return the pieces of a root that is split along a dimension, and the inputs and values that these pieces
-        read."""
+        """Return the pieces of a root that is split along dimension ``dim``, and the inputs and values that they read."""
         pieces, found = list[_Piece](), Walk()
         for part in self._ranges(node, dim):
             repeat = self.repeat if part.count >= self.longest else 1
@@ -230,7 +230,7 @@ class _Plan:
         return tuple(pieces), found
 
     def _ranges(self, node: Node, dim: int) -> list[Part]:
-        """Return the parts of a root that are concatenated along a dimension."""
+        """Return the parts that a root concatenates along dimension ``dim``, or one part if it concatenates none."""
         size = shape_of(node)[dim]
         found, todo = list[Part](), [Part(dim, size, 0, size)]
         while todo:
@@ -248,13 +248,13 @@ class _Plan:
         return found
 
     def builds(self, fake: FakeTensorMode) -> list[_Build]:
-        """Return the graphs of the phases, in the order in which the phases run.  Values are computed as late as
-        possible, so that they are short-lived."""
+        """Return the graphs of the phases, in the order in which the phases run.  Each value is computed as late as
+        possible, so that it is live for a short time."""
         readers = {n: [r.node for r in self.roots.values() if n in r.depends] for n in self.roots}
         heights: dict[Node, int] = {}
 
         def height(node: Node) -> int:
-            """Return the number of phases after the phase that computes a root."""
+            """Return the number of phases that must run after the phase that computes a root."""
             if node not in heights:
                 heights[node] = max((1 + height(reader) for reader in readers[node]), default=0)
             return heights[node]
@@ -264,8 +264,8 @@ class _Plan:
             for piece in root.pieces:
                 once = _is_all(node, piece)
                 count = 0 if once or piece.part is None else piece.part.count
-                # The longest stream comes last, so that it can overwrite its input.  Shorter-lived values are computed
-                # before it.
+                # of the phases with equal height, the phase for the longest stream comes last: then no later phase reads
+                # the stream, and the results can overwrite it
                 order = int(once and height(node) > 0)
                 groups.setdefault((-height(node), order, piece.repeat, count), []).append((root, piece))
         return [
@@ -275,14 +275,14 @@ class _Plan:
 
 
 def _is_all(node: Node, piece: _Piece) -> bool:
-    """Return whether a piece covers its whole root in one call."""
+    """Return whether a piece computes its whole root in one run."""
     return piece.part is None or (piece.repeat == 1 and piece.part.count == shape_of(node)[piece.part.dim])
 
 
 @dataclass
 class _Build:
-    """The graph of a phase before writes are added.  ``results``: for each result, the root, the result's node in the
-    graph, and the slice of the root (None for the whole root)."""
+    """The graph of a phase before its outputs or writes are added.  ``results``: for each result, a triple: the root, the
+    node of the result in the graph, and the slice of the root (None for the whole root)."""
 
     builder: Builder
     repeat: int
@@ -353,7 +353,7 @@ def _build(group: Iterable[tuple[_Root, _Piece]], builder: Builder) -> _Build:
 
 
 def _finished(module: GraphModule, builds: list[_Build], owned: Collection[int]) -> tuple[Phase, ...]:
-    """Return the finished phases.  An input may be overwritten only in the last phase that reads it."""
+    """Return the finished phases.  Only the last phase that reads an input may overwrite it."""
     placeholders = module.graph.find_nodes(op="placeholder")
     fixed = {n for i, n in enumerate(placeholders) if i not in owned} | set(module.graph.output_node().all_input_nodes)
     fixed |= {n for build in builds for n in build.returned}
@@ -370,7 +370,7 @@ def _finished(module: GraphModule, builds: list[_Build], owned: Collection[int])
 
 
 def layout_of(value: torch.Tensor) -> tuple[object, ...]:
-    """Return the shape, strides, dtype and device of a tensor.  Strides of dimensions with one element are left out."""
+    """Return the shape, strides, dtype and device of a tensor.  The strides of dimensions of size 1 are left out."""
     strides = tuple(stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1)
     return tuple(value.shape), strides, value.dtype, value.device
 

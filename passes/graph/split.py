@@ -1,16 +1,16 @@
-"""Split: divides selected regions into phases, such as a prologue, K and V, and a body.  Phases are called once per
-slice of the tokens.
+"""Split: divides selected regions into phases, each of which runs once per slice of the tokens.  For example, one phase
+computes K and V, and a second phase computes the rest of the block.
 
-On a small GPU, activations limit which models fit, and most activations are inside a block.  If the tokens of a block
-are split into k slices, the block needs memory only for its residual stream, K and V, and 1/k of all other activations
-(slices.py).
+On a small GPU, activations limit which models fit, and most activations exist only inside a block.  If the tokens of a
+block are split into k slices, the block needs memory only for its residual stream, K and V, and 1/k of all other
+activations (slices.py).
 
 Contract
     On entry: a Cut, which is not changed, and the number of slices for each region key.
     Preserved: the results of each region, bit for bit in eager mode.  Other regions, collectives and their order do not
     change.
-    On exit: each split region is replaced by its phases, which are regions.  A repeated region overwrites the residual
-    stream if nothing else reads the old values: neither the caller of the graph nor a later region or collective.
+    On exit: each split region is replaced by its phases, which are regions.  A phase overwrites the residual stream if
+    nothing else reads the old values: neither the caller of the graph nor a later region or collective.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.con
 
 
 def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
-    """Return the cut with some of its regions split.  ``repeats``: number of slices of the tokens for each region key.
+    """Return the cut with some of its regions split.  ``repeats``: for the key of a region, its number of slices.
 
-    Raises Whole if a region cannot be split into this number of slices, and FindingError if the slices are wrong.
+    Raises Whole if a region cannot be split into this number of slices, and FindingError if phases do not compute the same
+    as their region.
     """
     cut = cut.whole or cut
     owned = _owned(cut)
@@ -62,7 +63,8 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
 
 
 def why_whole(region: CutRegion, repeat: int) -> str:
-    """Return a sentence that explains why a region cannot be split into ``repeat`` slices; empty if it can be split."""
+    """Return a sentence that explains why a region cannot be split into ``repeat`` slices, or an empty string if it can
+    be."""
     try:
         _ = [*_calls(region.module, phases(region.module, repeat, ()))]
     except Whole as error:
@@ -71,11 +73,11 @@ def why_whole(region: CutRegion, repeat: int) -> str:
 
 
 def _split(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[GraphModule, tuple[_Calls, ...]]:
-    """Return the graph of a region, perhaps with a changed input layout, and the calls that compute this graph.
+    """Return the graph of a region, perhaps with another layout of its inputs, and the phases that compute this graph.
 
-    If only a transposed layout prevents a stream from being overwritten, the stream is copied first.  The copy takes
-    one more pass over the stream, but saves memory: without it, two tensors of the stream's size would be live at the
-    same time as K and V.
+    ``owned``: see :func:`phases`.  If a result could overwrite an input but for the input's transposed layout, a first
+    phase makes the input contiguous by a copy.  The copy reads and writes the input once more, but it saves memory:
+    otherwise the input and the result would both be live at the same time as K and V.
     """
     found, copies = phases(module, repeat, owned), list[_Calls]()
     for place in _transposed(module, found, owned):
@@ -96,8 +98,8 @@ def _overwritten(found: Sequence[Phase]) -> int:
 
 
 def _transposed(module: GraphModule, found: Sequence[Phase], owned: Collection[int]) -> list[int]:
-    """Return the positions of inputs that are not contiguous and whose contiguous copies would have the layout of a
-    result in new memory."""
+    """Return the positions of the inputs in ``owned`` that are not contiguous, and whose contiguous copies would have the
+    layout of a result that is written to new memory."""
     fresh = [w.value for phase in found if phase.repeat > 1 for w in phase.writes if w.over is None]
     results = {layout_of(node.meta["val"]) for node in fresh}
     given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
@@ -109,8 +111,8 @@ def _transposed(module: GraphModule, found: Sequence[Phase], owned: Collection[i
 
 
 def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
-    """Return the graph with a contiguous input at position ``place``, and the call that makes this input contiguous by
-    a copy."""
+    """Return the graph with a contiguous input at position ``place``, and a phase that makes this input contiguous by a
+    copy."""
     graph, copy = Graph(), Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     stream, given = graph.find_nodes(op="placeholder")[place], copy.placeholder("in_0")
@@ -125,8 +127,8 @@ def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
 
 
 def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Calls]) -> Iterator[CutRegion]:
-    """Yield the regions that replace a region.  ``like``: graph that is equal to the region's graph, and whose nodes
-    are the operands of the calls in ``made``."""
+    """Yield the regions that replace a region.  ``made``: phases of the region or of an equal region.  ``like``: graph
+    from which these phases were made."""
     source = {node.name: node for node in cut.source.graph.nodes}
     theirs, mine = like.graph.nodes, region.module.graph.nodes
     inputs = zip(like.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
@@ -157,8 +159,9 @@ def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Cal
 
 @dataclass(frozen=True)
 class _Calls:
-    """A phase in the form of a region.  ``parts``: outputs that are incomplete because later phases write the rest.
-    Each is mapped to the value to which it belongs."""
+    """A phase with the inputs, outputs and slicing of a region.  ``inputs`` and ``outputs`` are nodes of the graph that was
+    divided into phases.  ``parts``: for each output that is incomplete, because later phases write the rest, the value of
+    which it is a part."""
 
     module: GraphModule
     inputs: tuple[Node, ...]
@@ -168,8 +171,8 @@ class _Calls:
 
 
 def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
-    """Yield the phases of a region's graph in the form of regions.  If several phases write a value, each intermediate
-    state gets a separate node."""
+    """Yield the phases of a graph with the inputs, outputs and slicing of regions.  If several phases write slices of a
+    value, there is a separate node for the incomplete value after each of these phases."""
     placeholders = module.graph.find_nodes(op="placeholder")
     left = Counter(write.value for phase in found for write in phase.writes)
     begun, states = dict[Node, Node](), Graph()
@@ -185,7 +188,9 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
         for write in phase.writes:
             if write.over is not None:
                 over.append(list(zip(inputs, slices, strict=True)).index((placeholders[write.over], write.slice)))
-            elif write.value in begun:  # the incomplete value is also an input, which the calls overwrite
+            elif (
+                write.value in begun
+            ):  # the phase completes a value: the incomplete value is an input that it overwrites
                 over.append(len(inputs))
                 inputs.append(begun[write.value])
                 slices.append(write.slice)
@@ -202,8 +207,9 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
 
 
 def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
-    """Return the graph of a phase in which destinations that are inputs come before destinations in new memory.
-    ``over``: for each write, the position of the overwritten input, or None for new memory."""
+    """Return the graph of a phase with its placeholders in the order of a region: first the inputs, among them incomplete
+    values that the phase completes, then the destinations in new memory.  ``over``: for each write, the position of the
+    overwritten input, or None for new memory."""
     given = [place is not None for write, place in zip(phase.writes, over, strict=True) if write.over is None]
     if not any(given) or all(given):
         return phase.module
@@ -218,8 +224,8 @@ def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
 
 
 def _owned(cut: Cut) -> list[frozenset[int]]:
-    """Return, for each region, the positions of the inputs that a region has allocated and whose memory is not read
-    later."""
+    """Return, for each region, the positions of the inputs that it may overwrite: another region has allocated their
+    memory, and nothing reads this memory later."""
     last = dict[Node, int]()
     for place, item in enumerate(cut.sequence):
         for node in item.inputs if isinstance(item, CutRegion) else item.all_input_nodes:
@@ -235,10 +241,9 @@ def _owned(cut: Cut) -> list[frozenset[int]]:
 
 
 def _allocates(node: Node) -> bool:
-    """Return whether an op is guaranteed to allocate its result.  If an op changes nothing, such as ``x * 1``, Inductor
-    returns the operand instead.
-
-    An op with two operands as large as the result always changes something, and so does a matrix product.
+    """Return whether an op certainly allocates memory for its result.  Inductor removes ops that change nothing, such as
+    ``x * 1``, and returns the operand instead.  It does not remove matrix products, or ops with two operands as large as
+    the result.
     """
     if node.op != "call_function" or collective_kind(node) is not None or is_wait_tensor(node):
         return False

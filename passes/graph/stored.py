@@ -1,12 +1,11 @@
 """Stored: converts a traced graph to a JSON body and back.
 
 Contract
-    On entry: a Traced of fixed sizes.  Its graph may contain inputs, small constants, torch ops and elements of their
-    results.  Anything else raises ValueError: symbols, nested graphs, Triton kernels, inputs that the graph writes to,
-    and inputs that are parts of tensor subclasses.
+    On entry: a Traced without symbolic sizes, or a body.  The graph may contain inputs, small constants, torch ops and
+    elements of their results.  Anything else raises ValueError: symbols, nested graphs, Triton kernels, inputs that the
+    graph writes to, and inputs that are parts of tensor subclasses.
     On exit: a body of JSON-compatible values, or a Traced that is equivalent to the original for all passes.  Stack traces
-    are not stored.  Reading a body does not execute code from it: ops are looked up by name among the ops registered in
-    torch.
+    are not stored.  Reading a body executes no code from the body: ops are looked up by name among torch's registered ops.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .traced import Traced
 
 # The maximum number of elements of a constant that is stored with its values, such as a mask.
 _SMALL = 1024
-# The types of torch constants among the arguments of ops, by name.  A constant is stored under its name in torch.
+# The types of torch constants that are arguments of ops, each with the key under which constants of this type are stored.
 _CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
@@ -71,7 +70,7 @@ def _parameter(*, names: Sequence[str], source: Mapping[str, Any], **more: Any) 
 
 
 class _BodyWriter:
-    """Writes the nodes of a graph in program order.  ``tensors``: descriptions of all tensors, without duplicates."""
+    """Writes the nodes of a graph in program order.  ``tensors``: a number for each different description of a tensor."""
 
     def __init__(self, traced: Traced) -> None:
         self.tensors: dict[tuple[Any, ...], int] = {}
@@ -79,8 +78,8 @@ class _BodyWriter:
         self._numbers = {node: number for number, node in enumerate(traced.graph.graph.nodes)}
 
     def node(self, node: Node) -> list[Any]:
-        """Return a node as a row: operation, name, target, arguments, value and block.  The block is None if the module
-        of the node is not known, and "" if the node is outside blocks."""
+        """Return a node as a row: operation, name, target, arguments, value and block.  The block is "" if the node is
+        outside blocks, and None if its module is not known."""
         users = [self._numbers[user] for user in node.users]
         if users != sorted(users):
             raise ValueError(f"The users of {node.name} are not in program order.")
@@ -102,8 +101,8 @@ class _BodyWriter:
         return [*row, _name_of(node), *arguments, self.value(node.meta["val"]), self._block(node)]
 
     def value(self, value: Any) -> Any:
-        """Return an argument or a result as a JSON-compatible value.  If JSON lacks the type of a value, the value
-        becomes an object with one key, which names the type."""
+        """Return an argument or a result as a JSON-compatible value.  A value of a type that JSON lacks becomes an object
+        with one key, which names the type."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, Node):
@@ -167,7 +166,7 @@ class _BodyReader:
         self._nodes.append(node)
 
     def value(self, written: Any) -> Any:
-        """Return the value from the form that :meth:`_BodyWriter.value` has written."""
+        """Return the value that :meth:`_BodyWriter.value` has written as ``written``."""
         if isinstance(written, list):
             return [self.value(v) for v in written]
         if not isinstance(written, dict):

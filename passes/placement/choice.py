@@ -3,19 +3,19 @@ ranks.
 
 Contract
     On entry: the finest Cut, and a function that plans problems of this cut, within a budget or for a step time.
-    On exit: all weights that can be packed or sharded, or a share of them, or none.  Weights are selected only if the
-    predicted step time falls below 1 / ``AS_GOOD`` of its value without the selection.  If plans are made for a step
-    time, the bytes on the device are compared instead.
+    On exit: the names of the weights to pack or to shard: all that can be, a share of them, or none.  Weights are chosen
+    only if they reduce the predicted step time to less than 1 / ``AS_GOOD``.  If plans are made for a step time, the bytes
+    on the device are compared instead.
 
 Packing helps if copies are the bottleneck: only three quarters of the bytes are copied, and more weights fit on the
-device.  If copies are hidden anyway, unpacking only costs time.  In between, it is best to pack a share of the weights.
-These weights are selected by their position in the block, so that equal blocks stay equal.
+device.  If copies are hidden anyway, unpacking only costs time.  If copies are nearly hidden, it is best to pack a share of
+the weights.  In each block, the same weights are packed, so that equal blocks stay equal.
 
 Shards occupy device memory under every plan, so a weight that stays on the device as a whole should not be sharded.
-Therefore all weights are sharded first, and then the weights that the plan keeps on the device lose their shards, which
-frees memory for more weights to stay.  If copies from host memory do not share an interconnect with pulls, further
-weights lose their shards.  Their number is limited by the copies from host memory that are possible per step, and they
-are spread evenly over the step.  These weights need no memory for shards and do not use the peers' interconnect.
+Therefore all weights are sharded first.  Then the weights that the plan keeps on the device are unsharded, which frees
+memory in which more weights can stay.  If copies from host memory do not share an interconnect with pulls, further weights
+are unsharded: as many as can be copied from host memory per step, spread evenly over the step.  These weights need no
+memory for shards and do not use the interconnect of the pulls.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from chunkflow_compile.passes.problem import Problem
 
 from .coarsest import AS_GOOD
 
-# The shares of the weights for which packing is tried.  If copies are nearly hidden, packing a half or a quarter gains up
-# to 5 % of a step.
+# The shares of the weights that are tried for packing.  If copies are nearly hidden, packing a half or a quarter of the
+# weights saves up to 5 % of a step, compared with packing all of them or none.
 _SHARES = (1.0, 0.5, 0.25)
-# The maximum number of rounds.  In each round, the memory of the dropped shards allows more weights to stay on the
-# device.  More rounds would gain less than 1 % of the weights.
+# The maximum number of rounds in which weights are unsharded.  In each round, the freed memory lets more weights stay on the
+# device.  In further rounds, these would be less than 1 % of the weights.
 _ROUNDS = 4
-# The share of the weights by which the number of sharded weights is reduced in each try.
+# The share of the sharded weights that each try of to_fewer_peers unshards.
 _SHARE_STEP = 1 / 32
 # If not all weights can be sharded within the budget, the largest possible share is found by this number of bisections.
 _HALVINGS = 4
-# The share of the host's copy bandwidth per step that is used while other weights are pulled.  With a higher share, fewer
-# bytes are pulled, but using the last tenth would leave copies no slack.  (Predicted for FLUX.1-dev on four H100 in 9.5
-# GiB: 1.092 times the baseline with a half, 1.083 with nine tenths.)
+# The share of the copy bandwidth of host memory that is used while other weights are pulled.  The last tenth is left free,
+# so that a copy may be late.  (Predicted for FLUX.1-dev on four H100 in 9.5 GiB: 1.092 times the baseline with a half, 1.083
+# with nine tenths.)
 _HOST_SHARE = 0.9
 
 _Item = TypeVar("_Item", bound=Hashable)
 
 
 def to_pack(cut: Cut, plan: Callable[[Problem], Plan]) -> frozenset[str]:
-    """Return the names of the weights to pack.  Raises ChunkflowError if no choice of weights fits in the budget of
-    ``plan``."""
+    """Return the names of the weights to pack.  ``plan``: function that plans a problem; it raises ChunkflowError if no
+    plan fits in the budget."""
     tries = _Tries(cut, plan, packed)
     if not tries.hidden:
         for names in _positioned(cut):
@@ -69,9 +69,9 @@ def to_peers(
 ) -> frozenset[str]:
     """Return the names of the weights to shard over the devices of ``ranks`` ranks.
 
-    ``budget``: whether plans are made for a budget.  Otherwise a plan is the smallest one for a step time, and the
-    bytes on the device are compared.  ``host_rate``: bytes/s of copies from host memory during pulls, or 0 if copies
-    and pulls share an interconnect.  Raises like :func:`to_pack`.
+    ``plan``: see :func:`to_pack`.  ``budget``: True if plans are made for a budget, so that their step times are compared;
+    False if plans are made for a step time, so that their bytes on the device are compared.  ``host_rate``: bytes/s of
+    copies from host memory during pulls, or 0 if copies and pulls share an interconnect.
     """
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget)
     if tries.hidden:
@@ -88,11 +88,12 @@ def to_peers(
 
 
 def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool = True) -> frozenset[str]:
-    """Return the names of the weights to keep sharded in a coarser cut.  They were chosen for a finer cut.
+    """Return the names of the weights to keep sharded in a coarser cut.  The sharded weights of ``cut`` were chosen for a
+    finer cut.
 
-    In a coarser cut, more bytes must be pulled in each gap between collectives, and these bytes may no longer fit in
-    the gap.  A weight without shards uses no time of the peers' interconnect; it stays on the device as long as there
-    is memory.  The arguments are the same as for to_peers.
+    In a coarser cut, more bytes must be pulled between two collectives, and there may be too little time for them.  So
+    some of the weights are unsharded: they are not pulled, and stay on the device if there is memory.  The arguments are
+    the same as for :func:`to_peers`.
     """
     names = frozenset(w.name for w in cut.problem.weights if w.source.sharded)
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget, names)
@@ -106,8 +107,8 @@ def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget
 
 
 def _without_kept(names: frozenset[str], tried: Plan | None, tries: _Tries) -> tuple[frozenset[str], Plan | None]:
-    """Remove the weights that the plan keeps on the device from the weights to shard.  Return the remaining weights and
-    the plan for them."""
+    """Remove the weights that the plan keeps on the device from ``names``, the weights to shard.  Return the remaining
+    weights to shard and their plan.  ``tried``: plan for ``names``, or None if there is none."""
     for _ in range(_ROUNDS):
         kept = _kept(tried, names) if tried is not None else frozenset[str]()
         if not kept:
@@ -118,10 +119,10 @@ def _without_kept(names: frozenset[str], tried: Plan | None, tries: _Tries) -> t
 
 
 def _from_host(cut: Cut, names: frozenset[str], plan: Plan, rate: float) -> frozenset[str]:
-    """Choose the weights to copy from host memory while the others are pulled.  These weights are spread over the order
-    in which weights are read.
+    """Choose weights to copy from host memory while the others are pulled: a share of ``names``, spread evenly over the
+    order in which regions read them.  ``rate``: bytes/s of the copies from host memory.
 
-    For a block that is planned with several repetitions, the share is computed over all repetitions.
+    If ``plan`` covers several repetitions of a block, the share is computed over all repetitions.
     """
     assert plan.predicted is not None
     streamed = sum(plan.streamed_bytes(weight) for weight in plan.weights if weight.home == "peers")
@@ -130,14 +131,14 @@ def _from_host(cut: Cut, names: frozenset[str], plan: Plan, rate: float) -> froz
 
 
 def _by_use(cut: Cut, names: frozenset[str]) -> tuple[list[str], dict[str, int]]:
-    """Return the weights in the order in which they are read, and their bytes."""
+    """Return the weights ``names`` in the order in which regions read them, and the size of each in bytes."""
     weights = sorted((w for w in cut.problem.weights if w.name in names), key=lambda w: (w.uses[0], w.name))
     return [w.name for w in weights], {w.name: w.nbytes for w in weights}
 
 
 def _kept(plan: Plan, names: frozenset[str]) -> frozenset[str]:
-    """Return the weights that stay on the device as a whole.  For repeated blocks, a weight must stay in most of the
-    repetitions."""
+    """Return the weights among ``names`` that the plan keeps on the device as a whole.  If the plan covers several
+    repetitions of a block, it must keep the weight in most repetitions."""
     turns, kept = Counter[str](), Counter[str]()
     for weight in plan.weights:
         name = weight.name if weight.name in names else before_repeating(weight.name)
@@ -147,8 +148,8 @@ def _kept(plan: Plan, names: frozenset[str]) -> frozenset[str]:
 
 
 def _largest_share(cut: Cut, able: frozenset[str], tries: _Tries) -> frozenset[str]:
-    """Return the largest share of the weights whose shards fit in the budget, spread over the order in which they are
-    read."""
+    """Return the largest set of weights whose shards fit in the budget: a share of the weights ``able``, spread evenly
+    over the order in which regions read them."""
     order, nbytes = _by_use(cut, able)
     fits, low, high = frozenset[str](), 0.0, 1.0
     for _ in range(_HALVINGS):
@@ -162,8 +163,8 @@ def _largest_share(cut: Cut, able: frozenset[str], tries: _Tries) -> frozenset[s
 
 
 class _Tries:
-    """Tries sets of weights to pack or shard, and keeps the best one.  ``hidden``: whether the unchanged cut already hides
-    all copies, so that nothing has to be tried."""
+    """Tries sets of weights to pack or shard, and keeps the best set in ``best``.  ``hidden``: whether the plan of the
+    unchanged cut already hides all copies, so that nothing has to be tried."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class _Tries:
         already packed or sharded in the cut."""
         self.best, self.hidden, self._least = names, False, math.inf
         self._cut, self._plan, self._form, self._budget = cut, plan, form, budget
-        with contextlib.suppress(ChunkflowError):  # the cut may fit in the budget once it is packed
+        with contextlib.suppress(ChunkflowError):  # the cut may fit in the budget only when it is packed
             given = plan(cut.problem)
             assert given.predicted is not None
             self.hidden = budget and given.predicted.step_s <= AS_GOOD * given.predicted.resident_step_s
@@ -209,8 +210,8 @@ def planned_for(cut: Cut, plan: Plan) -> frozenset[str]:
 
 
 def _positioned(cut: Cut) -> Iterator[frozenset[str]]:
-    """Yield sets of weights to pack: all weights that can be packed, then shares of them that are spread over each
-    block."""
+    """Yield sets of weights to pack: first all weights that can be packed, then half of them, then a quarter.  The
+    smaller sets contain the same weights of each block, spread evenly over the block."""
     able = packable(cut)
     positions = _positions(cut.problem)
     order = list(dict.fromkeys(positions[w.name] for w in cut.problem.weights if w.name in able))
@@ -233,7 +234,7 @@ def _positions(problem: Problem) -> dict[str, tuple[str, str]]:
 
 
 def _spread(order: Sequence[_Item], nbytes: Mapping[_Item, int], share: float) -> Iterator[_Item]:
-    """Yield items that have about this share of all bytes and are spread evenly over ``order``."""
+    """Yield items that contain about this share of all bytes, evenly spread over ``order``."""
     due = 0.0
     for item in order:
         due += share * nbytes[item]

@@ -1,13 +1,12 @@
-"""Coarsest: finds the coarsest cut whose plan is not worse than the plan of the finest cut.
+"""Coarsest: finds the coarsest cut whose plan is about as good as the plan of the finest cut.
 
 Contract
-    On entry: the finest Cut, and a function that plans its problems.
-    On exit: the groups of regions (coarsen.py) of the coarsest cut whose predicted step is at most ``AS_GOOD`` times as
-    long as with the finest cut.  If the finest cut does not fit in the budget, the result is the coarsest cut that fits
-    because it has smaller activations.  Without a budget, plans are the smallest plans for a step time.  Then the plan
-    of the cut may need more memory on the device than the plan of the finest cut, by at most ``AS_GOOD - 1`` times the
-    weight bytes.  A block of a model is judged by planning several of its repetitions, with at most ``MOST_REGIONS``
-    regions.
+    On entry: the finest Cut, and a function that plans its problem and the problems of coarser cuts.
+    On exit: the groups of regions (graph/coarsen.py) that form the coarsest cut whose predicted step is at most ``AS_GOOD``
+    times as long as with the finest cut.  If the finest cut does not fit in the budget, the result is the coarsest cut
+    that fits, because its activations are smaller.  If plans are made for a step time, the plan may also need more memory
+    on the device than the plan of the finest cut, by at most ``AS_GOOD - 1`` times the weight bytes.  For a block that is
+    compiled separately, the plans cover several repetitions of the block, with at most ``MOST_REGIONS`` regions.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ from chunkflow_compile.passes.problem import Problem
 
 # The margin of 0.5 % is a tenth of the typical prediction error.
 AS_GOOD = 1.005
-# The maximum bytes of streamed weights per region, coarse first: whole blocks, then halves and quarters of large
-# blocks.
+# The maximum bytes of streamed weights per region, coarsest first.  None means whole blocks; the sizes give about halves and
+# quarters of large blocks.
 _MOST = (None, 256 << 20, 128 << 20)
-# Planning this number of regions takes a third of a second on a slow core.
+# The maximum number of regions in a plan of several repetitions.  Planning 72 regions takes a third of a second on a slow
+# core.
 MOST_REGIONS = 72
 
 
@@ -42,11 +42,12 @@ class MakePlan(Protocol):
 
 
 def judged(finest: Problem, repeats: Repeats | None, goal: Goal, plan: MakePlan) -> Callable[[Problem], Plan]:
-    """Return a function that plans a problem in the way in which the graph will run: by itself, or repeatedly with
-    other blocks of its type.
+    """Return a function that plans a problem for the way in which the graph runs.  If the graph is a block that is
+    compiled separately, the plan covers several repetitions of it, and is made for the common goal of these blocks.
+    Otherwise the plan covers the graph alone, and is made for ``goal``.
 
-    ``finest``: problem of the finest cut.  ``repeats``: blocks of the same type, if the graph is one of them; then plans
-    are made for their common goal.  Otherwise plans are made for ``goal``.
+    ``finest``: problem of the finest cut.  ``repeats``: the blocks that the graph stands for, or None for a whole model.
+    ``plan``: plans a problem for a goal.
     """
     if repeats is None:
         return partial(plan, goal=goal)
@@ -56,7 +57,8 @@ def judged(finest: Problem, repeats: Repeats | None, goal: Goal, plan: MakePlan)
 def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> Groups:
     """Return the groups of the coarsest cut that is about as good as the finest cut.
 
-    ``planned``: see :func:`judged`.  ``budget``: whether plans are made for a budget.
+    ``planned``: function that plans a problem, see :func:`judged`.  ``budget``: whether plans are made for a budget; then
+    only step times are compared.
     """
     best: Plan | None = None
     for groups in candidates(finest):
@@ -65,10 +67,10 @@ def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> G
         problem = merged(finest, groups)
         try:
             best = best or planned(finest.problem)
-        except ChunkflowError:  # fewer activations may leave enough memory for larger regions
+        except ChunkflowError:  # a coarser cut may still fit, if its activations are smaller
             if problem.live_bytes >= finest.problem.live_bytes:
                 break
-        with contextlib.suppress(ChunkflowError):  # not enough memory for regions of this size
+        with contextlib.suppress(ChunkflowError):  # the weights of a region of this size may not fit in the budget
             plan = planned(problem)
             if best is None or _as_good(plan, best, budget):
                 return groups
@@ -76,7 +78,7 @@ def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> G
 
 
 def candidates(finest: Cut) -> Iterator[Groups]:
-    """Yield the groupings to try, coarsest first."""
+    """Yield the groups of regions to try, coarsest first."""
     yield from dict.fromkeys(grouped(finest, most) for most in _MOST)
 
 
@@ -91,7 +93,8 @@ def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Proble
     """Return the plan for several programs of this problem that run one after the other."""
     count, goal = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.goal
     if goal.memory is not None:
-        # activations and the memory for streamed weights do not grow with the number of repetitions
+        # scale the memory for resident weights to ``count`` of all repetitions.  The memory for activations and for streamed
+        # weights does not depend on the number of repetitions
         through, live = 2 * max(streamed_bytes(finest)), problem.live_bytes
         memory = through + max(0, repeats.weights(live) - through) * count // repeats.count
         goal = replace(goal, memory=min(goal.memory, goal.counted(live) + memory))

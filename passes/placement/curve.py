@@ -1,10 +1,9 @@
-"""Curve: predicted step time against memory, one point per chunk of memory.
+"""Curve: the predicted step time as a function of the weight memory.  Points of the curve are one chunk of memory apart.
 
-There are two series of candidates.  In the first series, the number of resident chunks varies, and there is no limit on
-the memory for the other chunks.  In the second series, no chunks are resident, and the limit becomes smaller and
-smaller.  Each candidate is simulated, and its slots are assigned.  A plan that fits in a budget also fits in every
-larger budget.  So each point of the curve is the shortest step time of all plans that fit, and the curve never rises.
-At the end of the curve, all weights are resident.
+There are two series of candidates.  In the first series, no chunk is resident, and the memory limit for streamed chunks
+decreases.  In the second series, the number of resident chunks increases, and there is no limit for the other chunks.  Each
+candidate is simulated, and its slots are assigned.  Each point of the curve is the shortest step time of all plans that
+fit in its memory, so the curve never rises.  At the last point, all weights are resident.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from .timeline import Simulator
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """A point of the curve.  ``memory``: bytes of weights on the device.  ``step_s``: step time with this memory.
-    ``resident_step_s``: step time with all weights resident."""
+    """A point of the curve.  ``memory``: weight bytes on the device.  ``step_s``: predicted step time with this memory.
+    ``resident_step_s``: predicted step time with all weights resident."""
 
     memory: int
     step_s: float
@@ -31,7 +30,8 @@ class Point:
 
 
 def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int, arena: int = 0) -> Iterator[Point]:
-    """Yield the points of all plans tried, in arbitrary order, so that a caller can show progress.  ``arena``: see place."""
+    """Yield a point for each plan that is tried, so that a caller can show progress.  The points are in no particular
+    order.  ``arena``: see :func:`place`."""
     outside = problem.unpacked_bytes  # as in place
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside, arena=arena)
     builder = PlanBuilder(planner, arena=arena)
@@ -54,8 +54,7 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int, arena: i
 
 
 def on_grid(plans: Iterable[Point], chunk_bytes: int) -> list[Point]:
-    """Return the curve as points one chunk of memory apart, beginning with the minimum memory.  Each point has the
-    shortest step time for its memory.  At the last point, all weights are resident."""
+    """Return the points of the curve.  ``plans``: points from :func:`plans_along`."""
     ordered = sorted(plans, key=lambda p: (p.memory, -p.step_s))  # in the last plan, all weights are resident
     points, best, i = [], ordered[0].step_s, 0
     memory, end = ordered[0].memory, ordered[-1]

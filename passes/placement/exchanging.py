@@ -3,11 +3,11 @@ attention are divided.
 
 Contract
     On entry: a Traced, and functions that cut and plan it.
-    On exit: the number of groups, which is the same for all blocks, and the reason as a clause.  Several groups are
-    chosen only if they shorten the predicted step by at least the share :data:`LEAST_GAIN`.
+    On exit: the number of groups, which is the same for all blocks, and the reason as a clause.  Exchanges are divided
+    only if this shortens the predicted step by at least the share :data:`LEAST_GAIN`.
 
-First, the best number of groups is found with all weights resident, because this prediction is fast.  Then only two
-plans are compared: with this number of groups, and with whole exchanges.
+First, steps with all weights resident are predicted for each number of groups, because this prediction is fast.  Then only
+two plans are made and compared: one with the best number of groups, and one with whole exchanges.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from chunkflow_compile.passes.plan import Plan
 
 # The minimum share of the step time that groups must be predicted to save.  Predictions have errors of this size.
 LEAST_GAIN = 0.03
-# The maximum number of groups.  More groups would hide at most another sixteenth of the exchanges, and each attention
-# kernel would compute only a few heads.
+# The maximum number of groups.  Twice as many groups would hide at most another sixteenth of the exchanges, and each
+# attention kernel would compute only a few heads.
 MOST_GROUPS = 8
 
 
 @dataclass(frozen=True)
 class GroupChoice:
-    """A number of groups with its reason.  ``groups``: number of groups; 1 if exchanges stay whole.  ``why``: reason,
-    as a clause."""
+    """A number of groups and the reason for it.  ``groups``: 1 if the exchanges are not divided.  ``why``: reason, as a
+    clause."""
 
     groups: int
     why: str
@@ -65,11 +65,11 @@ def choose_groups(
 def _best(
     traced: Traced, divided: Iterable[tuple[int, Traced]], resident_s: Callable[[Traced], float]
 ) -> tuple[int, Traced, float, float]:
-    """Find the number of groups with the shortest step.  Return this number, its graph, its step time in seconds, and
-    the step time in seconds with whole exchanges.
+    """Find the number of groups with the shortest step.  Return this number, the graph with this number of groups, its
+    step time, and the step time with whole exchanges, in seconds.
 
-    The search ends at the first number whose step is longer than with whole exchanges, because more groups would make
-    kernels even smaller.
+    ``divided``: numbers of groups, ascending, each with its graph.  The search ends at the first number whose step is
+    longer than with whole exchanges, because more groups would make kernels even smaller.
     """
     whole_s, found = resident_s(traced), list[tuple[float, int, Traced]]()
     for count, graph in divided:
@@ -81,7 +81,7 @@ def _best(
 
 
 def _compared(traced: Traced, divided: Traced, groups: int, planned: Callable[[Traced], Plan]) -> GroupChoice:
-    """Choose between whole exchanges and ``groups`` groups by their plans for the goal."""
+    """Choose between whole exchanges and ``groups`` groups by the step times of their plans."""
     found = dict[int, float]()
     for count, graph in ((1, traced), (groups, divided)):
         try:
@@ -103,10 +103,11 @@ def _relative(step_s: float, whole_s: float) -> str:
 
 
 def groups_of_problem(traced: Traced, problem: str, digest: Callable[[Traced], str]) -> GroupChoice:
-    """Find the number of groups for which the problem of a graph has the digest ``problem``.  If there is no such
-    number, return the choice of whole exchanges.
+    """Return the number of groups with which the graph has the problem of a given plan or of given timings.  Return 1 if
+    the graph does not have this problem with any number of groups.
 
-    ``digest``: function that returns the digest of a graph's problem.
+    ``problem``: digest of the problem of the plan or timings.  ``digest``: function that returns the digest of a graph's
+    problem.
     """
     with contextlib.suppress(NoGroups):
         for count in possible_groups(traced):

@@ -1,11 +1,11 @@
 """Place: turns a Problem and a Hardware into a Plan for a goal, which is a memory budget or a step time.
 
 Contract
-    On entry: a Problem and a Hardware.  The result depends on nothing else: no tensors, clocks or devices.
+    On entry: a Problem, a Hardware and a Goal.  No tensors, clocks or devices are needed.
     On exit: every weight has a home and a reason.  A streamed weight has a slot, and each of its streamed chunks has a
     window.  Chunks that are live in the same window never share bytes.  The same arguments give the same Plan, byte for
-    byte.  The budget (``goal.memory``) is a hard limit: if no plan fits, place raises ChunkflowError with the minimum
-    memory.
+    byte.  The budget (``goal.memory``) is a hard limit: if no plan fits, :func:`place` raises a ChunkflowError that states
+    the minimum memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .windows import as_windows
 
 # The policies whose plans depend on the budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
-# The numbers of regions by which copies may be ahead of compute, in the order in which these numbers are tried.  They
-# are for a call in which every weight is streamed and memory is limited.
+# How many regions copies may be ahead of compute, in the order in which these numbers are tried.  Used for a call that
+# streams every weight within a memory limit.
 _WINDOWS_AHEAD = (8, 4, 2, 1)
 
 
@@ -52,15 +52,15 @@ def place(
 ) -> Plan:
     """Decide the home, slot and windows of every weight.
 
-    ``part``: whether the program is a part of a model, so that other parts run in the same arena before it runs again.
-    Then every weight is streamed, and no copy is for the next call.  ``like``: a plan for the same goal and a problem
-    of the same structure (with other sizes).  Its placement is reused if it meets the goal, so that the two programs
-    can alternate without a cold start.  ``inside``: whether resident weights are placed in the arena, too.  Other
-    programs also use the arena, so the total of all weights never exceeds the largest plan.  ``outside``: bytes of
-    weights on the device that the program does not read.  They count against the budget, as do the largest weight that
-    a region unpacks, this rank's shards, and activations if the budget covers them.  ``arena``: minimum size of the
-    arena in bytes, because another program of the model runs in it.  ``timings``: measurements of the problem, used
-    instead of the rates in the profile.  ``joins``: as in :class:`Plan`.
+    ``part``: whether the program is a part of a model, so that other parts use the same arena before it runs again.  Then
+    every weight is streamed, and no copy is for the next call.  ``like``: a plan for the same goal and a problem of the
+    same structure, but with other sizes.  Its placement is reused if it meets the goal, so that the two programs can
+    alternate without a cold start.  ``inside``: whether resident weights, too, are placed in the arena.  Then programs
+    that share the arena need no more memory for weights than the largest of their plans.  ``outside``: bytes of weights
+    on the device that the program does not read.  They count against the budget.  So do the largest weight that a region
+    unpacks, this rank's shards, and activations if the budget covers them.  ``arena``: minimum size of the arena in
+    bytes, which another program of the model needs.  ``timings``: measurements of the problem, used instead of the rates
+    in the profile.  ``joins``: as in :class:`Plan`.
 
     Raises ChunkflowError if the budget is below the minimum that the program needs, or if the timings belong to another
     problem.
@@ -95,7 +95,7 @@ def least_memory(
     problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0, arena: int = 0, part: bool = False
 ) -> int:
     """Return the minimum weight bytes on the device for which there is a plan.  ``outside``, ``arena``, ``part``: see
-    place."""
+    :func:`place`."""
     outside += problem.unpacked_bytes
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
     return PlanBuilder(planner, arena=arena).minimal(part)[1]
@@ -129,8 +129,7 @@ def _prefix(planner: Planner, builder: PlanBuilder) -> Plan:
 
 def _smallest(planner: Planner, builder: PlanBuilder) -> Plan:
     smallest = planner.smallest(planner.goal.longest * planner.resident.step_s)
-    # The sizes of slots are rounded up, but not the sizes of resident weights, so the plan with all weights resident may be
-    # smaller.
+    # a slot is rounded up to the alignment, a resident weight is not, so the plan with all weights resident may be smaller
     return builder.candidate(min(smallest, planner.all_resident, key=builder.slots))
 
 
@@ -147,14 +146,14 @@ def _taken_over(planner: Planner, builder: PlanBuilder, like: Plan) -> Plan | No
 
 
 def _within_call(planner: Planner, builder: PlanBuilder) -> Plan:
-    """Return a plan in which every weight is streamed and no copy is issued in the previous call.  Weights arrive in
-    time wherever this is possible."""
+    """Return a plan in which every weight is streamed and every copy is issued in the call that reads it.  Each copy
+    starts early enough to be hidden, as far as the call and the memory permit."""
     memory = planner.goal.memory
     wanted = planner.latest(planner.chunks)
     early = planner.play([max(0, window) for window in wanted])
     if memory is None or builder.slots(early) <= memory:
         return builder.candidate(early)
-    # copy as early as memory allows: while a region computes, the weights of the following regions are copied
+    # copy as many regions ahead of compute as memory permits
     for ahead in _WINDOWS_AHEAD:
         later = [max(0, c.first - ahead, w) for c, w in zip(planner.chunks, wanted, strict=True)]
         if builder.slots(candidate := planner.play(later)) <= memory:
@@ -196,7 +195,7 @@ def _fastest(planner: Planner, builder: PlanBuilder, memory: int) -> Plan:
             break
         if not cut and (slotted := planner.slotted(fastest, memory)) is not None:
             fitting += [slotted] if builder.slots(slotted) <= memory else []
-        # Gaps between slots take some percent of the arena: search again with correspondingly less memory.
+        # with the gaps between slots, the arena exceeds the budget: search again with less memory, by at least this excess
         cut = max(2 * cut, over)
         fastest = planner.smaller(fastest, memory - cut)
     return builder.candidate(min(fitting, key=planner.rank_key))
@@ -226,17 +225,17 @@ class PlanBuilder:
         return self._arena(windows, streamed, candidate.slots, quick)[1] + self._outside(streamed)
 
     def minimal(self, part: bool = False) -> tuple[Candidate, int]:
-        """Return the placement in which each copy starts in the window of the weight's first reader, and the minimum
-        weight bytes on the device of any plan.  For a ``part`` (see place), only plans in which every weight is
-        streamed are considered."""
+        """Return the smallest placement that streams all weights, and the minimum weight bytes on the device of any plan.
+        In this placement, each copy starts in the window of the weight's first reader.  ``part``: see :func:`place`; a
+        part cannot have the plan with all weights resident, which may be even smaller."""
         smallest = self.planner.play([c.first for c in self.planner.chunks])
         return smallest, min(map(self.slots, (smallest,) if part else (smallest, self.planner.all_resident)))
 
     def plan(
         self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], slots: Mapping[str, int] | None = None
     ) -> Plan:
-        """Build a plan.  ``hard``: barriers.  ``slots``: slots from a candidate or a plan with the same windows, or
-        None to assign new slots."""
+        """Build a plan.  ``hard``: barriers.  ``slots``: for each weight, the offset of its slot, as in a candidate or a
+        plan with the same windows; None to assign slots here."""
         streamed = self._streamed(windows)
         at, arena = self._arena(windows, streamed, slots)
         held = {w: b.collective for b in reversed(hard) for w in b.weights}
@@ -291,8 +290,8 @@ class PlanBuilder:
         slots: Mapping[str, int] | None,
         quick: bool = False,
     ) -> tuple[dict[str, int], int]:
-        """Return the offset of each weight in the arena, and the size of the arena.  Weights that have no slot in
-        ``slots`` are placed above the others."""
+        """Return the offset of each weight in the arena, and the size of the arena.  If ``slots`` are given, weights
+        without a slot in ``slots`` are placed above all others."""
         if slots is None:
             lifetimes = [self._lifetime(w, windows[w.name]) for w in streamed]
             offsets, arena = assign_slots(lifetimes, self.planner.count, quick)
@@ -305,8 +304,8 @@ class PlanBuilder:
         return at, max(arena, self.least_arena)
 
     def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
-        """Return the lifetime of a weight: each chunk is live from the opening of its window to the end of its last
-        reader."""
+        """Return the lifetime of a weight.  A streamed chunk is live from the opening of its window to the end of its
+        last reader, a resident chunk in all windows."""
         count, chunk_bytes = self.planner.count, self.planner.simulator.chunk_bytes
         first, last = weight.uses[0], weight.uses[-1]
         pieces = []

@@ -12,7 +12,7 @@ def reason(planner: Planner, weight: Weight, windows: Windows, slack: float | No
     """Return the reason for the placement of ``weight``.
 
     ``slack``: predicted seconds from the arrival of the weight to its first reader; negative if the reader waits.
-    ``barrier``: collective that is delayed until the weight has arrived.
+    ``barrier``: collective that a barrier delays until the weight has arrived, or None.
     """
     if weight.keep is not None:
         return weight.keep

@@ -1,10 +1,10 @@
-"""Residency: the order in which chunks should become resident, by the stall time that each saves.
+"""Residency: orders chunks by the stall time that each saves if it becomes resident.
 
-A resident weight shortens the stall of its region by the copy time of the weight.  If the stall is longer than all
-copies of the region's own weights, the rest is charged to the previous regions, whose copies delay the queue.  Weights
+A resident weight shortens the stall of its region by the copy time of the weight.  If a stall is longer than all copies of
+the region's own weights, copies for earlier regions cause the rest, so the rest is attributed to these regions.  Weights
 that save the same stall time are ordered by a golden-ratio sequence over the step, so that every prefix of the order is
-spread evenly over the blocks.  Weights in host memory come before weights on the devices of the ranks, because they
-save more copy time per byte.
+spread evenly over the blocks.  Weights that are copied from host memory come before sharded weights, because they save
+more copy time per byte.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _GOLDEN = 0.6180339887498949
 
 def rank(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> list[int]:
     """Return the indices of ``chunks`` in the order in which they should become resident.  The chunks of a weight are
-    adjacent.
+    adjacent in this order.
 
-    ``chunks``: chunks in order of use.  ``stalls``: for each region, the seconds that it waits for its weights if little is
-    prefetched.
+    ``chunks``: chunks in order of first use.  ``stalls``: for each region, the seconds for which compute waits for the
+    region's weights if copies are hardly ahead of compute.
     """
     share = _useful_share(chunks, stalls)
     keyed: list[tuple[bool, float, list[int]]] = []
@@ -36,13 +36,13 @@ def rank(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> list[int]:
 
 
 def _useful_share(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> dict[int, float]:
-    """Map each region to a share of its weights' copy time: the share by which stalls would become shorter if these
-    weights were resident."""
+    """Map each region to the stall time that disappears if the weights of the region are resident, as a share of their
+    copy time."""
     copy: dict[int, float] = {}
     for chunk in chunks:
         copy[chunk.first] = copy.get(chunk.first, 0.0) + chunk.seconds
     useful, owed = dict.fromkeys(copy, 0.0), 0.0
-    for _ in range(2):  # twice around the step: stall time left at the first region is charged to the last ones
+    for _ in range(2):  # twice, so that the stall time left at the first region is attributed to the last regions
         for k in sorted(copy, reverse=True):
             owed += stalls.get(k, 0.0) if useful[k] == 0.0 else 0.0
             taken = min(owed, copy[k] - useful[k])

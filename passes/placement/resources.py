@@ -4,24 +4,26 @@
     SMs           regions; the latency of a            regions run one after the other; a copy in flight slows down
                   collective (ranks synchronize)       regions and latencies by ``compute_slowdown``, a pull by
                                                        ``compute_pull_slowdown``;
-                                                       attention and a collective by kernels slow each other down by
-                                                       ``attention_slowdown``, in both phases of the collective
+                                                       attention and a collective whose bytes kernels move slow each
+                                                       other down by ``attention_slowdown``, in both phases
     collectives   collectives                          run one at a time, in the order of their start
-    link          copies; the bytes of a collective    run concurrently: a collective slows down a copy by
+    PCIe          copies; the bytes of a collective    run concurrently: a collective slows down a copy by
                                                        ``copy_slowdown``, a copy slows down a collective by
-                                                       ``collective_slowdown``; 2 for both means that they share a link
-                                                       that either could fill alone, 1 that they use separate links
-    peers' link   pulls; the bytes of a collective     the same, by ``pull_slowdown`` and ``collective_pull_slowdown``
-    copy engines  copies; pulls; the bytes of a        copies run one at a time, in the order of issue; pulls do so on
-                  collective by such an engine; a      another engine; a collective waits for running copies and comes
-                  user's copies                        before the next one; a pull over the same link as copies gets half
-                                                       of its bandwidth while a copy runs
+                                                       ``collective_slowdown``; both are 2 if either alone would use the
+                                                       full bandwidth, and 1 if collectives use another interconnect
+    interconnect  pulls; the bytes of a collective     run concurrently and slow each other down by ``pull_slowdown``
+    of peers                                           and ``collective_pull_slowdown``
+    copy engines  copies; pulls; the bytes of a        copies run one at a time in the order of issue; so do pulls, on
+                  collective whose bytes a copy        another engine; a collective waits for copies in flight, and the
+                  engine moves; copies by user code    next copies wait for the collective; a pull over the same
+                                                       interconnect as copies gets half of the bandwidth during a copy
     SSD           reads                                run one at a time, in the order of their copies
-    ring          a read, until its copy has ended     a read waits for the copies out of its slot, a copy for its read
+    ring          a read and its copy                  a read waits until its bytes of the ring have been copied, and a
+                                                       copy waits for its read
 
-If user code copies to the device, its copies share the queue with ChunkFlow's copies (docs/benchmarks/h200.md).  It is
-not known when such copies occur, so the timeline does not simulate them.  A copy is from host memory, a pull from the
-devices of the other ranks.
+A copy is from host memory, a pull from the devices of the other ranks.  Copies by user code share the queue of the copy
+engine with ChunkFlow's copies (docs/benchmarks/h200.md).  Their times are not known, so the timeline does not simulate
+them.
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ from chunkflow_compile.passes.step import Copy
 
 IDLE = float("inf")
 
-# The uses of a resource.  A collective consists of a latency and an exchange of bytes.
+# The uses of a resource.  A collective has two phases: its latency, and then the exchange of bytes.
 Use = Literal["region", "latency", "exchange", "copy", "pull"]
 Phase = Literal["latency", "exchange"]
 Op = TypeVar("Op")
 
 
 def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
-    """Return, for pairs of uses that slow each other down, the factor by which the first use takes longer while the
-    second use is in flight.
+    """Return the slowdowns: for a pair of uses, the factor by which the first use takes longer while the second use is
+    in flight.
 
-    The factors between a region and a collective apply only if the region is attention and kernels move the bytes of
-    the collective.
+    The factors for a region and a phase of a collective are valid only if the region is attention and kernels move the
+    bytes of the collective.
     """
     beside, together = 2.0 if hardware.shared_link else 1.0, hardware.attention_slowdown
     return {
@@ -71,8 +73,8 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
 
 @dataclass(frozen=True, eq=False)
 class CopyUse:
-    """A copy as a use of resources: it occupies the copy engine and the interconnect of its lane ``use`` for ``copy_s``
-    seconds."""
+    """A copy as a use of resources.  It occupies the copy engine and the interconnect of its lane.  ``copy_s``: seconds of
+    the copy while nothing else is in flight."""
 
     op: Copy
     name: str
@@ -92,8 +94,8 @@ class ReadUse:
 class Queue(Generic[Op]):
     """Ops that occupy a resource one at a time, in the order of issue.
 
-    ``left``: remaining seconds of the first op if nothing else is in flight; IDLE if there is no op, or if the first op
-    waits for another resource.  ``newest``: for each weight or collective, the number of its newest op.
+    ``left``: remaining seconds of the first op, if nothing else were in flight; IDLE if there is no op, or if the first
+    op waits for another resource.  ``newest``: for each weight or collective, the number of its newest op.
     """
 
     def __init__(self) -> None:
@@ -115,11 +117,11 @@ class Queue(Generic[Op]):
 
 
 class Drive:
-    """The queue of reads from the SSD.  They run one after the other, each after the copies that free its bytes of the
-    ring.
+    """The queue of reads from the SSD.  Reads run one after the other.  Each read waits for the copies that free its bytes
+    of the ring.
 
-    ``ops``: reads, each with the number of copies that must have ended before it.  ``left``: remaining seconds of the first
-    read, IDLE while it waits.  ``ready``: number of reads that have ended and whose copies have not ended.
+    ``ops``: reads, each with the number of copies that must have ended before it starts.  ``left``: remaining seconds of
+    the first read, or IDLE while this read waits.  ``ready``: number of reads that have ended, but whose copies have not.
     """
 
     def __init__(self) -> None:

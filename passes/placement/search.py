@@ -1,9 +1,9 @@
 """Search: finds, for a goal, the number of resident chunks and the memory for streaming the other chunks.
 
-A candidate is defined by (residents, limit, hard): the first ``residents`` chunks of the ranking are resident.  The
-other chunks get windows such that at most ``limit`` bytes are live at the same time.  ``hard`` adds a barrier before
-each collective, so that no copy overlaps with the collective.  Candidates are compared only by simulating them on the
-timeline.
+Three numbers define a candidate.  ``residents``: the first ``residents`` chunks of the ranking stay on the device.
+``limit``: the windows of the other chunks are chosen such that at most ``limit`` bytes are live at the same time.
+``hard``: whether there is a barrier before each collective, so that no copy overlaps with the collective.  Candidates are
+compared by their simulated steps.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .residency import rank
 from .timeline import Simulator, Timeline
 from .windows import Chunk, Link, as_windows, chunks_of, fit, fit_slots, latest, link_of, live_bytes
 
-# Steps that differ by less than this share of the resident step count as equal.  Of equal steps, the step time under
-# strain decides, then the memory.
+# Steps that differ by less than this share of the resident step count as equally long.
 SAME_STEP = 1e-3
-# Predictions have an error of some percent.  Among candidates with equal steps, the choice is the candidate whose step
-# is shortest if copies take STRAIN times as long.  For this comparison, times that differ by less than SAME_STRAIN of
-# the resident step count as equal.
+# Predictions have an error of some percent.  So among candidates with equally long steps, the one is preferred whose step
+# is shortest *under strain*: if copies take STRAIN times as long as predicted.  Steps under strain that differ by less than
+# SAME_STRAIN of the resident step count as equally long; then the candidate with less memory is preferred.
 STRAIN = 1.2
 SAME_STRAIN = 5e-3
-# The relative floating-point error of sums of a thousand spans.
+# The relative floating-point error when a thousand spans are summed.
 ROUNDING = 1e-9
+# The number of candidates in each round of a search, and the number of bisections.
 _SAMPLES = 8
 _HALVINGS = 6
-# Candidates with slots are searched near the fastest candidate without slots: their numbers of resident chunks differ
-# from its number by at most about 1/32 of all chunks.
+# The search for candidates with slots starts from the fastest candidate without slots.  The number of resident chunks is
+# changed by at most about 1/32 of all chunks.
 _NEAR = 32
 
 
@@ -47,10 +47,10 @@ _NEAR = 32
 class Candidate:
     """A placement of all chunks and its timeline.
 
-    ``placed``: window of each chunk (negative for the previous step), or None if it is resident.  ``residents``: number of
-    resident chunks from the ranking, or None for a placement that does not follow the ranking.  ``nbytes``: weight bytes on
-    the device, without gaps between slots.  ``slots``: offset of each weight with streamed chunks, or None if the windows
-    were chosen without slots.
+    ``placed``: window of each chunk (negative for the previous step), or None if the chunk is resident.  ``residents``:
+    number of resident chunks, which are the first ones of the ranking; None for a placement that does not follow the
+    ranking.  ``hard``: whether there is a barrier before each collective.  ``nbytes``: weight bytes on the device, without
+    gaps between slots.  ``slots``: offset of each weight with streamed chunks, or None if slots are still to be assigned.
     """
 
     placed: tuple[int | None, ...]
@@ -78,7 +78,7 @@ class Planner:
         joins: tuple[int, ...] = (),
         arena: int = 0,
     ) -> None:
-        """``outside``, ``arena``, ``joins``: as in place."""
+        """``outside``, ``arena``, ``joins``: as in :func:`place`."""
         self.problem = problem
         self.scheduler = Scheduler(problem, simulator.chunk_bytes)
         self.joins = joins
@@ -96,7 +96,7 @@ class Planner:
         self.resident = simulator.play(self.scheduler.step({}))
         self.links: dict[Lane, Link] = {use: link_of(self.resident, simulator, joins, use) for use in LANES}
         longest = max((c.seconds for c in self.chunks), default=0.0)
-        self.margin = longest  # copy time of one chunk: an unexpected copy directly before may cause this delay
+        self.margin = longest  # an unexpected copy of one chunk may delay the next copy by this time
         self.ranking = self._rank()
         self._resident_sums = [0, *accumulate(self.chunks[i].nbytes for i in self.ranking)]
         self._whole_sums = self._sums_of_whole_weights()
@@ -106,16 +106,17 @@ class Planner:
         self._slower = simulator.with_slower_copies(STRAIN)
 
     def floor(self, residents: int = 0) -> int:
-        """Return the minimum weight bytes on the device with which the program can run, before slots are assigned."""
+        """Return the minimum weight bytes on the device with ``residents`` resident chunks, without gaps between
+        slots."""
         streaming = self._resident_sums[residents] + self._least(residents)
         return self.kept_bytes + max(streaming, self._whole_sums[residents] + self.arena)
 
     def candidate(
         self, residents: int, limit: int | None, hard: bool = False, slotted: bool = False
     ) -> Candidate | None:
-        """Return the candidate, or None if a single region reads more than ``limit`` bytes.  ``slotted``: whether to
-        assign slots first and to derive the windows from them; then the result is also None if the slots need more than
-        ``limit`` bytes."""
+        """Return the candidate for these numbers (see the module docstring), or None if a region reads more than
+        ``limit`` bytes.  ``slotted``: whether to assign slots first and to derive the windows from the slots.  Then the
+        result is also None if the slots do not fit in ``limit`` bytes."""
         key = (residents, limit, hard, slotted)
         if key not in self._known:
             wanted = self._latest(residents)
@@ -127,8 +128,8 @@ class Planner:
         return self._known[key]
 
     def within(self, memory: int, residents: int, hard: bool = False, slotted: bool = False) -> Candidate | None:
-        """Return the candidate with ``residents`` resident chunks, whose other chunks are streamed through the rest of
-        ``memory``."""
+        """Return the candidate with ``residents`` resident chunks within ``memory`` bytes, or None if there is none.
+        Its limit for streamed chunks is the memory that resident chunks leave."""
         room = memory - self.kept_bytes
         if room < self._whole_sums[residents] + self.arena:
             return None
@@ -142,7 +143,7 @@ class Planner:
         residents: int | None = None,
         slots: Mapping[str, int] | None = None,
     ) -> Candidate:
-        """Simulate an arbitrary placement of the chunks."""
+        """Simulate a placement of the chunks.  ``residents``, ``slots``: fields of the candidate."""
         hard = hard or self.goal.yields == "hard"
         timeline = self.simulator.play(self._step(placed, hard, self.joins), spans=False)
         return Candidate(
@@ -165,7 +166,7 @@ class Planner:
         return self.play([None] * len(self.chunks))
 
     def _nbytes(self, placed: Sequence[int | None]) -> int:
-        """Return the weight bytes on the device for a placement, assuming that there are no gaps between slots."""
+        """Return the weight bytes on the device for a placement, without gaps between slots."""
         streamed = [(c, w) for c, w in zip(self.chunks, placed, strict=True) if w is not None]
         kept = sum(c.nbytes for c, w in zip(self.chunks, placed, strict=True) if w is None)
         live = live_bytes([c for c, _ in streamed], [w for _, w in streamed], self.count) if streamed else 0
@@ -174,8 +175,7 @@ class Planner:
         return self.kept_bytes + max(kept + live, resident + self.arena)
 
     def fastest(self, memory: int) -> Candidate:
-        """Return the fastest candidate within ``memory`` bytes.  Among equally fast candidates, prefer the candidate
-        with the shortest step under strain, then the smallest candidate."""
+        """Return the best candidate within ``memory`` bytes, in the order of :meth:`rank_key`."""
         natural = self.candidate(0, None)
         if natural is not None and natural.nbytes <= memory and self._hides_all(natural):
             return natural
@@ -186,8 +186,8 @@ class Planner:
         return min([ordered[0], *hard, *self._baselines(memory)], key=self.rank_key)
 
     def slotted(self, candidate: Candidate, memory: int) -> Candidate | None:
-        """Return the fastest candidate with slots within ``memory`` and with about as many residents as ``candidate``,
-        or None."""
+        """Return the best candidate within ``memory`` whose windows are derived from slots, and which has about as many
+        resident chunks as ``candidate``.  Return None if there is none."""
         residents, near = candidate.residents or 0, max(len(self.chunks) // _NEAR, _SAMPLES)
         low, high = max(0, residents - near), min(len(self.chunks), residents + near)
         samples = [_SAMPLES // 2] * _HALVINGS
@@ -197,8 +197,11 @@ class Planner:
     def _search(
         self, candidate: Callable[[int], Candidate | None], low: int, high: int, samples: Sequence[int]
     ) -> list[Candidate]:
-        """Try candidates with ``low`` to ``high`` residents: first with evenly spread numbers, then with numbers around
-        the fastest candidate so far.  Return all of them."""
+        """Try candidates with ``low`` to ``high`` resident chunks, and return all that exist.  The numbers of the first
+        round are spread evenly; each further round looks between the neighbors of the best number so far.
+
+        ``candidate``: makes the candidate for a number of resident chunks.  ``samples``: number of tries per round.
+        """
         candidates: list[Candidate] = []
         for number in samples:
             grid = _spread(low, high, number)
@@ -214,10 +217,8 @@ class Planner:
         return candidates
 
     def smaller(self, candidate: Candidate, memory: int) -> Candidate | None:
-        """Return the fastest candidate within ``memory`` among variants of ``candidate``, or None.
-
-        The variants have less memory for prefetching, or fewer residents.
-        """
+        """Return the best variant of ``candidate`` within ``memory``, or None.  The variants have less memory for streamed
+        chunks, or fewer resident chunks."""
         residents = candidate.residents or 0
         kept = max(0, self._resident_sums[residents] - max(0, candidate.nbytes - memory))
         fewer = bisect_right(self._resident_sums, kept) - 1
@@ -243,8 +244,8 @@ class Planner:
         return min(candidates, key=lambda c: (c.nbytes, c.step_s)) if candidates else self.all_resident
 
     def _shrink(self, residents: int, step_s: float) -> list[Candidate]:
-        """Return candidates with ``residents`` resident chunks whose step takes at most ``step_s``.  The search lowers
-        the limit on the memory for the other chunks, without and with barriers."""
+        """Return candidates with ``residents`` resident chunks whose step takes at most ``step_s`` seconds.  Bisection lowers
+        the limit for the streamed chunks, first without barriers, then with barriers."""
         natural = self.candidate(residents, None)
         if natural is None or natural.step_s > step_s:
             return []
@@ -267,13 +268,13 @@ class Planner:
         return candidates
 
     def _baselines(self, memory: int | None) -> list[Candidate]:
-        """Return the layerwise placement of other systems, as a candidate, so that no plan is slower than the plans of
-        these systems."""
+        """Return the policy layerwise as a candidate, so that no plan is slower than this policy of other systems.  Return
+        an empty list if it does not fit in ``memory``."""
         candidate = self.play(layerwise(self.problem, self.chunks))
         return [candidate] if memory is None or candidate.nbytes <= memory else []
 
     def _hides_all(self, candidate: Candidate) -> bool:
-        """Return whether the step is as short as the resident step, even under strain."""
+        """Return whether the step is as short as the resident step, also under strain."""
         least = self.resident.step_s
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
@@ -285,8 +286,8 @@ class Planner:
         return candidate is not None and candidate.step_s <= step_s
 
     def rank_key(self, candidate: Candidate) -> tuple[int, int, int, float]:
-        """Return a sort key.  Faster candidates come first.  Among candidates whose steps differ by less than
-        SAME_STEP, the shorter step under strain comes first, then the smaller candidate."""
+        """Return a sort key for candidates, best first.  The shorter step is better; if the steps are equally long
+        (SAME_STEP), the shorter step under strain; if these are equally long too, the smaller candidate."""
         unit = self.resident.step_s or 1.0
         strained = round(self.strained(candidate) / (SAME_STRAIN * unit))
         return round(candidate.step_s / (SAME_STEP * unit)), strained, candidate.nbytes, candidate.step_s
@@ -300,8 +301,8 @@ class Planner:
         return self._strained[key]
 
     def _sums_of_whole_weights(self) -> list[int]:
-        """Return, for each number of residents, the bytes of the weights without streamed chunks.  These weights are
-        not in the arena."""
+        """Return, for each number of resident chunks, the bytes of the weights that are resident as a whole.  These
+        weights are not in the arena."""
         sizes, left, sums = Counter[str](), Counter(c.weight for c in self.chunks), [0]
         for chunk in (self.chunks[i] for i in self.ranking):
             sizes[chunk.weight] += chunk.nbytes
@@ -310,7 +311,7 @@ class Planner:
         return sums
 
     def _least(self, residents: int) -> int:
-        """Return the maximum of the streamed bytes that a single region reads."""
+        """Return the maximum, over all regions, of the streamed bytes that a region reads."""
         kept = set(self.ranking[:residents])
         streamed = [c for i, c in enumerate(self.chunks) if i not in kept]
         return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0
@@ -325,7 +326,8 @@ class Planner:
         return self._late[residents]
 
     def latest(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Return, for each chunk, the latest window that hides its copy in the free time of its lane's interconnect."""
+        """Return, for each chunk, the latest window that hides its copy.  Copies use the free time of their lane's
+        interconnect."""
         answer = [0] * len(chunks)
         for use, link in self.links.items():
             mine = [i for i, chunk in enumerate(chunks) if chunk.use == use]
@@ -334,17 +336,17 @@ class Planner:
         return answer
 
     def barriers(self, step: Step) -> tuple[Barrier, ...]:
-        """Return barriers that prevent the copies of a step from running while a collective uses the same interconnect.
-        If no collective uses it, the barriers prevent copies during all collectives."""
+        """Return barriers that keep the copies of a step from overlapping with collectives.  They wait for the copies in
+        the lanes whose interconnect collectives use, or for all copies if there is no such lane."""
         uses = [use for use in LANES if self.simulator.taking_the_link(use)] or LANES
         lanes = [[w.name for w in self.weights if self.simulator.use(w.name) == use] for use in uses]
         return barriers(self.problem, step, lanes)
 
     def _rank(self) -> list[int]:
-        """Return the indices of chunks in the order in which they become resident.
+        """Return the ranking: the indices of chunks in the order in which they become resident.
 
-        The order depends on the stalls in a step with twice the minimum memory, in which little is prefetched.  This
-        step has no joins, because the wait at a join belongs to no region.
+        The ranking depends on the stalls of a step that streams all chunks with twice the minimum memory, so that copies
+        are hardly ahead of compute.  This step has no joins, because the stall at a join belongs to no region.
         """
         if not self.chunks:
             return []
@@ -361,8 +363,8 @@ class Planner:
         return self._drive_first(rank(self.chunks, stalls))
 
     def _drive_first(self, ranking: list[int]) -> list[int]:
-        """Move some of the chunks on the SSD to the front of the ranking.  Their number is the minimum with which the
-        SSD can read the other chunks within the resident step."""
+        """Move chunks on the SSD to the front of the ranking, until the SSD can read all other chunks within the resident
+        step."""
         seconds = {i: self.simulator.read_seconds(c.weight, c.index, c.index + 1) for i, c in enumerate(self.chunks)}
         over, first = sum(seconds.values()) - self.resident.step_s, list[int]()
         for i in ranking:
@@ -374,10 +376,10 @@ class Planner:
 
 
 def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> tuple[Barrier, ...]:
-    """Return barriers that wait, before each collective, for the newest copy issued before it in each lane.  Earlier
-    copies finish before that copy.
+    """Return a barrier for each collective that waits, in each lane, for the newest copy issued before the collective.
+    Because lanes are in order, the earlier copies have ended by then.
 
-    For the first collective of a step, the newest copy may be from the previous step.  ``lanes``: weights of each lane.
+    ``lanes``: weights of each lane.  For the first collective of a step, the newest copy may be from the previous step.
     """
     lane_of = {name: lane for lane, names in enumerate(lanes) for name in names}
     moved = [(copy.window or 0, copy.weight) for copy in copies(step) if copy.weight in lane_of]
@@ -387,7 +389,7 @@ def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> 
     for collective in sorted(problem.collectives, key=lambda c: c.before):
         while (
             at < len(moved) and moved[at][0] < collective.before
-        ):  # a window opens only after the collectives before its region
+        ):  # window k opens after the starts of the collectives before region k
             newest[lane_of[moved[at][1]]] = moved[at][1]
             at += 1
         if newest:
@@ -404,8 +406,8 @@ def _spread(low: int, high: int, samples: int) -> Sequence[int]:
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the lowest number for which ``holds`` is true, or ``high`` if there is none.  If ``holds`` is true for a
-    number, it must be true for all larger numbers."""
+    """Return the lowest number from ``low`` for which ``holds`` is true, or ``high`` if there is none below it.  If
+    ``holds`` is true for a number, it must be true for all larger numbers."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

@@ -1,10 +1,11 @@
-"""Slots: assigns offsets in the arena to weights whose chunks come and go on a circular time axis.
+"""Slots: assigns each streamed weight an offset in the arena.
 
-A step is a circle of windows, because the last windows of a step prefetch the first weights of the next.  A slot is one
-range of bytes, but its chunks arrive in different windows: each run of chunks is an arc on the circle, and arcs that
-overlap must not share bytes.  First fit by offset is tried in a few orders, then a ring buffer, and the smallest arena
-is used.  If several arenas have the same size, the first one that was found is used, so the result depends on the input
-alone.  If the size of the arena is given, ArenaSpace assigns slots first, and the windows follow from them.
+A step is treated as a circle of windows, because its last windows prefetch the first weights of the next step.  The chunks
+of a weight arrive in different windows, so each run of chunks (a *piece*) is live in its own arc of the circle.  Pieces
+that are live in the same window must not share bytes.  :func:`assign_slots` looks for the smallest arena: it tries first
+fit in several orders, and then a ring buffer.  Of several equally small arenas, it takes the first one that it finds, so
+the result depends only on the input.  :class:`ArenaSpace` assigns slots in an arena of given size, before windows are
+chosen.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from dataclasses import dataclass
 
 from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 
-# The maximum number of pairs of pieces to compare per order.  With 500 pieces, this is a dozen rounds and takes a few
-# tenths of a second.
+# The maximum number of pairs of pieces to compare for one order of the weights.  With 500 pieces, this limit permits a dozen
+# rounds of first fit, which take a few tenths of a second.
 _MOST_WORK = 3_000_000
 _MOST_ROUNDS = 40
-# Ring sizes are tried from the peak of live bytes upward, in steps of 1 %.  For each size, _RING_TURNS different
-# weights are tried as the first weight.
+# Sizes of a ring buffer are tried from the peak of live bytes upward, in steps of 1 %.  For each size, the order of the
+# weights in the ring buffer is rotated _RING_TURNS times.
 _RING_SIZES = 100
 _RING_TURNS = 8
-# Pieces are indexed by spans of 16 windows; this is the bit mask of a span.  A piece that is live in many spans is compared
-# with all pieces.
+# Placed pieces are indexed by spans of 16 windows; _SPAN is the bit mask of a span.  A piece that is live in more than
+# _MANY_SPANS spans is compared with all placed pieces.
 _SPAN = (1 << 16) - 1
 _MANY_SPANS = 6
 _LEAST_ROUNDS = 2
@@ -35,7 +36,8 @@ _Packing = tuple[tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes ``[begin, end)`` of a weight, live in windows ``start .. start + length - 1`` modulo the step."""
+    """Bytes ``[begin, end)`` of a weight.  They are live in ``length`` windows, beginning with window ``start`` and
+    continuing at window 0 after the last window."""
 
     begin: int
     end: int
@@ -63,9 +65,10 @@ class Lifetime:
 
 
 def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = False) -> tuple[tuple[int, ...], int]:
-    """Assign offsets in bytes (multiples of 256), one per lifetime.  Return them and the size of the arena.
+    """Return the offset of each weight in bytes (multiples of 256), and the size of the arena.
 
-    ``quick``: whether to make few tries only, for a caller that calls this hundreds of times.
+    ``lifetimes``: one per weight.  ``windows``: number of windows per step.  ``quick``: whether to make few tries only,
+    for a caller that calls this hundreds of times.
     """
     if not lifetimes:
         return (), 0
@@ -82,7 +85,7 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
     best = min(packings, key=lambda packing: packing[1])
     for turns in (
         (_LEAST_ROUNDS,) if quick else (_LEAST_ROUNDS, _RING_TURNS)
-    ):  # all quick tries come first, so that the result is never worse than with quick
+    ):  # the tries of quick come first, so that the result without quick is never worse
         best = _ring(lifetimes, masks, windows, least, best, turns)
     return best
 
@@ -90,8 +93,8 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
 def _lifted(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int], least: int, rounds: int
 ) -> _Packing:
-    """Return the best of several rounds of first fit.  Each round first places the weights that were at the top of the
-    arena in the previous round."""
+    """Return the smallest arena of several rounds of first fit.  Each round places those weights first that were at the
+    top of the arena in the previous round."""
     best: _Packing | None = None
     for _ in range(rounds):
         offsets, arena = _first_fit(lifetimes, masks, order)
@@ -108,8 +111,8 @@ def _lifted(
 def _ring(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Packing, turns: int
 ) -> _Packing:
-    """Return the smallest valid ring buffer, or ``best`` if no ring buffer is smaller.  Partly resident weights are
-    placed below the ring buffer."""
+    """Return the smallest arena in which weights use a ring buffer one after the other, or ``best`` if none is smaller.
+    Partly resident weights are placed below the ring buffer."""
     stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.pieces)]
     offsets, base = [0] * len(lifetimes), 0
     for i in stay:
@@ -132,7 +135,7 @@ def _ring(
 
 
 def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], offsets: Sequence[int]) -> bool:
-    """Return whether no two pieces that are live in the same window share bytes, checked by a sweep over the arena."""
+    """Return whether no two pieces that are live in the same window share bytes.  ``masks``: windows of each piece."""
     pieces = sorted(
         (offset + piece.begin, offset + aligned(piece.end), mask)
         for offset, life, mine in zip(offsets, lifetimes, masks, strict=True)
@@ -148,7 +151,7 @@ def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], off
 
 
 def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
-    """Return the peak of live bytes over all windows, which is a lower bound for the size of the arena."""
+    """Return the maximum, over all windows, of live bytes.  No arena can be smaller."""
     alive = [0] * windows
     for life in lifetimes:
         for piece in life.pieces:
@@ -163,7 +166,7 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
     arena = 0
     for i in order:
         life = lifetimes[i]
-        forbidden = [  # open intervals of offsets at which a piece would overlap with a placed piece
+        forbidden = [  # open intervals of offsets at which a piece would share bytes with a placed piece
             (begin - aligned(piece.end), end - piece.begin)
             for piece, mask in zip(life.pieces, masks[i], strict=True)
             for windows, begin, end in placed.near(mask)
@@ -181,7 +184,7 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
 
 
 class _PlacedPieces:
-    """Pieces (windows, begin, end) placed in the arena, indexed by spans of windows."""
+    """Pieces that have been placed in the arena, as (mask of windows, begin, end), indexed by spans of windows."""
 
     def __init__(self) -> None:
         self.all: list[tuple[int, int, int]] = []
@@ -218,23 +221,26 @@ def _mask(piece: Piece, windows: int) -> int:
 
 
 class ArenaSpace:
-    """A range of the arena.  Weights are placed in it in order of first use, and leave after their last reader.
+    """A range of the arena of given size.  Weights are placed in it in order of first use, each until its last reader has
+    finished.
 
-    ``stretches``: adjacent intervals (begin, end, free), where ``free`` is the window after the last reader so far.
+    ``stretches``: adjacent intervals (begin, end, free) that cover the range.  ``free``: window from which the bytes of
+    the interval are free.
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
-        """``nbytes``: size of the range in bytes.  ``count``: windows per step.  Bytes that no weight has used so far
-        are free since the previous step."""
+        """``nbytes``: size of the range in bytes.  ``count``: number of windows per step.  Initially, all bytes have been
+        free since the beginning of the previous step."""
         self.nbytes = nbytes - nbytes % ALIGNMENT
         self.stretches = [(0, self.nbytes, -count)]
 
     def offset(self, nbytes: int, first: int, wanted: int) -> int | None:
-        """Return the offset at which a weight of ``nbytes`` bytes can arrive earliest, but not before window
-        ``wanted``.  Return None if the weight cannot arrive in time for region ``first`` at any offset.
+        """Return the best offset for a weight of ``nbytes`` bytes, or None if at no offset all of its bytes are free before
+        region ``first``, its first reader.
 
-        Among several such offsets, the one with the smallest sum of late bytes over all windows is chosen, then the
-        lowest one.
+        At the best offset, all bytes become free earliest; before window ``wanted`` makes no difference.  Of several such
+        offsets, the one is chosen whose bytes wait least: the sum, over all bytes, of the windows after ``wanted`` until
+        the byte is free.  Of several offsets with equal sums, the lowest is chosen.
         """
         best: tuple[int, int, int] | None = None
         ends = {at for begin, end, _ in self.stretches for at in (begin, end - nbytes)}
@@ -254,11 +260,11 @@ class ArenaSpace:
         return None if best is None else best[2]
 
     def free(self, begin: int, end: int) -> int:
-        """Return the first window in which all of the bytes are free."""
+        """Return the first window from which bytes ``[begin, end)`` are free."""
         return max(free for _, _, free in self._across(begin, end))
 
     def take(self, at: int, nbytes: int, free: int) -> None:
-        """Reserve bytes for a weight until window ``free``."""
+        """Reserve ``nbytes`` bytes at offset ``at`` for a weight, until window ``free``."""
         end = at + nbytes
         low, high = self._bounds(at, end)
         below, above = self.stretches[low], self.stretches[high - 1]

@@ -2,13 +2,13 @@
 split.
 
 Contract
-    On entry: a Cut with one region for each run of regions in a block, and a function that plans its problems.
+    On entry: a Cut in which each block without collectives is one region, and a function that plans its problems.
     On exit: the Cut with some of its blocks split into slices of their tokens.  The number of slices is the minimum
-    with which weights and activations fit in the budget.  It is larger if this reduces the predicted step below 1 /
-    ``AS_GOOD`` of the step with the minimum number, because smaller activations leave more memory for weights.  If no
-    number fits, the result is the Cut with the smallest minimum budget.
+    with which weights and activations fit in the budget.  More slices are used only if they make the predicted step
+    shorter by a factor of at least ``AS_GOOD``: smaller activations leave more memory for weights.  If no number of slices
+    is enough, the result is the Cut that needs the smallest budget.
 
-Block types may have different numbers of slices: a type with smaller activations than others needs fewer slices.
+Block types with smaller activations get fewer slices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chunkflow_compile.passes.plan import Plan
 from .coarsest import AS_GOOD
 
 # The numbers of slices to try.  With 16 slices, each slice of the longest videos still has thousands of tokens, and the
-# memory of a block consists of little more than its residual stream, K and V.
+# activations of a block are little more than its residual stream, K and V.
 REPEATS = (1, 2, 4, 8, 16)
 
 # The keys of the regions of a block, in program order.
@@ -32,12 +32,12 @@ BlockType = tuple[str, ...]
 
 
 def best_split(cuts: Iterable[Cut], plan: Callable[[Cut], Plan], least: Callable[[Cut], int]) -> Cut:
-    """Return the cut with the best plan within a budget.  ``cuts``: cuts of a graph, with smaller and smaller
-    activations.
+    """Return the cut with the best plan within a budget.  If the budget is too small for all cuts, return the cut that
+    needs the smallest budget, so that the error states the minimum.
 
-    ``plan``: function that plans a cut; it raises ChunkflowError if the budget is too small.  ``least``: function that
-    returns the minimum budget of a cut in bytes.  If the budget is too small for all cuts, the cut with the smallest
-    minimum budget is returned, so that the error states this minimum.
+    ``cuts``: cuts of a graph, each with smaller activations than the one before.  ``plan``: function that plans a cut; it
+    raises ChunkflowError if the budget is too small.  ``least``: function that returns the minimum budget of a cut in
+    bytes.
     """
     best: Cut | None = None
     least_s, refused = math.inf, list[Cut]()
@@ -56,13 +56,12 @@ def best_split(cuts: Iterable[Cut], plan: Callable[[Cut], Plan], least: Callable
 
 
 def split_into(cut: Cut, repeat: int) -> Cut:
-    """Split the blocks of a cut into ``repeat`` slices, or into fewer slices if a block cannot be split into this
-    number."""
+    """Split each block of a cut into ``repeat`` slices, or into as many as possible if that is fewer."""
     return _split(cut, dict.fromkeys(_types(cut).values(), repeat), _Able(cut))
 
 
 def splits(cut: Cut) -> Iterator[Cut]:
-    """Yield cuts with more and more slices.  Each cut has smaller activations than the previous cuts."""
+    """Yield cuts with increasing numbers of slices.  Each cut has smaller activations than the one before."""
     able, types, least = _Able(cut), _types(cut), cut.problem.live_bytes
     peaks: dict[BlockType, dict[int, int]] = {kind: {} for kind in types.values()}
     for repeat in REPEATS:
@@ -83,8 +82,8 @@ def splits(cut: Cut) -> Iterator[Cut]:
 
 
 def _types(cut: Cut) -> dict[str, BlockType]:
-    """Return the type of each block.  If the graph is a block that is compiled separately, the name of this block is
-    empty."""
+    """Return the type of each block, by the name of the block.  If the graph itself is a block that is compiled
+    separately, its name is empty."""
     types: dict[str, BlockType] = {}
     for region in cut.problem.regions:
         if region.block or cut.traced.repeats is not None:

@@ -1,11 +1,9 @@
 """Timeline: a discrete-event simulation of a step on a hardware profile.  The step is repeated until two successive
 repetitions are equal.
 
-Compute runs the ops in order, like a device stream, and issues copies and collectives on its way.  ``resources.py``
-defines the resources that ops occupy, and how ops slow each other down.  The timeline depends only on the step, not on
-the policy.
-
-Opening a window takes no time in this model: compute issues the copies of a window when it opens.
+Compute runs its ops in order, like a device stream.  When compute reaches a window or the start of a collective, the
+copies of the window or the collective are issued at once.  ``resources.py`` defines the resources that ops occupy, and how
+ops slow each other down.  The timeline depends only on the step, not on the policy.
 """
 
 from __future__ import annotations
@@ -43,21 +41,20 @@ from chunkflow_compile.passes.step import (
 
 from .resources import IDLE, CopyUse, Drive, Phase, Queue, ReadUse, Use, stretches
 
-# A step becomes stationary in two or three repetitions.  If the step still changes after this number of repetitions,
-# the last repetition is reported.
+# The maximum number of repetitions.  Usually, the second or third repetition equals the previous one.  If the step still
+# changes after MOST_STEPS repetitions, the result is the last one.
 MOST_STEPS = 12
 _SETTLED = 1e-9
-# The name of the span in which compute waits at a join.
+# The name of a span in which compute waits at a join.
 END_OF_CALL = "end of the call"
 
 
 @dataclass(kw_only=True)
 class Timeline:
-    """The times of one step: running sums during the simulation, then the values of the steady state.  Other fields
-    have the same meaning as in :class:`Prediction`.
+    """The times of one step in the steady state.  During the simulation, the fields are the sums so far.
 
     ``slack``: for each weight, seconds from its arrival to its first reader; negative if the reader waited.
-    ``peak_bytes``: peak of streamed bytes in slots.
+    ``peak_bytes``: peak of streamed bytes in slots.  The other fields are the same as in :class:`Prediction`.
     """
 
     step_s: float = 0.0
@@ -73,15 +70,15 @@ class Timeline:
 
 @dataclass(frozen=True)
 class ComputeWait:
-    """A wait of compute, which is recorded as a span on ``lane``.  ``weights``: weights for whose newest copies compute
-    waits, one after the other.  ``events``: events for which compute waits in a join."""
+    """A wait of compute.  ``lane``: lane of the span that shows this wait.  ``weights``: compute waits for the newest copy
+    of each of these weights, one after the other.  ``events``: events that compute waits for at a join."""
 
     lane: Literal["stall", "barrier", "join"]
     weights: tuple[str, ...] = ()
     events: tuple[int, ...] = ()
 
 
-# The items of a step that are simulated.
+# An item of a step, as it is simulated.
 Played = CopyUse | ReadUse | ComputeWait | Run | Start | Finish | Evict | Record
 
 
@@ -89,8 +86,8 @@ class Simulator:
     """Simulates steps of one problem on one machine."""
 
     def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
-        """``hardware``: hardware profile.  The simulation uses the machine as one rank sees it while all ranks copy,
-        see :meth:`Hardware.shared_by`.  ``timings``: measurements that are used instead of the rates in the profile.
+        """``hardware``: the profile; all ranks of the problem share its host bandwidth (:meth:`Hardware.shared_by`).
+        ``timings``: measurements that replace rates of the profile.
 
         Raises ChunkflowError if the timings belong to another problem, or if weights are sharded over ranks that cannot
         pull from each other on this machine.
@@ -122,8 +119,8 @@ class Simulator:
         self._pulls: dict[tuple[str, int, int], float] = {}
 
     def taking_the_link(self, use: Lane = "copy") -> frozenset[str]:
-        """Return the names of the collectives that slow down or delay copies in lane ``use``.  These are all
-        collectives if they use the same interconnect as the lane, otherwise only collectives on copy engines."""
+        """Return the names of the collectives that slow down or delay copies in a lane.  If collectives use the
+        interconnect of this lane, these are all collectives, otherwise only the collectives on copy engines."""
         shared = self.hardware.shared_link or use == "pull"
         return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
 
@@ -142,7 +139,7 @@ class Simulator:
         return min(end * self.chunk_bytes, self.sizes[weight]) - first * self.chunk_bytes
 
     def copy_seconds(self, weight: str, first: int, end: int) -> float:
-        """Return the seconds for copying chunks ``[first, end)`` of a weight if nothing else uses the interconnect."""
+        """Return the seconds for copying chunks ``[first, end)`` of a weight while nothing else uses the interconnect."""
         if self.sources[weight].sharded:
             return self.strain * self._pull_seconds(weight, first, end)
         seconds = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
@@ -157,7 +154,7 @@ class Simulator:
         return self._pulls[key]
 
     def read_seconds(self, weight: str, first: int, end: int) -> float:
-        """Return the seconds for reading chunks ``[first, end)`` of a weight from the SSD; 0 if they are not on the
+        """Return the seconds for reading chunks ``[first, end)`` of a weight from the SSD; 0 if the weight is not on the
         SSD."""
         return (
             self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if self.sources[weight].reads_file else 0.0
@@ -178,8 +175,8 @@ class Simulator:
         return Playback(self, step, spans).play()
 
     def step_under(self, plan: Plan) -> float:
-        """Return the time of a step in seconds under a plan for this problem, or for the same problem at other
-        sizes."""
+        """Return the time of a step in seconds under a plan.  The plan was made for this problem, or for a problem with
+        the same structure and other sizes."""
         windows = {w.name: w.windows for w in plan.streamed}
         return self.play(
             Scheduler(self.problem, self.chunk_bytes).step(windows, plan.barriers, plan.joins), spans=False
@@ -198,24 +195,25 @@ class Playback:
         self.lanes: dict[Lane, Queue[CopyUse]] = {moves: Queue() for moves in LANES}
         self.moving: tuple[Lane, ...] = ()  # the lanes with a copy in flight
         self.collectives: Queue[int] = Queue()
-        self.phase: Phase = "latency"  # phase of the first collective
+        self.phase: Phase = "latency"  # the phase of the collective in flight
         self.drive = Drive()
-        ahead = reads_ahead(step, 0) if simulator.reads_files else ()  # the reads before the first step
+        ahead = reads_ahead(step, 0) if simulator.reads_files else ()  # the reads that a prologue issues
         self.ahead = [simulator.reading(read) for read in reads(ahead)]
         self.now = 0.0
         self.region_end = IDLE  # end of the running region
         self.attending = False  # whether the running region is attention
-        self.attended_s = 0.0  # seconds by which attention has slowed down the first collective
+        self.attended_s = 0.0  # seconds by which attention has slowed down the collective in flight
         self.step = Timeline()
         self.spans: list[Span] = []
-        # ``streamed``: streamed bytes of each weight per step.  ``live``: streamed bytes that are in slots now.
+        # ``streamed``: for each weight, the bytes copied per step.  ``live``: bytes that are now in slots
         self.streamed: dict[str, int] = {}
         for transfer in transfers:
             weight = transfer.op.weight
             self.streamed[weight] = self.streamed.get(weight, 0) + transfer.nbytes
         self.live = 0
         self.arrival: dict[str, float] = {}
-        self.marks: dict[int, tuple[Queue[CopyUse], int]] = {}  # the number of the copy that each event of a join marks
+        # for each event of a join, the queue of its lane and the number of the newest copy when the event was recorded
+        self.marks: dict[int, tuple[Queue[CopyUse], int]] = {}
 
     def play(self) -> Timeline:
         for item in self.items:
@@ -231,13 +229,13 @@ class Playback:
             self.spans.clear()
             for item in self.items:
                 self._run(item)
-            # A copy that ends together with the step belongs to the step, despite rounding errors.
+            # because of rounding errors, a copy that ends together with the step may still have a little time left
             for moves in self.moving:
                 if self.lanes[moves].left <= _SETTLED * self.lanes[moves].ops[0].copy_s:
                     self._end_copy(moves)
             length = self.now - begin
-            # Compare more than the length of the step: if collectives determine the length, it is constant while copies
-            # are still catching up.
+            # the length of the step alone does not show that the step is steady: if collectives determine the length, it
+            # stays the same while copies still start later in each repetition
             rest = [queue.left for queue in self.lanes.values()] + [self.drive.left]
             left = [0.0 if seconds == IDLE else seconds for seconds in rest]
             sums = (self.step.exposed_s, self.step.copy_s, self.step.inflation_s)
@@ -256,7 +254,7 @@ class Playback:
         elif isinstance(item, Run):
             self._compute(item.region)
         elif isinstance(item, Evict):
-            self.live -= self.streamed.get(item.weight, 0)  # no bytes if the whole weight is resident
+            self.live -= self.streamed.get(item.weight, 0)  # 0 bytes if the whole weight is resident
         elif isinstance(item, Start):
             self.collectives.issue(item.collective, item.collective)
             if len(self.collectives.ops) == 1:
@@ -278,7 +276,7 @@ class Playback:
         self._start_copy(transfer.use)
 
     def _read(self, reading: ReadUse) -> None:
-        """Issue a read, which waits for all copies issued so far."""
+        """Issue a read.  It starts after all copies that have been issued so far."""
         copied = self.lanes["copy"]
         self.drive.issue(reading, copied.issued)
         self.drive.begin(self.now, copied.ended)
@@ -316,7 +314,7 @@ class Playback:
         self._record("compute", self.simulator.problem.regions[region].name, start)
 
     def _advance_to(self, queue: Queue[CopyUse] | Queue[int], name: str | int) -> None:
-        """Advance the time to the end of the newest op of a weight or collective."""
+        """Advance the time to the end of the newest op in ``queue``.  ``name``: weight or collective of this op."""
         number = queue.newest.get(name, 0)
         while queue.ended < number:
             self._advance()
@@ -366,8 +364,8 @@ class Playback:
         return self.attending and bool(ops) and not self.simulator.by_engine[ops[0]]
 
     def _slower(self, moves: Lane, collective: object) -> float:
-        """Return the factor by which other ops in flight slow down a copy.  ``collective``: whether a collective is in
-        flight."""
+        """Return the factor by which other ops in flight slow down the copy in a lane.  ``collective``: whether a
+        collective is in flight."""
         factor = self.stretch.get((moves, self.phase), 1.0) if collective else 1.0
         for other in self.moving if len(self.moving) > 1 else ():
             factor *= self.stretch.get((moves, other), 1.0)
@@ -375,13 +373,14 @@ class Playback:
 
     @property
     def _wants_engine(self) -> bool:
-        """Whether the first collective uses, or waits for, the copy engine."""
+        """Whether the collective in flight uses the copy engine or waits for it."""
         if self.phase == "latency" or not self.collectives.ops:
             return False
         return self.simulator.by_engine[self.collectives.ops[0]]
 
     def _start_copy(self, moves: Lane) -> None:
-        """Start the first copy of a lane if it is waiting, its bytes have been read and the copy engine is free."""
+        """Start the next copy of a lane, if no copy of this lane is in flight, the bytes to copy have been read from the
+        SSD, and no collective uses the copy engine."""
         lane = self.lanes[moves]
         if lane.left != IDLE or not lane.ops:
             return
@@ -419,7 +418,7 @@ class Playback:
             self._start_exchange()
 
     def _start_exchange(self) -> None:
-        """End the latency of the first collective.  Its bytes are transferred as soon as the resources are free."""
+        """End the latency phase of a collective.  The exchange of bytes starts as soon as its resources are free."""
         self.phase = "exchange"
         waits = self._wants_engine and bool(self.moving)
         self.collectives.left = IDLE if waits else self.simulator.link_s[self.collectives.ops[0]]
@@ -440,8 +439,8 @@ class Playback:
 
 
 def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
-    """Yield the items of a step to simulate.  Consecutive waits are simulated weight by weight, in the order of names,
-    so that a stall is attributed to the same weight for every choice of lanes."""
+    """Yield the items of a step to simulate.  Consecutive waits of compute become waits for single weights in the order
+    of names, so that a stall is attributed to the same weight whichever lanes the weights are in."""
     joins = {op.event for op in step if isinstance(op, Wait) and op.stream == "compute" and not op.weights}
     waits: list[Wait] = []
     for op in step:
@@ -464,7 +463,8 @@ def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
 
 
 def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
-    """Yield the stalls before an op.  At a barrier, the stalls are in the order of the waits."""
+    """Yield the waits of compute before an op.  ``before``: this op; before the start of a collective, the waits are a
+    barrier, and their order is kept."""
     for readable, group in groupby(waits, key=lambda wait: bool(wait.weights)):
         together = list(group)
         weights = chain.from_iterable(wait.weights for wait in together)
@@ -477,6 +477,6 @@ def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
 
 
 def _moves(record: Record) -> Lane:
-    """Return the lane that a join marks."""
+    """Return the lane in which a join records an event."""
     assert record.stream == "copy" or record.stream == "pull"
     return record.stream

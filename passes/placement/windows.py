@@ -1,15 +1,15 @@
-"""Windows: chooses the window that starts each chunk, so that the chunk arrives in time, is not copied during a collective,
-and is not live for long.
+"""Windows: chooses the window that starts the copy of each chunk.  The chunk should arrive in time, should not be copied
+during a collective, and should not be live for long.
 
-There are two passes over the step, and two variants of the second pass.  The step is a circle, because its last windows
-prefetch the first weights of the next step:
+A step is treated as a circle, because its last windows prefetch the first weights of the next step.  Windows are chosen in
+two passes around the circle:
 
-    latest     backward: each chunk as late as possible with its copy still hidden and outside collectives
-    fit        forward: each chunk no earlier than in latest, and no earlier than the memory limit allows
-    fit_slots  forward, slots first: each chunk no earlier than in latest, and no earlier than the bytes of its slot are free
+    latest     backward: the latest window in which the copy of a chunk is still hidden and overlaps with no collective
+    fit        forward: delays copies until there is enough memory
+    fit_slots  forward, instead of fit: assigns slots, and delays copies until the bytes of their slots are free
 
-The memory limit has priority: if there is not enough memory for a chunk in time, its copy starts late, and its reader
-waits.
+Neither second pass makes a copy earlier.  The memory limit has priority: if memory for a chunk becomes free too late, its
+copy starts late, and its reader waits.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from chunkflow_compile.passes.problem import Weight
 from .slots import ArenaSpace
 from .timeline import Simulator, Timeline
 
-# The numbers of laps around the circle.  The first lap places all chunks; later laps make the end of the step consistent
-# with its beginning.
+# The maximum number of laps around the circle in each pass.  The first lap places all chunks, without knowing which copies
+# of the neighboring step overlap with its own.  Later laps correct this.
 BACKWARD_LAPS = 4
 FORWARD_LAPS = 3
-# Rounding to whole chunks wastes up to one chunk per gap.  Stretching the step by 2 % costs only a tenth of this loss
-# if the gaps are coarse.
+# If the chunks do not fit in the gaps between collectives, the step is stretched by this factor, at most _STRETCHES times.
+# Only whole chunks fit in a gap, so up to one chunk of each gap is lost.  2 % is a tenth of this loss if gaps are short.
 _STRETCH = 1.02
 _STRETCHES = 24
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a weight.  ``seconds``: copy time if nothing else uses the interconnect.  ``first``, ``last``: first and
-    last region that read it.  ``use``: its lane."""
+    """A chunk of a weight.  ``seconds``: copy time while nothing else uses the interconnect.  ``first``, ``last``: first
+    and last region that read the chunk.  ``use``: lane of its copy."""
 
     weight: str
     index: int
@@ -51,9 +51,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Link:
-    """The free time of an interconnect in a step of ``length`` seconds with all weights resident.
+    """The free time of an interconnect in a step with all weights resident.
 
-    ``gaps``: free intervals, ascending, with no join inside an interval.  ``opens``: time at which each window opens.
+    ``length``: length of the step in seconds.  ``gaps``: intervals in which copies do not overlap with collectives, in
+    ascending order; no interval contains a join.  ``opens``: time at which each window opens.
     """
 
     length: float
@@ -64,8 +65,8 @@ class Link:
 def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = (), use: Lane = "copy") -> Link:
     """Return the free time of a lane's interconnect in the resident step.  ``joins``: as in a Plan.
 
-    A copy inside a gap ends before the next join and before the end of the step.  The latency of a collective does not
-    count as free time, because it is shorter on a rank that reaches the collective late.
+    The latency of a collective does not count as free time, because it is shorter on a rank that reaches the collective
+    late.
     """
     opens = tuple(s.start for s in resident.spans if s.lane == "compute")
     gaps, begin = list[tuple[float, float]](), 0.0
@@ -93,8 +94,7 @@ def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
 
 
 def stretched(link: Link, factor: float) -> Link:
-    """Return the free time in a stretched step: all time between collectives is ``factor`` times as long, as if compute
-    stalled."""
+    """Return the free time in a step in which all gaps are ``factor`` times as long, as if compute stalled."""
     begins = [a for a, _ in link.gaps]
     before, free = [0.0], 0.0
     for a, b in link.gaps:
@@ -114,11 +114,10 @@ def stretched(link: Link, factor: float) -> Link:
 
 
 def latest(chunks: Sequence[Chunk], link: Link, margin: float) -> list[int]:
-    """Return, for each chunk, the latest window that hides its copy with ``margin`` seconds to spare.
+    """Return, for each chunk, the latest window with which the chunk arrives ``margin`` seconds before its first reader.
 
     A negative window belongs to the previous step.  Chunks are copied one at a time, and not during collectives.  If there
-    is too little free time, the step is stretched by the smallest sufficient factor.  Then every gap is full, and the
-    interconnect is never idle while a copy could run.
+    is too little free time, the step is stretched by the smallest sufficient factor, so that copies fill every gap.
     """
     free = sum(b - a for a, b in link.gaps)
     factor = max(1.0, sum(c.seconds for c in chunks) / free) if free else 1.0
@@ -131,7 +130,8 @@ def latest(chunks: Sequence[Chunk], link: Link, margin: float) -> list[int]:
 
 
 def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int], bool]:
-    """Place all chunks backward.  Also return whether the end of the step is consistent with its beginning."""
+    """Return the window of each chunk, and whether the laps have converged: no copy for the next step overlaps with the
+    copies of this step."""
     count, answer, limit = len(link.opens), [0] * len(chunks), float("inf")
     for _ in range(BACKWARD_LAPS):
         cursor = _Cursor(link)
@@ -139,7 +139,7 @@ def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int]
         for i in range(len(chunks) - 1, -1, -1):
             chunk = chunks[i]
             begin = cursor.place(min(begin, link.opens[chunk.first] - margin), chunk.seconds)
-            earliest = chunk.last + 1 - count  # a chunk that is live for longer than a step would overlap with itself
+            earliest = chunk.last + 1 - count  # earlier, the chunk of the previous step would still be in use
             answer[i] = max(_open_window(link, begin), earliest)
             if answer[i] == earliest and begin < _opening(link, earliest):
                 begin, cramped = _opening(link, earliest), True
@@ -150,7 +150,7 @@ def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int]
 
 
 class _Cursor:
-    """A backward walk over the free gaps, through earlier and earlier steps."""
+    """A walk backward over the gaps of this step and then of earlier steps."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -159,10 +159,9 @@ class _Cursor:
         self.longest = max((b - a for a, b in link.gaps), default=0.0)
 
     def place(self, end: float, seconds: float) -> float:
-        """Return the latest start of a copy that takes ``seconds`` seconds of free time and ends by ``end``.
+        """Return the latest start of a copy that takes ``seconds`` seconds and ends by ``end``.
 
-        A chunk that is longer than the gap before ``end`` is moved to the latest gap in which it fits.  If there is none,
-        it overlaps with collectives.
+        The copy is in the latest gap that is long enough.  If no gap is long enough, the copy overlaps with collectives.
         """
         if seconds > self.longest:
             return end - seconds
@@ -189,11 +188,11 @@ def _opening(link: Link, window: int) -> float:
 def fit(
     chunks: Sequence[Chunk], wanted: Sequence[int | None], count: int, limit: int | None
 ) -> list[int | None] | None:
-    """Return windows that are no earlier than ``wanted``, and with which at most ``limit`` bytes are live at the same
-    time.  Return None if there are no such windows.
+    """Return windows with which at most ``limit`` bytes are live at the same time, or None if there are no such windows.
+    Each window is as early as memory permits, but not earlier than the window in ``wanted``.
 
-    ``wanted``: window of each chunk, None if it is resident.  Memory is given to chunks in order of use.  A chunk is live
-    from its window to its last reader.
+    ``wanted``: window of each chunk, None if it is resident.  Chunks that are used earlier get memory first.  A chunk is
+    live from its window to its last reader.
     """
     streamed = {i: window for i, window in enumerate(wanted) if window is not None}
     moving = [chunks[i] for i in streamed]
@@ -227,12 +226,13 @@ def fit(
 def fit_slots(
     chunks: Sequence[Chunk], wanted: Sequence[int | None], count: int, limit: int
 ) -> tuple[list[int | None], dict[str, int]] | None:
-    """Return windows that are no earlier than ``wanted``, and slots with which the streamed chunks take at most
-    ``limit`` bytes.  Return None if there are no such slots.
+    """Return windows and slots with which the streamed chunks take at most ``limit`` bytes, or None if there are no such
+    slots.  No window is earlier than the window in ``wanted``.
 
-    ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, None if it is resident.  A slot is the
-    offset of a weight with streamed chunks.  Slots are assigned in order of first use, to large weights before small
-    weights, which fill gaps.  The readers determine when bytes become free, so windows follow from slots.
+    ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, None if it is resident.  The slots are a
+    mapping from each weight with streamed chunks to its offset.  They are assigned in order of first use.  Of the weights
+    with the same first reader, the largest comes first, and smaller ones fill gaps.  The bytes of a slot become free when
+    the last reader of the weight that was there before has finished; this determines the earliest window of each chunk.
     """
     streamed = _streamed(chunks, wanted)
     kept = sum(chunks[i].nbytes for members in streamed for i in members if wanted[i] is None)
@@ -246,7 +246,7 @@ def fit_slots(
         if at is None:
             return None
         slots[weight.weight] = at
-        if len(starts) < len(members):  # a part is resident: no other weight may use the rest of the slot
+        if len(starts) < len(members):  # the weight is partly resident: no other weight may use its slot
             room.take(at, nbytes, count)
             continue
         for i in members:
@@ -254,15 +254,15 @@ def fit_slots(
             spans[i] = begin, begin + chunks[i].nbytes
             windows[i] = max(windows[i], room.free(*spans[i]))
         room.take(at, nbytes, weight.last + 1)
-    # Bytes without an earlier reader in this step had their last reader in the previous step.
+    # bytes that no weight uses earlier in this step become free after their last reader in the previous step
     for i, (begin, end) in spans.items():
         windows[i] = max(windows[i], room.free(begin, end) - count)
     return [windows.get(i) for i in range(len(chunks))], slots
 
 
 def _streamed(chunks: Sequence[Chunk], wanted: Sequence[int | None]) -> list[list[int]]:
-    """Return the chunks of each weight that has streamed chunks, in the order in which slots are assigned: partly
-    resident weights first."""
+    """Return the chunks of each weight that has streamed chunks, in the order in which slots are assigned.  Partly
+    resident weights come first."""
     members: dict[str, list[int]] = {}
     for i, chunk in enumerate(chunks):
         members.setdefault(chunk.weight, []).append(i)
@@ -274,8 +274,8 @@ def _streamed(chunks: Sequence[Chunk], wanted: Sequence[int | None]) -> list[lis
 
 
 def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int) -> dict[str, Windows]:
-    """Return the windows of the chunks of each weight, modulo the step.  The window of a resident chunk is None.
-    ``chunks``: all chunks of each weight."""
+    """Return, for each weight, the windows of its chunks as in a :class:`WeightPlan`.  ``chunks``: all chunks of each
+    weight.  ``placed``: window of each chunk, negative for the previous step, None if the chunk is resident."""
     by_weight: dict[str, list[int | None]] = {}
     for chunk, window in zip(chunks, placed, strict=True):
         by_weight.setdefault(chunk.weight, []).append(None if window is None else window % count)
@@ -283,7 +283,7 @@ def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int
 
 
 def live_bytes(chunks: Sequence[Chunk], placed: Sequence[int], count: int) -> int:
-    """Return the peak of live bytes of streamed chunks, over all windows."""
+    """Return the maximum, over all windows, of the bytes of streamed chunks that are live."""
     live = [0] * count
     for chunk, window in zip(chunks, placed, strict=True):
         for k in range(window, chunk.last + 1):

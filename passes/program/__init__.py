@@ -1,5 +1,5 @@
-"""Program: builds a Program from a Cut and a Plan, and proves it safe.
+"""Program: builds a Program from a Cut and a Plan, and proves the program safe.
 
-Start with rewrite (builds the program), which uses lifetimes.  Then read happens_before (the order of its ops), memory, and
-verify (the proof) with collectives.  contracts checks the earlier stages.
+Start with rewrite, which builds the program, and lifetimes.  Then read happens_before (the order of ops), memory, and verify
+(the proof), which uses collectives, reads, borders, repeats and fidelity.  The module contracts checks the earlier stages.
 """

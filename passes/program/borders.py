@@ -1,12 +1,11 @@
 """Borders: proves that after a jump to a call of a cycle, the arena is in the same state as in a pass without jumps.
 
-A pass without jumps is proved by verify.  At the border before a call, some chunks are in flight or in use.  A jump first
-copies exactly these chunks, in the order in which the pass would have issued them.  Every later read waits for one of these
-copies, for a later copy, or for a resident chunk.  So the call, and every call after it, finds the same data as in the
-pass, and the proof of the pass holds.
+verify proves passes without jumps.  At the border between two calls of such a pass, some chunks are in flight or in use.
+The prologue of a jump copies exactly these chunks, in the order in which the pass would have issued their copies.  Every
+later reader waits for one of these copies, for a later copy, or for a resident chunk.  So the call, and every call after
+it, finds the same data as in the pass, and the proof of the pass holds.
 
-A captured call after a jump waits for all copies of the jump.  An eager call waits as in a sequence of eager calls.  So it
-is enough to check the order of eager calls.
+Only the order of eager calls is checked, because a captured call waits for all copies of the prologue.
 
 Contract
     Reads only a cycle and its order.  The chunks that are live at a border are derived from the ops, not from the plan.
@@ -23,17 +22,17 @@ from chunkflow_compile.passes.step import Op, copies, weights_of
 from .cycle import Cycle
 from .happens_before import HappensBefore, Issued
 
-# The indices of the readers and the evict of a weight, by the weight and the pass.
+# For a weight and a pass, the indices of the ops that read or evict the weight in this pass.
 _Uses = Mapping[tuple[str, int | None], list[int]]
 
 
 def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check the jump to each call: it must first copy the chunks that are in flight or in use before this call in the
-    second of two passes."""
+    """Check the prologue of a jump to each call: it must copy the chunks that are in flight or in use when the second of
+    two passes reaches this call."""
     begins: dict[int, int] = {}
     uses: dict[tuple[str, int | None], list[int]] = {}
     waits: dict[str, list[_Wait]] = {}
-    kept: dict[str, int] = {}  # for each weight, the newest copy of its resident chunks
+    kept: dict[str, int] = {}  # for each weight, the index of the newest copy of its resident chunks
     for i, each in enumerate(order.ops):
         if each.copy is not None and each.serves is None:
             kept[each.copy.weight] = i
@@ -45,7 +44,8 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
                         waits.setdefault(weight, []).append(_Wait(i, copy))
         for weight in (*each.reads, *each.evicts):
             uses.setdefault((weight, each.step), []).append(i)
-    alive = list[tuple[int, int]]()  # copies whose last use is still to come: (index of this use, index of the copy)
+    # copies whose chunks are still needed: (index of the last op that uses the chunks, index of the copy)
+    alive = list[tuple[int, int]]()
     seen = 0
     for call in range(1, len(cycle.calls)):
         begin, first = begins[call], cycle.prologue(call, jumps=True)
@@ -70,10 +70,10 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 
 
 class _Wait(NamedTuple):
-    """The index of a wait, and the index of the copy for whose arrival it waits.
+    """A wait.  ``at``: index of the wait.  ``arrival``: index of the copy for whose arrival it waits.
 
-    A jump records the arrival of a copy again only if the jump repeats this copy.  The arrival of any other copy before
-    the jump does not imply the arrival of the copies of the jump.
+    The prologue of a jump records an arrival only for the copies that it repeats.  After the jump, a wait for the arrival of
+    any other earlier copy ends at once, so it does not order the copies of the prologue.
     """
 
     at: int
@@ -81,13 +81,13 @@ class _Wait(NamedTuple):
 
 
 def _chunks(ops: Iterable[Op]) -> list[tuple[str, int]]:
-    """Return the weights and chunks of all copies among ops."""
+    """Return each chunk that the copies among ops copy, as a weight and an index."""
     return [(op.weight, chunk) for op in copies(ops) for chunk in range(op.first, op.end)]
 
 
 def _last_use(order: HappensBefore, uses: _Uses, copy: Issued) -> int:
-    """Return the index of the last op that uses the chunks of a copy, or the number of ops if the last use is in a pass
-    that is not unrolled."""
+    """Return the index of the last op that uses the chunks of a copy, or the number of ops if this use comes after the
+    unrolled passes."""
     if copy.serves is not None and copy.serves >= order.steps:
         return len(order.ops)
     (weight,) = weights_of(copy.op)

@@ -1,11 +1,12 @@
 """Collectives: proves that compute and concurrent collectives do not conflict in memory.
 
-* Every collective is completed, unless it completes itself.
-* No op reads the result of a collective before its completion.  If an op writes to memory, no other op uses this memory
-  at the same time.  A collective uses its operands and its results from its start to its end.  Writes of in-place ops
-  are taken from their schemas (memory.py).  Two ops on the same memory must be in the order of the traced graph.
+* Compute waits for the end of every collective, unless the collective is synchronous.
+* No op reads the result of a collective before the collective has ended.
+* While an op writes to memory, no other op uses this memory.  A collective uses its operands and its results from its
+  start to its end.  If one of two ops writes to memory that both use, they run in the order of the traced graph.  The
+  schemas of ops say which memory they write to (memory.py).
 * No value is released while a collective may use it, and no op reads a value after its release, except the region that
-  takes it over.  The checked releases are exactly the releases that the executor carries out.
+  takes the value over.  The checked releases are exactly the releases that the executor carries out.
 
 Contract
     Reads a program and its order only; it does not trust the passes that made them.
@@ -27,8 +28,8 @@ from .rewrite import Program, issued, source_of
 
 
 def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
-    """Yield the violations that concern the collectives of a program, as sentences.  ``order``: order of this program
-    alone, if it has already been computed."""
+    """Yield the violations of a program that involve collectives or releases, as sentences.  ``order``: order of this
+    program alone, if it has already been computed."""
     yield from _check_readers_of_released(program)
     if not any(collective_kind(node) is not None for node in program.module.graph.nodes):
         return
@@ -47,7 +48,8 @@ def check_collectives(program: Program, memory: Memory, order: HappensBefore | N
 
 
 def _check_readers_of_released(program: Program) -> Iterator[str]:
-    """Check that no op reads a value after its release, except a region that takes over the value when it begins."""
+    """Check that no op reads a value after its release.  A region may read the values that are released directly before
+    it runs, because it takes them over."""
     names = {node.name for node in program.module.graph.nodes}
     for at, values in program.releases.items():
         for value in values:
@@ -55,7 +57,7 @@ def _check_readers_of_released(program: Program) -> Iterator[str]:
                 yield f"{value}: its release comes after {at}, and one of these is not in the program"
     released: dict[str, Node] = {}
     for node, ops in issued(program):
-        taken: tuple[str, ...] = ()  # values taken over by the region that runs next, if any
+        taken: tuple[str, ...] = ()  # the values that the next op takes over if it runs a region
         for op in ops:
             if values := released_by(op):
                 taken = values
@@ -68,7 +70,7 @@ def _check_readers_of_released(program: Program) -> Iterator[str]:
 
 
 def _late(value: str, reader: str, at: Node) -> str:
-    """Return a sentence on an op that reads a value after its release.  ``at``: node at which it is released."""
+    """Return the sentence for an op that reads a value after its release.  ``at``: node at which the value is released."""
     if at.op == "call_module":
         return f"{value}: {reader} reads it after {at.name} has taken it; missing edge: {reader} -> {at.name}"
     return (
@@ -79,10 +81,8 @@ def _late(value: str, reader: str, at: Node) -> str:
 
 @dataclass(frozen=True)
 class _StepCollectives:
-    """The checks of one step.  ``completions``: for each collective, the first node that completes it.  ``ops``: index of
-    the op of each node.
-
-    ``reported``: pairs of nodes (first, then) for which a violation was already reported.
+    """The checks of one step.  ``completions``: for each collective, the first node that waits for its end.  ``ops``: for
+    each node, the index of its op.  ``reported``: pairs of nodes for which a violation has already been reported.
     """
 
     program: Program
@@ -99,10 +99,9 @@ class _StepCollectives:
                 yield f"{name}: nothing completes {self.order.ops[op]}; missing edge: {name} -> wait_tensor"
 
     def check_readers(self) -> Iterator[str]:
-        """Check that readers of a collective's result come after its completion.
+        """Check that the results of a collective are read after its end.
 
-        Only the completion itself, and nodes that take an element of the results, may come earlier, because these nodes
-        read no bytes.
+        The wait for its end, and nodes that take an element of its results, may come earlier, because they read no bytes.
         """
         order = self.order
         for node in self.program.module.graph.nodes:
@@ -121,8 +120,8 @@ class _StepCollectives:
                     )
 
     def check_memory(self) -> Iterator[str]:
-        """Check that each collective is ordered relative to every other op on the same memory, if one of the two writes to
-        it."""
+        """Check the order of each collective and every other op that uses the same memory, if one of the two writes to this
+        memory."""
         users: dict[str, list[str]] = {}
         for name in self.ops:
             if uses := self.memory.uses.get(name):
@@ -142,8 +141,8 @@ class _StepCollectives:
                         yield from self._check_pair(first, then, place)
 
     def _sorted(self, one: str, other: str, turns: Mapping[str, tuple[int, int, int]]) -> tuple[str, str]:
-        """Return two nodes in the order of the traced graph, or in the order of issue if one of them is not in the
-        traced graph."""
+        """Return two nodes in the order of the traced graph.  If one of them is not in the traced graph, return them in
+        the order of issue."""
         if one in turns and other in turns:
             return (one, other) if turns[one] < turns[other] else (other, one)
         return (one, other) if self.ops[one] < self.ops[other] else (other, one)
@@ -162,7 +161,7 @@ class _StepCollectives:
             yield f"{value}: {ops[after]} may read it before {ops[before]} has written it; {edge}"
 
     def _value(self, collective: str, place: str) -> str:
-        """Return the operand or result of a collective that is stored in the memory ``place``."""
+        """Return the name of the operand or result of a collective that may be stored in the memory ``place``."""
         node = next(n for n in self.program.module.graph.nodes if n.name == collective)
         return next((n.name for n in (*node.all_input_nodes, node) if place in self.memory.of[n.name]), place)
 
@@ -183,7 +182,8 @@ class _StepCollectives:
                         )
 
     def _end(self, op: int) -> str:
-        """Return a phrase for the end of an op.  For an op on the collective stream, this is its completion."""
+        """Return the text for the end of an op in a missing edge.  For a collective, it includes the node that waits for
+        its end."""
         used = self.order.ops[op]
         if used.stream != "collective":
             return used.label

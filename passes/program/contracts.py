@@ -1,8 +1,7 @@
-"""Contracts: checks the conditions that each stage must meet before the next pass runs.  ``verify`` checks the program
-itself.
+"""Contracts: checks the results of the stages traced, regions and planned.  (``verify`` checks the program.)
 
-Each check raises FindingError for the first violation.  The checks take little time compared with the passes, but they only
-find bugs in ChunkFlow itself, so they run only on request (``--verify-each``).
+Each check raises FindingError for the first violation.  The checks only find bugs in ChunkFlow itself, so they run only on
+request (``--verify-each``).
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from chunkflow_compile.passes.problem import Problem
 
 
 def check_traced(traced: Traced) -> None:
-    """Check that the graph is valid, every placeholder identifies its input, and the size of every collective's group is
-    known."""
+    """Check that the graph is valid, every placeholder identifies its input, and the size of the process group of every
+    collective is known."""
     traced.graph.graph.lint()
     for node in traced.graph.graph.nodes:
         if node.op == "placeholder" and node.meta.get("desc") is None:
@@ -36,10 +35,10 @@ def check_traced(traced: Traced) -> None:
 
 
 def check_cut(cut: Cut) -> None:
-    """Check that no op is lost, that only views and recomputed values are repeated, and that regions read only earlier
-    results.
+    """Check that no op is lost, that only views and recomputed values are repeated, and that regions read only results
+    that have been computed before.
 
-    For a cut with split regions, the ops of the unsplit cut are checked.
+    In a cut with blocks that are split into slices, the ops of the unsplit cut are checked.
     """
     _check_computed(cut.whole or cut)
     ready = {n for n in cut.source.graph.nodes if n.op in ("placeholder", "get_attr")}
@@ -66,7 +65,7 @@ def check_cut(cut: Cut) -> None:
 
 
 def _check_computed(cut: Cut) -> None:
-    """Check that every op of the graph is in exactly one region.  Views and recomputed values may be in several
+    """Check that every op of the graph is in exactly one region.  Only views and recomputed values may be in several
     regions."""
     expected, computed = Counter[str](), Counter[str]()
     top = {item for item in cut.sequence if isinstance(item, Node)}
@@ -95,7 +94,7 @@ def check_plan(plan: Plan, problem: Problem, goal: Goal) -> None:
         _broken("planned", f"{plan.device_bytes} bytes on the device, above the budget of {goal.memory}")
     weights = {w.name: w for w in problem.weights}
     for weight in plan.weights:
-        expected = weights[weight.name]  # the digests are equal, so the names are the same
+        expected = weights[weight.name]  # exists, because check_problem has compared the digests
         if weight.nbytes != expected.nbytes:
             _broken("planned", f"{weight.name} has {weight.nbytes} bytes, in the model {expected.nbytes}")
         ranks, expected_ranks = weight.source.ranks, expected.source.ranks

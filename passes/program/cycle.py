@@ -1,8 +1,8 @@
 """Cycle: programs that run one after the other, repeatedly, under one plan.
 
 A whole model is a cycle of one call.  Blocks that are compiled separately, the frames around a graph break, and models that
-alternate form cycles of several calls.  The calls of a cycle are planned as one Problem.  Its windows form a circle, so the
-last windows of a call prefetch for the next calls, and the last windows of the last call prefetch for the first.
+alternate form cycles of several calls.  The calls of a cycle are planned as one Problem, so the last windows of a call
+prefetch weights for the next call, and the last windows of the last call prefetch weights for the first call.
 
     problem_of  the Problem of the calls, in their order
     write       the program of each call, with the transfers of its windows
@@ -29,18 +29,19 @@ from chunkflow_compile.passes.step import Copy, Step, Transfers, marks, order, t
 
 from .rewrite import CyclePlace, Program, rewrite
 
-# Matches the name of an element of an outermost ModuleList at the beginning of a weight's name.
+# Matches the beginning of a weight's name up to the first index, such as "blocks.0": an element of the outermost ModuleList.
 _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a cycle: the regions of a graph, and weights that other calls may read, too.
+    """A call of a cycle.  ``cut``: regions of the graph that the call runs.  The graph may have been compiled for another
+    block, so its weights have other names than in the cycle.
 
-    ``names``: names of the weights in the cycle, by their names in the graph.  ``keep``: reasons why some weights must
-    stay on the device although the graph could stream them, by their names in the cycle.  ``in_files``: names of the
-    weights in files on the SSD, as in the cycle.  ``live``: peak activation bytes of the call at other input sizes;
-    each region is planned with at least this number of bytes.
+    ``names``: for each weight of the graph, its name in the cycle.  ``keep``: reasons why some weights must stay on the
+    device although the graph could stream them, by their names in the cycle.  ``in_files``: weights that are in files on
+    the SSD, by their names in the cycle.  ``live``: peak activation bytes of the call at other input sizes; each region
+    is planned with at least this number of bytes.
     """
 
     cut: Cut
@@ -60,8 +61,7 @@ class Call:
         return replace(region, weights=weights, block=self._block(region), live=max(region.live, self.live))
 
     def _block(self, region: Region) -> str:
-        """Return the block of a region, derived from the names of its weights, because the graph may have been compiled
-        for another block."""
+        """Return the block of a region according to the names of its weights in the cycle."""
         blocks = {block_of(self.names[name]) for name in region.weights}
         return blocks.pop() if len(blocks) == 1 else region.block
 
@@ -84,7 +84,7 @@ class Cycle:
 
     @staticmethod
     def of(program: Program | Cycle) -> Cycle:
-        """Return a single program as a cycle of one call; return a cycle unchanged."""
+        """Return a program as a cycle of one call, or a cycle as it is."""
         if isinstance(program, Cycle):
             return program
         return Cycle(program.problem, program.plan, (program,), (0,))
@@ -96,7 +96,7 @@ class Cycle:
 
     @cached_property
     def transfers(self) -> Transfers:
-        """The transfer ops of this step, grouped by the op that they precede or follow."""
+        """The transfer ops of :attr:`step`, grouped by the Run or Start that they precede or follow."""
         return transfers(self.step)
 
     @cached_property
@@ -117,8 +117,7 @@ class Cycle:
     def prologue(
         self, call: int, lanes: Sequence[Lane] = LANES, stale: Collection[str] | None = None, *, jumps: bool = False
     ) -> Step:
-        """Return the ops to issue before a call at a cold start, at a jump and after writes to weights, see
-        :func:`forms.prologue`."""
+        """Return the ops to issue before a call, see :func:`forms.prologue`."""
         begin = sum(map(len, self.ops[:call]))
         return prologue(self._issued, begin, self._kept, lanes, self.events, stale, jumps=jumps)
 
@@ -131,19 +130,19 @@ class Cycle:
         return resident(self.plan)
 
     def at(self, call: int, program: Program) -> Cycle:
-        """Return the cycle with the program of a call replaced."""
+        """Return this cycle with ``program`` as the program of a call."""
         return replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
 
 
 def block_of(weight: str) -> str:
-    """Return the name of the block that contains a weight, derived from the weight's name; empty if it is not in a
-    block."""
+    """Return the name of the block that contains a weight, according to the name of the weight.  The result is empty if
+    the weight is not in a block."""
     prefix = _BLOCK_PREFIX.match(weight)
     return prefix[0] if prefix is not None else ""
 
 
 def problem_of(calls: Sequence[Call]) -> Problem:
-    """Return the problem of several calls, in order.  A weight that several calls read occurs once in the problem."""
+    """Return the joint problem of calls.  A weight that several calls read occurs once in this problem."""
     regions, collectives = list[Region](), list[Collective]()
     weights: dict[str, Weight] = {}
     ranks = 1
@@ -181,7 +180,8 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
 
 
 def rewritten(cycle: Cycle, number: int, call: Call, *, share: bool = True) -> Program:
-    """Write the program of a call that replaces call ``number``: another graph, with the same regions and weights."""
+    """Write the program of ``call`` as call ``number`` of a cycle.  It may replace a call whose graph has the same regions
+    and weights."""
     index = {c.name: i for i, c in enumerate(cycle.problem.collectives)}
     names = {c.name: collective_name(number, c.name) for c in call.cut.problem.collectives}
     collectives = {name: index[of_cycle] for name, of_cycle in names.items() if of_cycle in index}

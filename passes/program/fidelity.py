@@ -44,11 +44,11 @@ def check_order(program: Program) -> Iterator[str]:
 
 
 def check_readers(program: Program, memory: Memory) -> Iterator[str]:
-    """Check that only regions read streamed weights, because waits and evicts order no other readers.  Also check that
-    only streamed weights are copied.
+    """Check the ops that use streamed weights:
 
-    In addition, check that no region writes to a streamed weight, because the next copy from host memory would undo the
-    write.  Check that each streamed weight is copied in the lane that the plan gives.
+    * Only regions read them, because waits and evicts order no other readers.
+    * No region writes to them, because the next copy from host memory would undo the write.
+    * No other weights are copied, waited for or evicted, and each copy is in the lane of the plan.
     """
     moved = {w.name for w in program.plan.streamed}
     streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
@@ -71,8 +71,8 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
 
 
 def _kernels(program: Program, name: str) -> str:
-    """Return a phrase that names the user's kernels with which a region writes to its inputs; empty if there are
-    none."""
+    """Return a phrase that names the user's kernels with which a region writes to its inputs.  The phrase is empty if
+    there are none."""
     call = next(n for n in program.module.graph.nodes if n.name == name)
     region = program.regions.get(str(call.target))
     nodes = () if region is None else region.module.graph.nodes
@@ -81,7 +81,8 @@ def _kernels(program: Program, name: str) -> str:
 
 
 def check_operands(program: Program) -> Iterator[str]:
-    """Check that every operand comes before its readers, because the other checks follow operands to their origin."""
+    """Check that every operand comes before its readers.  The other checks rely on this, because they follow operands to
+    their origin."""
     before = set[Node]()
     for node in program.module.graph.nodes:
         for operand in node.all_input_nodes:
@@ -91,10 +92,9 @@ def check_operands(program: Program) -> Iterator[str]:
 
 
 def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) -> Iterator[str]:
-    """Check that the inputs, regions, outputs, constants, collectives, completions and results are the same as in the
-    traced graph.
+    """Check that every node of the program, except transfers, is the same as in the traced graph, with the same operands.
 
-    ``keys``: structural keys of regions that are shared with other calls; new keys are added.
+    ``keys``: structural keys of the modules of regions, as a cache for several calls.
     """
     for target, region in program.regions.items():
         held = getattr(program.module, target)

@@ -1,35 +1,36 @@
 """Happens-before: determines which ops of programs are ordered on the device, whatever the speed of its streams.
 
-Programs that share an arena are unrolled turn by turn: their ops (step.py) are listed in the order in which the host issues
-them.  A turn consists of the prologue of a cold start and several steps of one program, or several passes over the calls of
-a cycle.
+Programs that share an arena are unrolled: their ops (step.py) are listed in the order in which the host issues them.  The
+programs use the arena one after the other.  In its *turn*, a program issues the prologue of a cold start, and then several
+steps.  A step of a cycle is one pass over its calls.
 
-:func:`edges` defines the effect of each op on the order.  Compute, the lanes and the stream of reads each run in order.  A
-wait comes after the newest mark of its event.  A collective starts when compute has reached its start, and compute waits
-for its end at its finish.  Nothing else orders collectives: every NCCL communicator has its own stream, and gloo runs
-several collectives at a time.  So two collectives are ordered only if compute completes the first before it issues the
-second.
+:func:`edges` defines how each op orders other ops.  Compute, each lane and the stream of reads run in order.  A wait comes
+after the newest mark of its event.  A collective starts when compute has reached its Start, and compute waits for its end at
+its Finish.  Collectives are not ordered in any other way, because every NCCL communicator has its own stream, and gloo runs
+several collectives at a time.  So two collectives are ordered only if compute waits for the end of the first before it
+issues the second.
 
-A call of a plan with joins runs in one of two *forms*, which may alternate arbitrarily: *eager*, as above, or
-*captured*, as one CUDA graph.  A captured call has its own lanes and events: its first copy in each lane waits only for
-the opening of its window.  Before a captured call, compute waits for the *tail*.  The tail consists of all copies that
-any program has issued in the eager lanes, for a cold start, a jump, a rewritten weight or an eager call.  At the end of
-a captured call (the *join*), compute waits for all copies of the call.
+If a plan has joins, each of its calls runs in one of two *forms*: *eager*, as above, or *captured*, as one CUDA graph.
+Forms may alternate arbitrarily.  A captured call has its own lanes and events: its first copy in each lane waits only for
+the opening of its window.  Before a captured call, compute waits for the *tail*: all copies that have been issued in the
+eager lanes, by prologues and by eager calls of any program.  At the end of a captured call (the *join*), compute waits for
+all copies of the call.
 
-``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternating sequences.
-A property that holds for these four sequences holds for every sequence, because the order between ops of two calls
+``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternating sequences.  A
+property that holds for these four sequences holds for every sequence, because the order between two ops of two calls
 depends only on the forms of these two calls and of the calls between them:
 
-* from compute to a copy: through the opening of the copy's window, which is part of the copy's call in both forms;
-* from a copy to compute in the same call: through an arrival in this call, which is the same in both forms, like the order of
-  a lane;
-* from a copy to compute in a later call: if all calls from the first to the second are eager, as in the all-eager sequence.
-  Otherwise through the join of the copy's call, if it is captured, or else through the tail of the next captured call;
-* between two copies: if both calls are eager, by the order of their lane; otherwise through compute, as above.
+* A copy after an op of compute: the copy waits for the opening of its window, which is part of the copy's call in both
+  forms.
+* An op of compute after a copy of the same call: compute waits for an arrival, which is part of this call in both forms.
+* An op of compute after a copy of an earlier call: if the copy's call is captured, compute has waited at the join of this
+  call.  If it is eager and a captured call follows before the op, compute has waited for the tail.  If all calls from the
+  copy to the op are eager, the order is the same as in the all-eager sequence.
+* A copy after a copy: if both calls are eager, by the order of their lane; otherwise through compute, as above.
 
-With a single call per step, all four pairs of forms are unrolled in this way.  A jump or a rewritten weight before a
-captured call copies in the eager lanes, and then the tail follows.  Such a jump or rewrite is equivalent to a cold
-start that copies less (borders.py).
+If a step consists of a single call, the four sequences contain all pairs of forms.  The copies of a prologue before a
+captured call are in the eager lanes, so the call waits for them as a part of the tail.  The prologue of a jump or after a
+write is equivalent to the prologue of a cold start that copies less (borders.py).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ from .cycle import Cycle
 from .rewrite import Program, issued
 
 PRIMING = -1
-# For consecutive calls, whether each is captured.  The sequence repeats from the start.
+# For each of several consecutive calls, whether the call is captured.  After the last element, the sequence starts again.
 Form = tuple[bool, ...]
 EAGER: Form = (False,)
 FORMS: tuple[Form, ...] = (EAGER, (True,), (False, True), (True, False))
@@ -75,8 +76,8 @@ class Issued(NamedTuple):
     """An op of the unrolled programs.  ``label``: text in the style of the listing.  ``reads``: weights that the op
     reads.  ``collectives``: names of the collectives that the op starts, completes, or takes a result from.
 
-    ``step``: number of the step, -1 for the prologue.  ``call``: number of the call that issues the op.  ``captured``:
-    whether the op is part of a CUDA graph.
+    ``turn``: number of the turn, see the module docstring.  ``step``: number of the step in this turn, -1 for the prologue.
+    ``call``: number of the call that issues the op.  ``captured``: whether the op is part of a CUDA graph.
     """
 
     op: Op
@@ -104,17 +105,18 @@ class Issued(NamedTuple):
 
     @property
     def ring(self) -> int | None:
-        """The byte of the ring at which a read, or a copy out of the ring, begins; None for other ops."""
+        """The offset in the ring at which a read stores its bytes, or from which a copy takes its bytes.  None for other
+        ops."""
         return getattr(self.op, "ring", None)
 
     @property
     def serves(self) -> int | None:
-        """The step for whose readers a copy is made, or None for resident chunks, which are for all steps of their turn."""
+        """The step that reads the chunks of a copy.  None for resident chunks, which all steps read, and for other ops."""
         return self.step + self.op.next_step if isinstance(self.op, Copy) and self.op.window is not None else None
 
     @property
     def readable(self) -> tuple[str, ...]:
-        """The weights that may be read after a wait; empty for other ops."""
+        """The weights that compute may read after a wait; empty for other ops."""
         return self.op.weights if isinstance(self.op, Wait) else ()
 
     @property
@@ -134,7 +136,7 @@ class Issued(NamedTuple):
 
     @property
     def planned(self) -> bool:
-        """Whether the op belongs to the plan's step.  All other ops exist only in the graph."""
+        """Whether the op is part of the plan's step; False for the ops that only the graph contains."""
         return not isinstance(self.op, Evaluate | Release)
 
     @property
@@ -163,13 +165,14 @@ class Issued(NamedTuple):
 
 
 class _Clocks(NamedTuple):
-    """The position of each op relative to compute, which runs in order.  ``before``: for each op, the newest op of
-    compute that happens before it.  ``after``: for each op, the first op of compute that happens after it.  For an op
-    of compute, both are the op itself.  ``lane``: for each op, the first op of its lane, or the op itself if it is not
-    in a lane.
+    """The position of each op relative to the ops of compute, which run in order.
 
-    Ops of different lanes are ordered only through compute, and so are collectives, which do not run in order.  For reads,
-    which wait for copies and vice versa, see :func:`newest`.
+    ``before``: for each op, the newest op of compute that happens before it.  ``after``: for each op, the first op of
+    compute that happens after it.  For an op of compute, both are the op itself.  ``lane``: for each op in a lane, the
+    first op in this lane, which identifies the lane; for any other op, the op itself.
+
+    These positions are enough to compare ops: ops in different lanes are ordered only through compute, and so are
+    collectives.  Reads and copies also wait for each other directly, see :func:`newest`.
     """
 
     before: list[int]
@@ -178,8 +181,8 @@ class _Clocks(NamedTuple):
 
 
 def edges(ops: Sequence[Issued]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of indices that define the order of unrolled ops.  The second op of a pair is issued later than the
-    first op and runs after it."""
+    """Yield the edges of the order, as pairs of indices of ops: the second op of a pair runs after the first, and is also
+    issued after it."""
     newest: dict[Hashable, int] = {}  # for each stream, the last op issued in it
     marks: dict[Hashable, int] = {}  # for each event, the op that recorded it last
     running: dict[str, list[int]] = {}  # for each collective, its ops that have not been completed yet
@@ -207,8 +210,8 @@ def edges(ops: Sequence[Issued]) -> Iterator[tuple[int, int]]:
 
 
 def newest(ops: Sequence[Issued], stream: Stream) -> list[int]:
-    """Return, for each unrolled op, the newest op of a stream that happens before it or is the op itself; -1 if there
-    is none."""
+    """Return, for each unrolled op, the newest op of a stream that happens before it, or -1 if there is none.  For an op
+    of this stream, return the op itself."""
     found = [i if each.stream == stream else -1 for i, each in enumerate(ops)]
     for first, then in edges(ops):  # sorted by the second op
         found[then] = max(found[then], found[first])
@@ -216,13 +219,11 @@ def newest(ops: Sequence[Issued], stream: Stream) -> list[int]:
 
 
 class HappensBefore:
-    """The order of unrolled programs.  ``ops``: ops in the order of issue.  ``graph``: DAG over their indices.
-
-    ``turns``: programs or cycles that use the arena one after the other; each runs ``steps`` steps.
-    """
+    """The order of unrolled programs.  ``ops``: ops in the order of issue.  ``graph``: DAG of the indices of these ops."""
 
     def __init__(self, turns: Sequence[Program | Cycle], steps: int, form: Form = EAGER) -> None:
-        """``form``: forms of the calls of all turns.  Calls of a plan without joins are always eager."""
+        """``turns``: programs or cycles that use the arena one after the other.  ``steps``: number of steps in each turn.
+        ``form``: forms of successive calls, over all turns; ignored for plans without joins, whose calls are eager."""
         self.turns = tuple(Cycle.of(turn) for turn in turns)
         self.steps = steps
         forms = repeat(form)
@@ -242,15 +243,16 @@ class HappensBefore:
         return first < then and (after[first] <= before[then] or lane[first] == lane[then])
 
     def awaited(self, wait: int) -> int | None:
-        """Return the index of the copy that the wait at index ``wait`` waits for, or None if the arrival of the copy
-        was not recorded."""
+        """Return the index of the copy whose arrival the op at index ``wait`` waits for, or None if no op has recorded this
+        arrival."""
         at: int | None = wait
         while at is not None and self.ops[at].copy is None:
             at = next((i for i in self.graph.predecessors(at) if self.ops[i].stream in LANES), None)
         return at
 
     def _count(self) -> _Clocks:
-        """Compute the positions in one pass, because the order of issue is topological."""
+        """Compute the position of each op.  Because every edge follows the order of issue, one pass forward and one pass
+        backward are enough."""
         count = len(self.ops)
         before, after, lane = list(range(count)), list(range(count)), list(range(count))
         aside = [i for i, each in enumerate(self.ops) if each.stream != "compute"]
@@ -280,13 +282,13 @@ def _unroll(cycle: Cycle, turn: int, steps: int, forms: Iterator[bool], lanes: S
 
 
 def _captured(cycle: Cycle, call: Sequence[Issued]) -> list[Issued]:
-    """Return the ops of a cycle's call in captured form, that is, as a CUDA graph."""
+    """Return the ops of a call in captured form.  ``call``: ops of this call in eager form."""
     of = {each.op: each for each in call}
     return [of.get(op) or Issued(op, "join") for op in captured((each.op for each in call), cycle.events)]
 
 
 def issued_by(program: Program) -> Iterator[Issued]:
-    """Yield the ops of one call of a program, numbered as in its first step."""
+    """Yield the ops of a program, without turn, step and call."""
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     shared = _shared(program)
     for node, ops in issued(program):
@@ -302,7 +304,7 @@ def issued_by(program: Program) -> Iterator[Issued]:
 
 
 def _label(op: Op, node: Node | None = None) -> str:
-    """Return the label of a transfer op.  ``node``: its node in the program, or None in a prologue."""
+    """Return the label of a transfer op.  ``node``: node of the op in the program, or None in a prologue."""
     if isinstance(op, Copy):
         return f"prefetch({op.weight!r})"
     if isinstance(op, Read):
@@ -327,8 +329,8 @@ def _of(node: Node) -> tuple[str, ...]:
 
 
 def _shared(program: Program) -> set[str]:
-    """Return the values that the collective stream reads or makes.  All other values are released in the order of
-    compute."""
+    """Return the names of the values that collectives read or produce.  Only the releases of these values are checked
+    against the order; all other values are read and released by compute, which runs in order."""
     shared: set[str] = set()
     for node in program.module.graph.nodes:
         if collective_kind(node) is not None or list_of(node) is not None:

@@ -1,6 +1,6 @@
-"""Lifetimes: determines at which node the executor drops each value of a step.
+"""Lifetimes: determines at which node of a program the executor drops each value.
 
-The resulting table is part of the program.  The executor drops values according to this table, and verify checks it.
+The resulting table is a part of the Program, and verify checks it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from chunkflow_compile.passes.ops import transfer_of
 
 
 def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Return the names of the values to drop at each node, by the name of the node.
+    """Return, for the name of each node, the names of the values to drop there.
 
-    The compute stream drops a value at its last reader.  If this is a region, the region takes over the value, so that
-    its code frees the memory after the last use inside.  After any other node, the value is dropped.  If the collective
-    stream reads or makes the value, compute drops it at the collective's completion or later, after it has waited for
-    the collective.  Outputs of the graph are not dropped, because the caller gets them.  The results of regions without
-    outputs are not dropped, either.
+    A value is dropped at the last node that reads it.  If this node is a region, the region takes the value over, and its
+    code frees the memory after the last use in the region.  Any other node drops the value after it has read it.  A value
+    that a collective reads or produces is dropped after compute has waited for the end of the collective.  Outputs of the
+    graph are not dropped, because the caller gets them, and neither is the empty result of a region without outputs.
     """
     number = {node: i for i, node in enumerate(graph.nodes)}
     release: dict[str, list[str]] = {}
@@ -34,11 +33,10 @@ def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def over(node: Node, number: Mapping[Node, int]) -> Node:
-    """Return the node after which ``node`` has read its operands and made its result.  ``number``: positions of the
-    nodes.
+    """Return the node after which compute knows that ``node`` has read its operands and produced its result.
 
-    If ``node`` is a collective, or takes an element of a collective's results, the returned node is the last completion
-    of this collective.  Otherwise it is ``node`` itself.
+    For a collective, and for a node that takes an element of a collective's results, this is the last node that waits for
+    the end of the collective.  For any other node, it is the node itself.  ``number``: positions of the nodes.
     """
     collective = list_of(node) or node
     if collective_kind(collective) is None:

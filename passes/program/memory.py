@@ -1,13 +1,13 @@
 """Memory: determines in which memory each value of a program may be stored, and which nodes read or write this memory.
 
-Writes are taken from the schemas of the ops.  An op without a schema, such as ``cond``, writes whatever its nested graphs
-write.  For a call of a user's kernel, Triton finds the writes in its source.  AOTAutograd makes inference graphs
-functional, so a graph that it traced contains no writes.  A graph that was built by hand may contain some, for example a
-collective that writes to its input buffer (``all_reduce_``).  Inductor adds no writes: it writes to an input of a region
-only if the region's graph does.
+The schema of an op says which operands it writes to.  An op without a schema, such as ``cond``, writes to the operands that
+its nested graphs write to.  For a call of a user's kernel, Triton finds the writes in the source of the kernel.  Graphs
+that AOTAutograd traced for inference are functional, so they contain no writes.  A graph that was built by hand may contain
+writes, for example by a collective that writes to its input buffer (``all_reduce_``).  Inductor adds no writes: it writes
+to an input of a region only if the region's graph does.
 
 Contract
-    Reads a program only.  If a schema leaves open whether values share memory, it is assumed that they do.
+    Reads a program only.  If it is not known whether two values share memory, they are assumed to share it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from .rewrite import Program
 
 @dataclass(frozen=True)
 class Uses:
-    """The memory that a node reads, and the memory that it writes to or allocates for its results.
+    """The memory that a node uses.  ``reads``: memory that it reads.  ``writes``: memory that it writes to or allocates for
+    its results.
 
     A collective uses all of this memory from its start to its end.
     """
@@ -44,7 +45,8 @@ class Memory:
     """The memory of the values of a program.  ``of``: for each value, the memory in which it may be stored.  ``uses``:
     for each region, collective or other top-level op, the memory that it uses.
 
-    Memory is named after the node that allocates it or, inside a region, after the region and the node.
+    A piece of memory has the name of the node that allocates it.  If a region allocates it, the name consists of the name
+    of the region and the name of the node in the region.
     """
 
     of: Mapping[str, frozenset[str]]
@@ -53,10 +55,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Effects:
-    """The effects of a region on memory.  An input is identified by its position.  Memory that the region allocates is
-    identified by the name of a node.
+    """The effects of a region on memory.  The memory of an input is identified by the position of the input, and memory
+    that the region allocates by the name of a node.
 
-    ``outputs``: memory of each output.  ``writes``: positions of the inputs to which the region writes.
+    ``outputs``: for each output, the memory in which it may be stored.  ``writes``: positions of the inputs to which the
+    region writes.
     """
 
     outputs: tuple[frozenset[int | str], ...]
@@ -78,10 +81,10 @@ def program_memory(program: Program) -> Memory:
         elif node.op != "call_function":
             continue
         elif node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
-            # the executor copies an output that is stored in a slot
+            # an output cannot be stored in a slot, because the executor would copy it to other memory
             of[node.name] = _output(node, effects, of) - slots or of[node.name]
         elif is_wait_tensor(node) or list_of(node) is not None:
-            of[node.name] = taken  # the result of the collective itself
+            of[node.name] = taken  # the node allocates nothing: its value is a result of the collective
         else:
             of[node.name] = _result_memory(node, of[node.name], {n: of[n.name] for n in node.all_input_nodes})
             allocated = of[node.name] if collective_kind(node) is not None else frozenset()
@@ -113,7 +116,7 @@ def _effects(region: CutRegion) -> Effects:
 
 
 def effects_of(module: GraphModule) -> Effects:
-    """Return the effects of a region, or of a graph nested in one, on memory."""
+    """Return the effects on memory of a region, or of a graph that is nested in a region."""
     of: dict[Node, frozenset[int | str]] = {}
     writes: set[int] = set()
     results: Any = ()
@@ -133,8 +136,8 @@ def effects_of(module: GraphModule) -> Effects:
 
 
 def _result_memory(node: Node, own: frozenset[Any], of: Mapping[Node, frozenset[Any]]) -> frozenset[Any]:
-    """Return the memory of an op's result.  ``own``: memory that the op may allocate.  ``of``: memory of the op's
-    operands."""
+    """Return the memory in which the result of an op may be stored.  ``own``: memory that the op may allocate.  ``of``:
+    memory of its operands."""
     target: Any = node.target
     if is_view(node) or target is operator.getitem:
         return _union(of[n] for n in _marked(node) or node.all_input_nodes)
@@ -164,8 +167,8 @@ def _written_operands(node: Node, module: GraphModule) -> list[Node]:
 
 
 def _marked(node: Node, write: bool = False) -> list[Node]:
-    """Return the operands with which a result may share memory, according to the op's schema.  ``write``: only the
-    operands to which the op writes."""
+    """Return the operands with which a result of an op may share memory, according to the op's schema.  ``write``: whether
+    to return only the operands to which the op writes."""
     marked: list[Node] = []
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):

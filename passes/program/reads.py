@@ -1,19 +1,19 @@
-"""Reads: proves that a copy out of the ring always finds the bytes that its read has put there.
+"""Reads: proves that a copy out of the ring always finds the bytes that its read has stored there.
 
-For a cold start and the following passes, and for programs that take turns, it is proved that
+For a cold start and the following passes, and for programs that use the arena one after the other, it is proved that:
 
-* a read has a slot of the ring that is aligned to blocks and large enough for all blocks of the file that it touches,
-* a read comes after every earlier copy out of its bytes, and
-* a copy out of the ring comes after its read, which is the newest read into these bytes.
+* A read uses bytes of the ring that begin at a block and are enough for all blocks of the file that the read touches.
+* A read starts after all earlier copies out of the same bytes of the ring have ended.
+* A copy out of the ring starts after its read has ended, and this read is the newest read into these bytes.
 
-Reads and copies wait for each other in a fixed pattern: a read is directly followed by its event, the copy out of its
-bytes directly follows the wait for this event, and a read waits for an event that a copy has just recorded.  The
-pattern has three benefits.  Prologues can find the event of each read.  Reads can be left out of captured calls, and if
-the weights are in host memory.  A stream of the host can find out where the event that it waits for was recorded.
+Reads and copies wait for each other in a fixed pattern: the event of a read is recorded directly after the read, the copy
+waits for this event directly before it starts, and a read waits for an event that is recorded directly before.  Because of
+this pattern, prologues can find the event of each read, and a host stream can find out where the event that it waits for was
+recorded.  Reads can be left out of captured calls, and if the weights are in host memory.
 
-A copy that does not wait for a read reads its file itself.  A jump to a call and a cold start repeat the reads that a pass
-has issued before this call for later copies, in the same order.  All copies issued earlier come before these reads.
-Captured calls have no reads.
+A copy without a read reads its file itself.  The prologues of jumps and cold starts repeat, in the same order, the reads
+that a pass would have issued before this call for later copies.  These reads come after all copies issued before the
+prologue.  Captured calls contain no reads.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .happens_before import HappensBefore, newest
 
 @dataclass
 class _Held:
-    """Bytes of the ring, up to ``end``, that a read has filled.  ``index``: index of the read.  ``copied``: indices of
-    the copies out of these bytes."""
+    """Bytes of the ring that a read has filled.  ``index``: index of the read among the ops.  ``end``: end of these bytes
+    in the ring.  ``copied``: indices of the copies out of these bytes."""
 
     read: Read
     index: int
@@ -42,8 +42,8 @@ class _Held:
 
 
 def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Yield the violations of a cycle that concern the ring, as sentences.  ``order``: order of this cycle, for a cold
-    start and the following steps."""
+    """Yield the violations of a cycle in the use of the ring, as sentences.  ``order``: order of this cycle, unrolled with
+    a cold start."""
     yield from _check_neighbours(cycle)
     yield from check_ring(order)
     if any(each.read for each in order.ops):
@@ -51,7 +51,7 @@ def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 
 
 def check_ring(order: HappensBefore) -> Iterator[str]:
-    """Yield the violations of unrolled programs that concern the ring, as sentences."""
+    """Yield the violations of unrolled programs in the use of the ring, as sentences."""
     if all(each.ring is None for each in order.ops):
         return
     weights = [{w.name: w for w in turn.plan.streamed} for turn in order.turns]
@@ -92,7 +92,8 @@ def _serves(read: Read, copy: Copy) -> bool:
 
 
 def _check_neighbours(cycle: Cycle) -> Iterator[str]:
-    """Check, in each call, the ops directly before and after reads, copies out of the ring and their events."""
+    """Check the pattern of reads and copies (see the module docstring): in each call, the ops directly before and after
+    reads, copies out of the ring, and their events."""
     neighbours = list(_neighbours(cycle))
     recorded = Counter(op.event for _, op, _ in neighbours if isinstance(op, Record))
     awaited = Counter(op.event for _, op, _ in neighbours if isinstance(op, Wait))
@@ -124,10 +125,11 @@ def _neighbours(cycle: Cycle) -> Iterator[tuple[Op | None, Op, Op | None]]:
 
 
 def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check the reads in the prologue of each call.  They must be the reads that are ahead of their copies before this
-    call in the second of two passes, with the same events.  They must come after all copies issued earlier."""
+    """Check the reads in the prologue of a jump to each call, and of a cold start.  They must be the reads whose copies
+    are still to come when a pass reaches this call, with the same events.  They must come after all copies that were issued
+    before the prologue."""
     marks = {op: after for _, op, after in _neighbours(cycle) if isinstance(op, Read)}
-    lanes = LANES if cycle.plan.pulled else LANES[:1]  # the minimum set of lanes of a device
+    lanes = LANES if cycle.plan.pulled else LANES[:1]  # a device has at least these lanes
     ahead, expected = list[Read](), dict[int, list[Read]]()
     for each in order.ops:
         if each.step == 1:

@@ -1,10 +1,11 @@
-"""Repeats: proves that the calls of a repeated region (graph/split.py) do not overwrite each other's values.
+"""Repeats: proves that the runs of a repeated region (graph/split.py), one per slice, write correct values.
 
-* The slices of each call are inside their values.  If several calls or regions write to an output, their parts do not
-  overlap, and they cover the whole output before anything reads it.
-* Other calls of the region do not read memory that a call overwrites.  This memory contains no input except the
-  overwritten input, and each call reads only the slice of this input that the call itself overwrites.
-* Overwritten memory is not an input of the program.  Its old contents are not read by later ops, and are not results.
+* The slices of each run are within the bounds of their values.
+* If several runs or regions write slices of an output, these slices do not overlap, and they cover the whole output before
+  anything reads it.
+* A run may overwrite a slice of an input with a slice of an output.  It reads no other slice of this input, and the memory
+  of this input contains no other input of the region.  So no run reads what another run has overwritten.
+* The overwritten memory is not an input of the program, and no later op or result uses its old contents.
 
 Contract
     Reads a program and its memory only; it does not trust the passes that made them.
@@ -26,7 +27,7 @@ from .rewrite import Program
 
 
 def check_repeats(program: Program, memory: Memory) -> Iterator[str]:
-    """Yield the violations that concern the repeated regions of a program, as sentences."""
+    """Yield the violations by repeated regions of a program, as sentences."""
     nodes = list(program.module.graph.nodes)
     number = {node: i for i, node in enumerate(nodes)}
     inputs = {node.name for node in nodes if node.op == "placeholder"}
@@ -51,12 +52,12 @@ def _fit(node: Node, slicing: Slicing) -> bool:
     return written and len(slicing.inputs) == len(node.args)
 
 
-# The parts of a value that have been written, as (dimension, first element, end).
+# The slices of a value that have been written, as (dimension, first element, end).
 _Written = frozenset[tuple[int, int, int]]
 
 
 def _check_complete(node: Node, slicing: Slicing | None, written: Mapping[Node, _Written]) -> Iterator[str]:
-    """Check that everything that a node reads has been written."""
+    """Check that all elements of the values that a node reads have been written."""
     overwritten = set() if slicing is None else {over for _, over in slicing.writes}
     for place, operand in enumerate(node.all_input_nodes if slicing is None else node.args):
         if not isinstance(operand, Node) or operand not in written or place in overwritten:
@@ -79,14 +80,14 @@ def _check_slices(node: Node, slicing: Slicing, written: dict[Node, _Written]) -
         begin, end = part.offset, part.offset + part.size * slicing.repeat
         earlier = written.get(before, frozenset()) if isinstance(before, Node) else frozenset()
         if isinstance(before, Node) and (before not in written or _is_all(before, earlier)):
-            continue  # the call has overwritten it with new values
+            continue  # the region overwrites a complete value slice by slice
         if any(dim != part.dim or (first < end and begin < last) for dim, first, last in earlier):
             yield f"{element.name}: {node.name} writes {begin} to {end} of it, of which {_text(earlier)} is written already"
         written[element] = earlier | {(part.dim, begin, end)}
 
 
 def _is_all(value: Node, parts: _Written) -> bool:
-    """Return whether parts, which do not overlap, cover a whole value."""
+    """Return whether slices cover a whole value.  ``parts``: slices that do not overlap."""
     dim = next(iter(parts))[0]
     size: int = value.meta["val"].shape[dim]
     return sum(end - begin for _, begin, end in parts) == size

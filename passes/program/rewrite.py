@@ -8,11 +8,12 @@
 Contract
     On entry: a Cut and a Plan of its Problem.
     Preserved: the program has the same regions and collectives as the Cut, in the same order and with the same operands.
-    Collectives keep their names from the source graph.  Only the transfer ops of the step (step.py) are added, with their
-    events: prefetches where their window opens, waits before the first reader and at barriers, evicts after the last
-    reader.  Structurally equal regions share one submodule.  Each value is released at its last reader (lifetimes.py).
+    Collectives keep their names from the source graph.
+    Added: the transfer ops of the step (step.py) with their events, and the releases of values (lifetimes.py).
+    Prefetches are where their window opens, waits before the first reader and at barriers, evicts after the last reader.
+    Structurally equal regions share one submodule.
 
-:attr:`Program.ops` is the step as it is read back from the graph.
+:attr:`Program.ops` is the step, including releases, as it is read back from the graph.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ SOURCE = "chunkflow_source"
 
 @dataclass(frozen=True)
 class Program:
-    """A rewritten graph.  ``module``: graph whose placeholders are the inputs of the traced graph, including weights, in
-    order.
+    """A rewritten graph.  ``module``: graph with the same placeholders as the traced graph, including the weights, in the
+    same order.
 
-    ``weight_inputs``: for each weight, the name of its placeholder.  ``regions``: region by name of the submodule;
-    equal regions share a submodule.  ``releases``: for each node, the names of the values that the executor drops at
-    it.  ``data_flow``: data flow of the Cut, for verify.  ``start``: first window of the program in the plan, if the
-    plan is for a cycle (cycle.py).
+    ``weight_inputs``: for each weight, the name of its placeholder.  ``regions``: for the name of each submodule, the
+    region from which it was made; equal regions share a submodule.  ``releases``: for each node, the names of the values
+    that the executor drops there.  ``data_flow``: :attr:`Cut.data_flow`, with which verify compares the program.
+    ``start``: if the plan is for a cycle, the window of the plan that opens before the first region of this program.
     """
 
     module: GraphModule
@@ -64,19 +65,21 @@ class Program:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """The weights that are kept in host memory: all weights that another plan could stream."""
+        """The weights that are kept in host memory because this or another plan streams them.  Under the policy resident,
+        there are none."""
         if self.plan.policy == "resident":
             return frozenset()
         return frozenset(w.name for w in self.problem.weights if w.keep is None)
 
     def same_as(self, other: Program) -> bool:
-        """Return whether two programs compute the same with the same weights and the same transfers."""
+        """Return whether two programs have the same regions and the same plan."""
         regions, others = self.problem.regions, other.problem.regions
         return self.plan == other.plan and [r.key for r in regions] == [r.key for r in others]
 
     @cached_property
     def ops(self) -> Step:
-        """The step that the program issues.  It is read from the graph once, so the same ops are proved and issued."""
+        """The ops that the program issues.  They are read from the graph only once, so the ops that are issued are the ops
+        that were proved."""
         return tuple(op for _, ops in issued(self) for op in ops)
 
     def __str__(self) -> str:
@@ -87,9 +90,9 @@ class Program:
 class CyclePlace:
     """The place of a program in a cycle.
 
-    ``problem``: problem of the cut, with the weight names of the cycle.  ``names``: names of the weights in the cycle,
-    by their names in the cut.  ``transfers``: transfers of the whole cycle.  ``start``: first window of the program.
-    ``collectives``: indices of the collectives in the cycle, by their names in the cut.
+    ``problem``: problem of the cut, with the names that weights have in the cycle.  ``names``: for each weight of the
+    cut, its name in the cycle.  ``transfers``: transfer ops of the whole cycle.  ``start``: see :class:`Program`.
+    ``collectives``: for each collective of the cut, its index in the cycle.
     """
 
     problem: Problem
@@ -148,7 +151,7 @@ class _ProgramWriter:
         output = next(n for n in source.nodes if n.op == "output")
         self.graph.node_copy(output, self.values.__getitem__)
         self.graph.lint()
-        # lazy, because the executor runs the graph node by node and does not need its Python code
+        # a lazy module generates no Python code, which the executor does not need because it runs the graph node by node
         module = _LazyGraphModule(self.root, self.graph, class_name="ChunkflowProgram")
         names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
         dropped, flow = releases(self.graph), self.cut.data_flow
@@ -157,7 +160,7 @@ class _ProgramWriter:
     def _placeholder(self, node: Node) -> None:
         name = self.weight_names.get(node)
         target = _identifier(name) if name else node.name
-        while target in self.inputs:  # a.b and a_b would have the same identifier
+        while target in self.inputs:  # the identifiers of weights a.b and a_b are both a_b
             target += "_"
         self.inputs.add(target)
         new = self.graph.placeholder(target)
@@ -189,11 +192,11 @@ def _identifier(name: str) -> str:
 
 
 def issued(program: Program) -> Iterator[tuple[Node, Step]]:
-    """Yield every node of a program with the ops of the step that it stands for.  Inputs have no ops.
+    """Yield every node of a program with the ops that it stands for.  Inputs have no ops.
 
-    The indices of regions and collectives refer to the problem of the program (-1 if they are not part of it); windows
-    and events refer to its cycle.  A node releases values after its other ops, but a region releases them before it
-    runs.
+    The indices of regions and collectives are positions in ``program.problem``, or -1 if the problem does not contain
+    them.  Windows and events are numbered as in the plan.  The Release of a node is its last op, but the Release of a region
+    comes before its Run.
     """
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
@@ -217,5 +220,5 @@ def issued(program: Program) -> Iterator[tuple[Node, Step]]:
 
 
 def source_of(node: Node) -> str:
-    """Return the name of the node in the traced graph from which this node was made."""
+    """Return the name of the node in the traced graph from which a node was made."""
     return str(node.meta.get(SOURCE, node.name))

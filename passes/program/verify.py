@@ -1,29 +1,29 @@
 """Verify: proves, before a program runs, that every reader of a weight reads the bytes of this weight.
 
-A cold start and two consecutive steps are checked.  Every step runs the same program, so these two represent every pair of
-consecutive steps.  The same holds for a cycle, whose step is a pass over its calls.  If the plan has joins, several
-sequences of eager and captured calls are checked, which represent all sequences (happens_before.py).
+The checks unroll a cold start and the two steps after it.  Every step runs the same program, so these two represent every
+pair of consecutive steps.  A step of a cycle is one pass over its calls.  If the plan has joins, several sequences of eager
+and captured calls are checked, which represent all sequences (happens_before.py).  It is proved that:
 
 * Slots are inside the arena, are aligned, and are as large as their weights.
 * Each streamed chunk is copied exactly once for each step, each resident chunk once for all steps, and no other chunk
   is copied.
-* Each reader of a weight comes after a wait that covers all its chunks.
+* Each reader of a weight comes after a wait that covers all chunks of the weight.
 * Each weight is evicted once per step, after its last reader.
-* Two chunks in the same bytes are never live at the same time: the last reader of one happens before the copy of the
-  other, including wrap-around.
+* If two chunks use the same bytes, the last reader of one chunk finishes before the copy of the other begins, also across
+  the end of a step.
 * The program has the same inputs, regions and collectives as the traced graph, in the same order and with the same values
   (fidelity.py).
-* A jump to a call of a cycle first copies the chunks that are in flight or in use there in a pass without jumps, in the same
-  order.  So whatever ran before, the arena is then in the same state as in such a pass, and the proof of the pass holds.
-* Reads from the SSD do not overwrite bytes of the ring that an earlier copy may still use, and copies wait for their reads
-  (reads.py).
+* A jump to a call first copies the chunks that would be in flight or in use before this call in a pass without jumps.  Then
+  the arena is in the same state as in this pass, whatever ran before, and the proof of the pass holds (borders.py).
+* A read from the SSD does not overwrite bytes of the ring that an earlier copy may still use, and each copy waits for its
+  read (reads.py).
 * Compute and collectives do not conflict in memory, and no op reads a value after its release, except the region that takes
-  it over (collectives.py).
-* The calls of a repeated region write each output completely, and do not overwrite values that are read elsewhere
+  the value over (collectives.py).
+* The runs of a repeated region write each output completely, and do not overwrite values that are read elsewhere
   (repeats.py).
 
-:func:`verify_together` checks programs that share an arena: the readers in each program must read the bytes of their
-weights, regardless of copies from other programs that are in the arena or still in flight.
+:func:`verify_together` checks programs that share an arena: each reader in one program must read the bytes of its weights,
+although copies of the other programs are in the arena or in flight.
 
 Contract
     Reads programs and their plans only; it does not trust the passes that made them.
@@ -52,11 +52,11 @@ from .repeats import check_repeats
 from .rewrite import Program
 
 CHECKED_STEPS = 2
-# The version of the rules, which is recorded in each proof.  Version 2 covers handovers, resident chunks and several
+# The version of the rules, which is recorded in each proof.  Version 2 added handovers, resident chunks and several
 # programs; version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the ring for
 # reads from the SSD, and the waits after a jump; version 6 captured calls; version 7 a lane for pulls; version 8 the events
 # in a program; version 9 the ops of prologues and of captured calls as they are issued; version 10 regions that take over
-# the values that they are the last to read, and repeated regions; version 11 reads as ops, and the ops next to them.
+# values which they are the last to read, and repeated regions; version 11 reads as ops, and the ops next to reads.
 VERSION = 11
 
 
@@ -86,15 +86,16 @@ def verify(program: Program | Cycle) -> Proof:
 
 
 def verify_together(*programs: Program | Cycle) -> None:
-    """Prove that programs may take turns in one arena, if each program is safe by itself.  Raises FindingError if they
-    may not."""
-    orders = orders_of((*programs, programs[0]), 1)  # from each program to the next, and from the last to the first
+    """Prove that programs may run one after the other in one arena, provided that each program is safe by itself.  Raises
+    FindingError if they may not."""
+    orders = orders_of((*programs, programs[0]), 1)  # the first program again, to check the change from the last to it
     violations = chain(chain.from_iterable(map(check_turns, orders)), check_ring(orders[0]))
     _raise_violations("The programs are not safe in one arena", violations)
 
 
 def orders_of(turns: Sequence[Program | Cycle], steps: int) -> list[HappensBefore]:
-    """Return the orders of unrolled programs: first with eager calls, then in the other forms if a plan has joins."""
+    """Return the orders of unrolled programs: first the order with eager calls only, then, if a plan has joins, the
+    orders with captured calls.  ``turns``: programs in the order in which they use the arena."""
     cycles = [Cycle.of(turn) for turn in turns]
     forms: tuple[Form, ...] = FORMS if any(cycle.plan.joins for cycle in cycles) else (EAGER,)
     return [HappensBefore(cycles, steps, form) for form in forms]
@@ -107,11 +108,10 @@ def verify_call(
     keys: MutableMapping[GraphModule, str] | None = None,
 ) -> None:
     """Prove that a program may replace a call of a proved cycle: the program must copy and read the same weights as the
-    call.
+    call.  Raises FindingError if it does not.
 
-    ``keys``: as in check_data_flow.  Only the program and the call are unrolled, because the other calls do not change.
-    They are unrolled only in eager form, because their ops determine the order in both forms.  Raises FindingError if
-    the program may not replace the call.
+    ``keys``: as in :func:`check_data_flow`.  Only the ops of the program and of the call are compared, because the other
+    calls do not change.  Their ops determine the order both in eager and in captured form.
     """
     violations = _check_place(cycle, call, program, {} if keys is None else keys)
     _raise_violations("The program is not safe in its place in the cycle", violations)
@@ -126,11 +126,11 @@ def _raise_violations(what: str, sentences: Iterable[str]) -> None:
 
 
 def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Iterator[str]:
-    """Yield the violations of a program or a cycle, as sentences.  ``orders``: orders of the program or cycle, if they
-    have already been computed."""
+    """Yield the violations of a program or a cycle, as sentences.  ``orders``: result of :func:`orders_of`, if it has
+    already been computed."""
     cycle = Cycle.of(program)
     orders = orders or orders_of((cycle,), CHECKED_STEPS)
-    order = orders[0]  # borders, reads and collectives have the same order in all forms
+    order = orders[0]  # the eager order; the order of borders, reads and collectives is the same in all forms
     single = len(cycle.calls) == 1
     yield from _check_slots(cycle)
     keys: dict[GraphModule, str] = {}
@@ -151,7 +151,8 @@ def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Ite
 def _check_graph(program: Program, keys: MutableMapping[GraphModule, str]) -> Generator[str, None, Memory | None]:
     """Check that a program is equivalent to the traced graph, and return its memory.
 
-    If an operand comes after its reader, return None, because the other checks follow operands and might not terminate.
+    If an operand comes after its reader, report this and return None: the other checks follow operands and might not
+    terminate.
     """
     misplaced = list(check_operands(program))
     yield from misplaced
@@ -166,7 +167,7 @@ def _check_graph(program: Program, keys: MutableMapping[GraphModule, str]) -> Ge
 
 
 def check_turns(order: HappensBefore) -> Iterator[str]:
-    """Yield the violations that concern the slots of unrolled programs, as sentences."""
+    """Yield the violations in the use of slots by unrolled programs, as sentences."""
     lives = _lives(order)
     for life in lives.values():
         yield from _check_life(order, life)
@@ -175,9 +176,8 @@ def check_turns(order: HappensBefore) -> Iterator[str]:
 
 @dataclass
 class _Life:
-    """The ops of one step on one streamed weight, as indices.  ``chunks``: for each chunk, its copies for this step.
-
-    ``kept``: for each resident chunk, its copies, one per turn.
+    """The ops that use one streamed weight in one step, as indices.  ``chunks``: for each streamed chunk, its copies for
+    this step.  ``kept``: for each resident chunk, its copies for all steps of the turn.
     """
 
     plan: WeightPlan
@@ -254,9 +254,9 @@ def _check_place(
     yield from check_collectives(program, memory)
     # other weights may have different names in the cycle
     streamed = {w.name for p in (cycle.calls[call], program) for w in p.plan.streamed}
-    # The copies before a call follow from the prefetches of all calls, so they are the same if the prefetches are.
-    # Releases of values may differ, because the regions of the two programs may take different sizes as inputs;
-    # check_collectives has proved the releases of the new program.
+    # the copies in prologues follow from the prefetches of all calls, so only prefetches are compared.  Releases of values
+    # may differ, because the regions of the two programs may take different sizes as inputs; check_collectives has proved
+    # the releases of the new program
     before, after = (
         [
             (each.planned and each.op, streamed.intersection(each.reads))
@@ -270,7 +270,7 @@ def _check_place(
 
 
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
-    if life.step >= order.steps:  # for the step after the last, only wrap-around chunks are unrolled
+    if life.step >= order.steps:  # of the step after the last, the unrolled ops contain only the wrap-around copies
         return
     name, ops = life.plan.name, order.ops
     for chunk, window in enumerate(life.plan.windows):
@@ -280,7 +280,7 @@ def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
             yield f"{name}: chunk {chunk} is prefetched {times} times for step {life.step}, {wanted}"
     if surplus := [c for c in sorted(life.chunks) if c not in range(len(life.plan.windows))]:
         yield f"{name}: chunks {surplus} are prefetched, but it has {len(life.plan.windows)}"
-    # the first chunk of a copy represents all of them
+    # for each copy, its first chunk, which represents all its chunks
     copies: dict[int, int] = {}
     for chunk, indices in (*life.kept.items(), *life.chunks.items()):
         for i in indices:
@@ -307,9 +307,10 @@ def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
 
 @dataclass(frozen=True, order=True)
 class _Stay:
-    """The time in which a chunk occupies its bytes, from its copy (the op at index ``start``) to the last op that uses it.
+    """The time in which a chunk occupies its bytes: from its copy, the op at index ``start``, to the last op that uses the
+    chunk.
 
-    ``step``: step for which it is copied, or None for all steps of the turn.
+    ``step``: step for which the chunk is copied, or None if the chunk is resident.
     """
 
     start: int
@@ -320,18 +321,17 @@ class _Stay:
 
 
 def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
-    """Check, in a sweep over the bytes of the arena, that each chunk is no longer in use when the next chunk is copied
-    to the same bytes.
+    """Check that a chunk is no longer in use when the next chunk is copied to the same bytes.
 
-    If this holds for neighbours in the order of issue, it holds for every pair, because each copy then happens before the
-    next one.
+    For each byte of the arena, only copies that follow each other in the order of issue are compared.  If each of these
+    copies happens before the next one, this holds for every pair.
     """
     edges: list[tuple[int, bool, _Stay]] = []
     for turn, program in enumerate(order.turns):
         for weight in program.plan.streamed:
             for chunk in range(len(weight.windows)):
                 begin, end = ((weight.offset or 0) + b for b in program.plan.span(weight, chunk, chunk + 1))
-                if begin >= end:  # a chunk that does not exist in the weight: reported by _check_slots
+                if begin >= end:  # the weight has no such chunk; _check_slots reports it
                     continue
                 for stay in _stays(order, lives, weight, chunk, turn):
                     edges += [(begin, True, stay), (end, False, stay)]

@@ -159,9 +159,9 @@ def test_a_paced_region_has_its_duration(one_rank: None) -> None:
     (session,) = programs(model)
     regions = len(session.program.problem.regions)
     assert regions > 3
-    slow, delays = session.code.regions, iter([0.015] + [0.0] * 10 * regions)
+    slow, delays = session.variant.regions, iter([0.015] + [0.0] * 10 * regions)
     late = {name: lambda *args, r=region: (clock.sleep(next(delays)), r(*args))[1] for name, region in slow.items()}
-    session.call.current.code = paced(replace(session.code, regions=late), [0.005] * regions, 2, clock.host)
+    session.call.active.variant = paced(replace(session.variant, regions=late), [0.005] * regions, 2, clock.host)
     check_steps(run, twin, 3, (16, 64))
     for step in programs(model)[0].measurements[-3:]:
         assert sum(step.windows.compute_s) == pytest.approx(0.01 * regions)

@@ -108,7 +108,7 @@ def test_a_mode_and_options_go_to_inductor_together(monkeypatch: pytest.MonkeyPa
     patches = [call.kwargs["config_patches"] for call in lower.call_args_list]
     assert patches and all(p["max_autotune"] and p["max_fusion_size"] == 8 for p in patches)
     assert programs(model)[0].plan.moved_bytes > 0
-    lowered = [p for p in programs(model) if not any(inspect.ismethod(r) for r in p.code.regions.values())]
+    lowered = [p for p in programs(model) if not any(inspect.ismethod(r) for r in p.variant.regions.values())]
     names = {buffer.name.partition(".")[0] for p in lowered for buffer in p.buffers.values()}
     assert names == {"blocks"}, "the parts around them run op by op"
 

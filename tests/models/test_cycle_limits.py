@@ -94,7 +94,7 @@ def test_two_sizes_in_turns_are_one_cycle() -> None:
 
 def test_a_size_that_is_forgotten_leaves_the_cycles_of_other_weights_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models run as cycles of one arena; the newest size of one of them ends the programs of a size of the other."""
-    monkeypatch.setattr("chunkflow_compile.runtime.codes.KEPT_SIZES", 2)
+    monkeypatch.setattr("chunkflow_compile.runtime.variants.KEPT_SIZES", 2)
     arena = Arena()
     (one, one_twin), (other, other_twin) = taken(3, arena=arena), taken(3, arena=arena)
     for rows in [4] * 4 + [6] * 2:

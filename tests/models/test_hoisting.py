@@ -233,7 +233,7 @@ def test_replanning_keeps_the_rows(pair: Pair) -> None:
     for memory in (25_000, 10**6, 26_000, MEMORY):
         replan(pair.run, weight_memory=memory)
         assert pair.all_hits()
-        assert pair.held() <= memory == pair.main.code.settings.goal.memory
+        assert pair.held() <= memory == pair.main.variant.settings.goal.memory
         assert (pair.main.plan.moved_bytes > 0) == (memory < 35_000)
     assert pair.rows.computed == TIMES * PROMPTS
 

@@ -136,7 +136,7 @@ def test_a_step_reads_values_once_and_starts_cold_at_most_once(monkeypatch: pyte
     cold, count = Counter[str](), CallSite.count
 
     def counted(call: CallSite, cost: Cost) -> None:
-        kind = "preamble" if call.code.settings.preamble else "main"
+        kind = "preamble" if call.variant.settings.preamble else "main"
         cold.update({kind: 1, f"cold {kind}": cost.primed > 0})
         count(call, cost)
 
@@ -197,7 +197,7 @@ def test_tables_are_within_the_budget() -> None:
     for generation in range(3):
         steps.generate(generation)
     (cycle,) = cycles(steps.model)
-    tables = sum(program.code.settings.table for program in chunkflow_compile.programs(steps.model))
+    tables = sum(program.variant.settings.table for program in chunkflow_compile.programs(steps.model))
     assert 0 < tables <= memory // 16 and sum(table.nbytes for table in steps.tables) <= tables
     assert cycle.settings.outside >= tables and cycle.plan.device_bytes + cycle.settings.outside <= memory
 

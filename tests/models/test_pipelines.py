@@ -283,5 +283,14 @@ def test_applied_again_it_compiles_nothing(quiet: None) -> None:
         kept.append(Counter(type(o).__name__ for o in gc.get_objects()))
         compiled = compiled or graphs()
         assert graphs() == compiled > 0
-    for name in ("HostWeight", "HostBuffer", "HostStore", "Placement", "SingleCall", "Code", "ShapeEnv", "FakeTensor"):
+    for name in (
+        "HostWeight",
+        "HostBuffer",
+        "HostStore",
+        "Placement",
+        "SingleCall",
+        "Variant",
+        "ShapeEnv",
+        "FakeTensor",
+    ):
         assert kept[2][name] == kept[1][name], name

@@ -105,7 +105,7 @@ def test_a_cycle_that_fits_a_smaller_budget_goes_on() -> None:
     needed = before.cycle.plan.device_bytes + before.settings.outside
     replan(model, weight_memory=needed)
     assert run(model, step) is before, "no other plan is faster within less memory"
-    assert all(p.code.settings.goal.memory == needed for p in programs(model))
+    assert all(p.variant.settings.goal.memory == needed for p in programs(model))
     replan(model, weight_memory=needed - 1)
     smaller = run(model, step)
     assert smaller is not before and smaller.cycle.plan.device_bytes < before.cycle.plan.device_bytes

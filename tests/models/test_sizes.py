@@ -24,7 +24,7 @@ from chunkflow_compile.frontend.compile import compile_by_kind
 from chunkflow_compile.lowering import lower
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.placed.placement import placement_of
-from chunkflow_compile.runtime.codes import KEPT_SIZES
+from chunkflow_compile.runtime.variants import KEPT_SIZES
 from chunkflow_compile.weights.limits import host_memory
 
 SIZE = Size(layers=2)
@@ -88,12 +88,12 @@ def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: 
     assert sum(m.moved_bytes for p in found for m in p.measurements) > 0
     if by_kind:
         of_blocks = [p for p in found if any(buffer.name.startswith("blocks.0.") for buffer in p.buffers.values())]
-        assert len({id(p.code.regions) for p in of_blocks}) == 2
+        assert len({id(p.variant.regions) for p in of_blocks}) == 2
         assert sum(p.call.steps for p in of_blocks) == 2 * len(sizes), "each call ran compiled"
         return
     for program in found:
         assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements if not m.primed_bytes)
-    assert len({id(p.code.regions) for p in found}) == 2, "one for the first size, one for all others"
+    assert len({id(p.variant.regions) for p in found}) == 2, "one for the first size, one for all others"
     assert len({id(p.program.module) for p in found}) < len(found), "other sizes with its placement have its module"
     costs = {sum(r.cost.flops for r in p.program.problem.regions) for p in found}
     assert len(found) == min(len(costs), KEPT_SIZES) + 1, "the first size has one in each of the two graphs"
@@ -106,7 +106,9 @@ def test_sizes_of_equal_cost_share_a_program() -> None:
         check_steps(whole, twin, 1, (rows, columns, 8))
     found = programs(model)
     assert [len(p.measurements) for p in found] == [1, 4, 1]
-    assert graphs() == 2 and len({id(p.code.regions) for p in found}) == 2, "one for the first size, one for all others"
+    assert graphs() == 2 and len({id(p.variant.regions) for p in found}) == 2, (
+        "one for the first size, one for all others"
+    )
     assert all(m.moved_bytes == p.plan.moved_bytes > 0 for p in found for m in p.measurements if not m.primed_bytes)
 
 

@@ -82,7 +82,7 @@ def test_a_family_through_inductor(
     assert kernels.allocated_in_lowering < MIB
     assert set(kernels.tuned.values()) <= {1}  # none where the cache knows the best configuration
     assert control.counts()["modules of Triton"] > 0
-    regions, lowered = len(session.plan.regions), len(session.code.regions)
+    regions, lowered = len(session.plan.regions), len(session.variant.regions)
     record_property(
         "counts",
         f"{family}: {regions} regions, {lowered} compiled, {len(kernels.runs)} kernels of Triton, {len(kernels.tuned)} of "

@@ -134,7 +134,7 @@ def test_steps_are_graphs_within_the_budget() -> None:
     log = programs(pipe.transformer)[0].call.captures
     assert log.launches > 8 and not log.why_not, log
     assert phase is not None and 0 < phase.arena.graphs.nbytes <= phase.activations
-    assert not any(program.code.cudagraphs for program in programs(pipe.text_encoder))
+    assert not any(program.variant.cudagraphs for program in programs(pipe.text_encoder))
     assert "one CUDA graph" in str(explain(pipe, details=True))
     remove(pipe)
     assert phase.arena.graphs.nbytes == 0

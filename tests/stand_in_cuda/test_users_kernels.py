@@ -74,7 +74,7 @@ def test_a_kernel_is_launched_in_its_region(lowering: str) -> None:
         launches.append(made["launches of Triton"])
     assert launches[1] == launches[2] == launches[3] >= 2, "one kernel of each block; GEMMs are not of Triton"
     (session,) = programs(model)
-    assert len(session.code.regions) == 1 < len(session.plan.regions), "the blocks share one lowered region"
+    assert len(session.variant.regions) == 1 < len(session.plan.regions), "the blocks share one lowered region"
     assert session.measurements, "waits for the copies"
     assert session.executor.traffic.copied_bytes > 0
     restore(model)

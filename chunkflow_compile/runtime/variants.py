@@ -1,4 +1,4 @@
-"""Codes: the results of compilation, one per input size and goal."""
+"""Variants: the results of compiling one graph, one per input size and goal."""
 
 from __future__ import annotations
 
@@ -26,34 +26,36 @@ from .device import DeviceKind
 from .wrapped_calls import LoweredRegion
 
 # The maximum number of sizes whose plans are kept.  If there are more, the least recently used plan is dropped.  The number
-# is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  Each size keeps a plan, and a program for
-# each block if blocks are compiled separately.
+# is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  For each size, a plan is kept, and also a
+# program per block if blocks are compiled separately.
 KEPT_SIZES = 32
 
-# The maximum number of goals for which a graph keeps codes.  If there are more, the oldest code is dropped.  Models of one
-# class share a graph, and each of them may have its own goal.
+# The maximum number of goals for which a graph keeps variants.  If there are more, the oldest variant is dropped.  Models of
+# one class share a graph, and each of them may have its own goal.
 KEPT_GOALS = 4
 
 Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Code:
-    """The result of compilation.  ``regions``: name of a submodule of the program -> the lowered code of this region.
+class Variant:
+    """The result of compiling a graph for one goal and one size of its inputs.
+
+    ``regions``: name of a submodule of the program -> the lowered code of this region.
 
     ``cut``, ``settings``: the cut graph and the settings that the program was made from.  The goal in the settings contains
     the names of the compressed weights and of the sharded weights.
-    ``make``: a function that runs the passes on another cut graph (``pieces``) or with other settings.  Arguments are passed
-    by name.  It returns the last stage and the folder of the dump.
+    ``make``: a function that runs the passes on another cut graph (``pieces``) or with other settings, all given as keyword
+    arguments.  It returns the last stage and the folder of the dump.
     ``lower``: a function that lowers the regions of a program.  Its second argument is a dict from region keys to lowered
     code that can be reused.
-    ``replan_after``: the number of warm steps after which the code is re-planned from measured times; 0 means never.
+    ``replan_after``: the number of warm steps after which the program is re-planned from measured times; 0 means never.
     ``folder``: the folder that measurements are written to, or None.  ``kind``: the kind of device.
     ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option with this name.
     ``pin_bytes``: the maximum bytes of host memory to pin; None means as many as the machine allows.
     ``notes``: sentences for the user about the compilation.
-    ``advice``: a function that returns a sentence on which plan would fit.  It is called for the message of the error that
-    is raised if the arena does not fit.
+    ``advice``: a function that returns a sentence for the error that is raised if the device does not have enough memory;
+    the sentence says which plan would fit.
     """
 
     program: Program
@@ -83,23 +85,22 @@ class Code:
 
     @property
     def in_files(self) -> frozenset[str]:
-        """The names of the weights that the plan expects in files."""
+        """The names of the weights that are in files according to the plan."""
         return frozenset(w.name for w in self.program.problem.weights if w.source.file)
 
     @property
     def sources(self) -> Mapping[str, frozenset[str]]:
-        """The names of the compressed weights (key ``pack``) and of the sharded weights (key ``peers``), as in
-        :class:`Goal`."""
+        """The names of the compressed weights (key ``pack``) and of the sharded weights (key ``peers``).  The keys are names
+        of fields of :class:`Goal`."""
         return {"pack": self.packed, "peers": self.on_peers}
 
     @property
     def verified(self) -> bool:
-        """Whether programs are verified.  If so, this program is also verified together with the other programs in its
-        arena."""
+        """Whether programs are verified, each by itself and together with the other programs in its arena."""
         return "verify" not in self.settings.disabled
 
-    def remade(self, **settings: Any) -> Code:
-        """Return the code for other settings.  Regions are compiled again only if the new goal compresses other weights.
+    def remade(self, **settings: Any) -> Variant:
+        """Return the variant for other settings.  Regions are compiled again only if the new goal compresses other weights.
 
         Raises ChunkflowError if no plan meets the settings.
         """
@@ -115,16 +116,15 @@ class Code:
             regions = self.lower(stage.program, lowered)
         advice = partial(self.advice, goal=goal) if "goal" in settings else self.advice
         make = partial(self.make, **settings)
-        code = replace(self, program=stage.program, settings=replace(self.settings, **settings))
-        return replace(code, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
+        variant = replace(self, program=stage.program, settings=replace(self.settings, **settings))
+        return replace(variant, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
 
-    def reading(self, names: frozenset[str]) -> Code:
-        """Return the code for weights of which some are in files although the plan expects them in host memory.
+    def reading(self, names: frozenset[str]) -> Variant:
+        """Return the variant for the case that the weights ``names`` are in files.  It is planned again, but not compiled.
 
-        Nothing is compiled.  ``names``: names of the weights that are in files.
-        Returns this code unchanged in three cases.  First, the plan may already expect all these weights in files.  Second,
-        the program may be planned as part of a cycle.  Third, the user may have given the plan.  In the second and third
-        case, each copy of such a weight reads the file directly.
+        Returns this variant unchanged in three cases: the plan already expects all weights in ``names`` to be in files, the
+        program is planned as part of a cycle, or the user gave the plan.  In the last two cases, the plan may expect some of
+        these weights in host memory; each copy of these weights then reads the file directly.
         """
         if names <= self.in_files or self.settings.part or self.settings.plan is not None:
             return self
@@ -133,8 +133,8 @@ class Code:
         assert stage.program is not None
         return replace(self, program=stage.program, cut=pieces, folder=folder)
 
-    def at(self, traced: Traced) -> Code:
-        """Return the code for other sizes of the same graph: a new plan for the same regions.
+    def at(self, traced: Traced) -> Variant:
+        """Return the variant for other sizes of the same graph: a new plan for the same regions.
 
         Raises ChunkflowError if no plan meets the settings.
         """
@@ -142,7 +142,7 @@ class Code:
         if self.folder is None:
             stage, _ = self.make(pieces=pieces, likes=likes, last="planned")
             assert stage.plan is not None
-            if stage.plan.placement == self.program.plan.placement:  # its transfers are verified already
+            if stage.plan.placement == self.program.plan.placement:  # the transfers are unchanged, and were verified
                 program = replace(self.program, problem=pieces.problem, plan=stage.plan)
                 return replace(self, program=program, cut=pieces)
             likes = ((pieces.problem, stage.plan),)
@@ -152,34 +152,35 @@ class Code:
 
 
 @dataclass(eq=False)
-class CurrentCode:
-    """The holder of the code that runs on the weights of one model.  It outlives the programs of the model.
+class ActiveVariant:
+    """The holder of the variant that the next call of one model runs.  The holder outlives the programs of the model.
 
-    ``by_itself``: whether the code was chosen by automatic re-planning (``replan_after``), not by the user.  If so, a
-    failure to start the code is logged instead of raised.
+    ``by_itself``: whether the variant was chosen by automatic re-planning (``replan_after``), not by the user.  If so, an
+    error when the variant is started is logged instead of raised.
     """
 
-    code: Code
+    variant: Variant
     by_itself: bool = False
 
-    def run(self, code: Code, by_itself: bool) -> None:
-        """Make the next call run ``code``.  ``by_itself``: see the class."""
-        self.code, self.by_itself = code, by_itself
+    def run(self, variant: Variant, by_itself: bool) -> None:
+        """Make the next call run ``variant``.  ``by_itself``: see :class:`ActiveVariant`."""
+        self.variant, self.by_itself = variant, by_itself
 
-    def fall_back(self, code: Code) -> None:
-        """Make the next call run the previous ``code`` again, and never re-plan it automatically."""
-        self.code = replace(code, replan_after=0)
+    def fall_back(self, variant: Variant) -> None:
+        """Make the next call run the previous ``variant`` again, and never re-plan it automatically."""
+        self.variant = replace(variant, replan_after=0)
 
-    def adapt(self, code: Code) -> None:
-        """Make the next call run ``code``, which has the same goal but fits the current sources of the weights."""
-        self.code = code
+    def adapt(self, variant: Variant) -> None:
+        """Make the next call run ``variant``, which has the same goal but fits the current sources of the weights."""
+        self.variant = variant
 
 
-class Codes:
-    """The codes of one graph, indexed by sizes and by goal.  Sizes for which the programs are equal share a code."""
+class VariantCache:
+    """The variants of one graph, indexed by sizes and by goal.  If the programs for two sizes are equal, both sizes share
+    one variant."""
 
-    def __init__(self, first: Code, traced: Traced, goal: Goal) -> None:
-        """``first``: the code at the sizes for which the graph was compiled.  ``goal``: the goal given by the options."""
+    def __init__(self, first: Variant, traced: Traced, goal: Goal) -> None:
+        """``first``: the variant at the sizes for which the graph was compiled.  ``goal``: the goal given by the options."""
         self.first = first
         self._goal = goal
         self._firsts = {first.settings.goal: first}
@@ -189,7 +190,7 @@ class Codes:
         self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
         values = hints(traced.graph)
         begun = tuple(values.get(name, -1) for name in self._symbols)  # -1: the size depends on data
-        self._codes = {begun: {**self._firsts}}
+        self._variants = {begun: {**self._firsts}}
         self._same = {begun: begun}
         self._clock = itertools.count()
         self._used = {begun: next(self._clock)}  # not an OrderedDict, because other threads read it
@@ -200,8 +201,8 @@ class Codes:
         return self._traced.graph
 
     def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
-        """Return the sizes under which the code for a call with ``inputs`` is kept; None if there is no code for this call
-        yet."""
+        """Return the key of the variants for a call with ``inputs``; None if there is no variant for the sizes of these
+        inputs yet."""
         if not self._symbols:
             return ()
         same = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
@@ -218,39 +219,39 @@ class Codes:
         goal = self._goal.aimed_at(changed)
         sizes = tuple(inputs[position] for position in self._symbols.values())
         values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
-        code = _code_for(goal, self._firsts).at(replace(self._traced, sizes=values))
-        others = ((size, codes[goal]) for size, codes in self._codes.items() if goal in codes)
-        same = (size for size, other in others if other.program.same_as(code.program))
+        variant = _variant_for(goal, self._firsts).at(replace(self._traced, sizes=values))
+        others = ((size, variants[goal]) for size, variants in self._variants.items() if goal in variants)
+        same = (size for size, other in others if other.program.same_as(variant.program))
         self._same[sizes] = size = next(same, sizes)
         self._used[size] = next(self._clock)
         if size == sizes:
-            self._codes[sizes] = {goal: code}
-        if len(self._codes) > KEPT_SIZES:
-            oldest = min(self._codes, key=lambda size: self._used[size])
-            del self._codes[oldest], self._used[oldest]
+            self._variants[sizes] = {goal: variant}
+        if len(self._variants) > KEPT_SIZES:
+            oldest = min(self._variants, key=lambda size: self._used[size])
+            del self._variants[oldest], self._used[oldest]
             self._same = {other: size for other, size in self._same.items() if size != oldest}
 
-    def code(self, sizes: Sizes, changed: Goal | None, **form: frozenset[str]) -> Code:
-        """Return the code for sizes that :meth:`sizes` has returned.  ``changed``: see :meth:`plan`.  ``form``: the names of
-        the compressed weights and of the sharded weights, as fields of the goal.  Raises ChunkflowError if no plan meets the
-        goal."""
+    def variant(self, sizes: Sizes, changed: Goal | None, **form: frozenset[str]) -> Variant:
+        """Return the variant for ``sizes``, which :meth:`sizes` has returned.  ``changed``: see :meth:`plan`.  ``form``: the
+        names of the compressed weights (``pack``) and of the sharded weights (``peers``).  Raises ChunkflowError if no plan
+        meets the goal."""
         goal = self._goal.aimed_at(changed)
-        return _code_for(
-            replace(goal, pack=form.get("pack", goal.pack), peers=form.get("peers", goal.peers)), self._codes[sizes]
+        return _variant_for(
+            replace(goal, pack=form.get("pack", goal.pack), peers=form.get("peers", goal.peers)), self._variants[sizes]
         )
 
     def __contains__(self, sizes: Sizes) -> bool:
-        return sizes in self._codes
+        return sizes in self._variants
 
 
-def _code_for(goal: Goal, codes: dict[Goal, Code]) -> Code:
-    """Return the code for a goal.  If there is none yet, make it from the code for another goal."""
-    if goal not in codes:
-        code = next(iter(codes.values())).remade(goal=goal, plan=None)
-        if len(codes) >= KEPT_GOALS:
-            del codes[next(iter(codes))]
-        codes[goal] = code
-    return codes[goal]
+def _variant_for(goal: Goal, variants: dict[Goal, Variant]) -> Variant:
+    """Return the variant for a goal.  If there is none yet, make it from the variant for another goal."""
+    if goal not in variants:
+        variant = next(iter(variants.values())).remade(goal=goal, plan=None)
+        if len(variants) >= KEPT_GOALS:
+            del variants[next(iter(variants))]
+        variants[goal] = variant
+    return variants[goal]
 
 
 def decided(goal: Goal, cut: Cut) -> Goal:
