@@ -38,14 +38,14 @@ from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import Size, is_size, parse_bytes, whole_number
 
 DEBUG = ("poison", "threads")
-# Field -> name of the option.  For options whose name is a Python keyword.
+# Field of Options -> name of the option, for an option whose name is a Python keyword.
 ALIASES = {"yields": "yield"}
 
 # Options in bytes that may also be given as strings such as "64MiB".
 _SIZES = ("min_bytes", "chunk_bytes", "group_bytes")
 
-# Settings of torch that ChunkFlow does not support -> the reason, as it completes the error message.  With them, the weights
-# are not inputs of the graph, or it is unknown which input is which weight of which block.
+# Settings of torch that ChunkFlow does not support -> the reason, which is part of the error message.  If one of them is on,
+# weights are not inputs of the graph, or the inputs cannot be matched to weights and blocks.
 _REFUSED_SETTINGS: Mapping[str, str] = {
     "torch._dynamo.config.install_free_tensors": "makes weights attributes of the graph, where they cannot be streamed",
     "torch._dynamo.config.use_graph_deduplication": "makes equal parts of the graph calls of one function, in which blocks "
@@ -104,8 +104,8 @@ class Options:
     """Budget for the weights on the device alone (arena and resident weights).  Set either this or memory, not both."""
 
     slowdown: float | None = None
-    """The longest predicted step that is allowed, as a factor of the step with all weights resident.  The planner picks the
-    plan with the least device memory that meets it.  The default is 1.02 if no budget is set either."""
+    """The longest predicted step that is allowed, as a multiple of the step with all weights resident.  Of the plans with
+    such a step, the planner picks the plan with the least device memory.  The default is 1.02 if no budget is set either."""
 
     hardware: str | Path | None = None
     """The machine to plan for: the name of a built-in profile, a JSON file, or "measured" after chunkflow calibrate.  The
@@ -118,10 +118,10 @@ class Options:
     collective.  "auto": whichever is predicted to be faster."""
 
     policy: Policy = "chunkflow"
-    """The way in which copies are scheduled.  "chunkflow" uses the cost model.  The others are for comparison; they use the
-    same regions and the same executor.  "layerwise" prefetches the whole next block.  "layerwise-barrier" also waits for this
-    copy before the collectives.  "layerwise-prefix" keeps as many of the first blocks resident as fit in memory.  "resident"
-    streams nothing."""
+    """The way in which copies are scheduled.  "chunkflow" uses the cost model.  The other policies are for comparison; they
+    use the same regions and the same executor.  "layerwise" prefetches the whole next block.  "layerwise-barrier" also waits
+    for this copy before the collectives.  "layerwise-prefix" keeps as many of the first blocks resident as fit in memory.
+    "resident" streams nothing."""
 
     arena: Arena | None = None
     """An arena to share with other models, when the models run one after the other: chunkflow_compile.Arena(device).  The
@@ -148,9 +148,9 @@ class Options:
     """Bytes per chunk, the unit in which weights are planned and copied; a multiple of 256."""
 
     group_bytes: int | None = None
-    """The maximum bytes of streamed weights that one region reads; a region that would read more is cut.  By default each
-    block is cut into as few regions as possible while the plan stays within 0.5 % of the best plan at 64 MiB.  Both plans are
-    made for the goal with which the model is compiled."""
+    """The maximum bytes of streamed weights that one region reads; a region that would read more is cut.  By default, each
+    block is cut into as few regions as possible, as long as the predicted step is at most 0.5 % longer than with regions of
+    64 MiB."""
 
     lowering: Lowering = "inductor"
     """How regions are compiled.  "inductor" compiles them; "eager" runs their ATen ops one by one.  "tensorrt" builds a
@@ -187,8 +187,8 @@ class Options:
     exchange_groups: ExchangeGroups = False
     """The number of groups of heads into which the all-to-alls around attention are divided under Ulysses, so that one group
     is exchanged while another computes attention.  A number must divide the attention heads of each rank.  "auto": the number
-    with the shortest predicted step.  If it gains less than 3 %, as with NVLink, the all-to-alls are not divided.  All ranks
-    need the same value."""
+    with the shortest predicted step.  If the step gets less than 3 % shorter, as is usual with NVLink, the all-to-alls are
+    not divided.  All ranks need the same value."""
 
     disable: Sequence[str] = ()
     """Names of passes to skip, to find the pass that causes a problem: "rotary", "recompute", "views", "sharing", "verify",
@@ -196,9 +196,9 @@ class Options:
 
     pin_memory: Size | None = None
     """The maximum host memory to pin for the model, as a number of bytes or as "64GB".  Weights beyond it are copied from
-    pageable memory, which is slower.  It applies to GPUs only.  The default is the memory of the weights themselves, plus
-    1 / LOCAL_WORLD_SIZE of the memory that the machine and the control groups of the process leave free, after a reserve of
-    5 %."""
+    pageable memory, which is slower.  It applies to GPUs only.  The default is the memory that the weights already use, plus
+    this rank's share (1 / LOCAL_WORLD_SIZE) of the free host memory.  Free is what the machine and the control groups of the
+    process allow, minus a reserve of 5 %."""
 
     debug: str | Sequence[str] = ()
     """One of these names, or a list of both.  "poison" overwrites evicted weights with NaN, which exposes ops that still read
@@ -439,9 +439,8 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def _check_inductor(inductor: Mapping[str, Any]) -> None:
-    from chunkflow_compile.private_torch.inductor import (
-        config,  # imported here because it takes a second, and only compilation needs it
-    )
+    # imported here because it takes a second, and only compilation needs it
+    from chunkflow_compile.private_torch.inductor import config
 
     settings = config.get_config_copy()
     for key in inductor:

@@ -19,12 +19,13 @@ _UNITS.update({f"{p}{b}": 1000 ** (i + 1) for i, p in enumerate("KMGT") for b in
 _LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 # Unit of a formatted size -> its number of decimals.  GiB has two, because 0.01 GiB is the size of a small weight.
 _SHOWN = {"B": 0, "KiB": 1, "MiB": 1, "GiB": 2}
-# The range of rates in bytes/s that PCIe, NVLink or an SSD can have.  A rate outside it was written without its unit.
+# The range of rates in bytes/s that PCIe, NVLink or an SSD can have.  A rate outside this range most likely lacks its unit.
 RATES = 1e5, 1e12
-# A number without a unit below this was meant in GiB: few machines have more GiB, and no model runs in fewer bytes.
+# If a number has no unit and is below this, it was meant in GiB: few machines have more GiB, and no model runs in fewer
+# bytes.
 _MEANT_IN_GIB = 4096
-# A string without a unit below this was meant in MiB, the unit of nvidia-smi.  Numbers that are not strings are exempt,
-# because code computes such small numbers for tiny models.
+# If a string has no unit and is below this, it was meant in MiB, the unit of nvidia-smi.  This limit does not apply to int
+# and float, because programs compute such small sizes for tiny models.
 _MEANT_IN_MIB = 1 << 20
 _TEXT = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?(?:e\+?\d{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
 _DEVICE = re.compile(r"(cpu|cuda|hip|mps|xpu)(:\d+)?")
@@ -47,7 +48,7 @@ def enough(nbytes: int) -> str:
 
 
 def _in_unit(nbytes: int) -> tuple[str, float]:
-    """The largest unit of which ``nbytes``, after rounding, has at least one, and the number in this unit."""
+    """Return the smallest unit in which ``nbytes``, rounded, is below 1024, and the number in this unit."""
     for unit, digits in _SHOWN.items():
         value = nbytes / _UNITS[unit]
         if round(value, digits) < 1024:

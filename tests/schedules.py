@@ -41,8 +41,10 @@ class Jitter:
 
 
 def ranked(*order: str) -> Callable[[Sequence[str]], str]:
-    """Chooses the first stream in ``order`` that can continue."""
-    return lambda able: min(able, key=order.index)
+    """Chooses the first stream in ``order`` that can continue.  Completions come directly after the starts of collectives."""
+    places: dict[str, float] = {name: i for i, name in enumerate(order)}
+    places["completion"] = places["collective"] + 0.5
+    return lambda able: min(able, key=places.__getitem__)
 
 
 def at_random(seed: int) -> Callable[[Sequence[str]], str]:

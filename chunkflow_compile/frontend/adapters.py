@@ -17,13 +17,13 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.placement import placements_of
 from chunkflow_compile.private_torch.dynamo import OptimizedModule
 
-# The name of a temporary adapter.  While PEFT injects it, PEFT chooses the class of each layer.
+# The name of a temporary adapter.  PEFT replaces the target layers by LoRA layers when it injects this adapter.
 _PROBE = "chunkflow_probe"
 # The attribute of an enabled model that contains the sizes of its slots.
 _SIZES = "_chunkflow_sizes"
 # Methods of diffusers and transformers that load an adapter.
 _LOADS = ("load_lora_adapter", "load_adapter", "add_adapter")
-# The components of a pipeline that support adapters, except text encoders.
+# The components of a pipeline to which ``enable_adapters`` adds slots: the denoisers.
 ADAPTED = ("transformer", "transformer_2", "unet")
 
 
@@ -249,10 +249,10 @@ def _update_slots(model: Any) -> None:
 
 @contextlib.contextmanager
 def _discarding_exports(model: nn.Module) -> Iterator[None]:
-    """Return a context for loading adapters.
+    """Return a context in which adapters are loaded without exporting weights.
 
-    While diffusers loads an adapter, it calls ``state_dict()`` on the model.  This call exports the offloaded weights.  When
-    the context ends, it discards these exports without writing them back, because diffusers only reads the names of weights.
+    While diffusers loads an adapter, it calls ``state_dict()`` on the model, which exports the offloaded weights.  Because
+    diffusers reads only the names of weights, the exports are discarded at the end of the context, and not written back.
     """
     before = [(placement.store, {*placement.store.exported}) for placement in placements_of(model)]
     try:
@@ -279,8 +279,8 @@ def _updating_slots(load: Callable[..., Any]) -> Callable[..., Any]:
 def unload(model: Any) -> None:
     """Unload all adapters, as diffusers' ``unload_lora`` does, but keep the layers that had slots from the start.
 
-    All other layers of PEFT become ordinary layers again, because diffusers expects that layers that it has widened for an
-    adapter are ordinary layers.  Fused adapters stay in the base weights.
+    All other layers of PEFT become ordinary layers again.  diffusers expects this of the layers that it has widened for an
+    adapter.  Fused adapters stay in the base weights.
     """
     tuned = [*tuned_layers(model)]
     stay: list[Any] = [layer for layer in tuned if isinstance(layer, Slotted) and not layer.late]
@@ -295,9 +295,9 @@ def unload(model: Any) -> None:
 
 
 def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str) -> None:
-    """Turn layers back into ordinary layers if diffusers will widen them for an adapter.
+    """Turn the layers that diffusers will widen for an adapter back into ordinary layers.
 
-    This is needed because diffusers can widen only ordinary layers.
+    diffusers can widen only ordinary layers.
 
     Layers that have adapters are left unchanged.  The changed layers get slots again when the adapter is loaded.
     ``adapter``: the state dict of the adapter.  ``prefix``: the prefix of its keys, without the dot.

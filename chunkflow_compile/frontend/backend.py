@@ -99,7 +99,7 @@ from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 _log = logging.getLogger(__name__)
 
 
-# The note for pack="auto" without a memory budget.  The choice of weights to pack depends on this budget.
+# The note for pack="auto" without a memory budget.
 _NO_GOAL = (
     "pack='auto' packs nothing: which weights to pack depends on a budget, and neither memory= nor weight_memory= was given. "
     "With memory='8GiB', or pack=True, the weights have 0.76 of their bytes in host memory and on the link"
@@ -191,7 +191,7 @@ def _compile_frame(
         warn_of_small_weights(index.root, min_bytes)  # for a pipeline, compile() gives this warning
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in offloaded]
-        if part and wanted:  # move the weights of the other blocks, too: then the guards of this block also fit those
+        if part and wanted:  # also move the weights of all other blocks, so that the guards of this block hold for them
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
         move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
@@ -255,8 +255,8 @@ def _compile_with_dynamic_shapes(
 
     In two cases, the graph is compiled only for the sizes of this call.  One case is that Inductor fails on dynamic shapes.
     The other is that the budget is too small for whole blocks: blocks can be split into slices only at fixed sizes.
-    ``fixed``: for each graph that is compiled for fixed sizes, the tuple of its weight names.  In these two cases, the weight
-    names of this graph are added.
+    ``fixed``: one tuple of weight names for each graph that is compiled for fixed sizes.  In the two cases above, this
+    function adds the weight names of this graph.
     """
     names = tuple(p.name for p in compiler.parameters)
     if names not in fixed:
@@ -296,7 +296,7 @@ class _GraphCompiler:
     model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: notes for the user on decisions that were made before
     planning.  ``survey``: the survey during which the graph is compiled; None if the graph is compiled for an ordinary call.
     ``agreed``: the number of groups of heads on which the ranks have agreed, with its notes.  If a rank compiles the graph
-    again at fixed sizes, it does not ask the others again.
+    again at fixed sizes, it uses this number again instead of asking the other ranks.
     """
 
     chosen: Options
@@ -355,8 +355,8 @@ class _GraphCompiler:
 
     @property
     def _expected_goal(self) -> Goal:
-        """The goal from the settings.  If this goal sets neither a budget nor a slowdown, the budget, the slowdown and the
-        policy come from the goal that the model is expected to get."""
+        """The goal from the settings.  If this goal has neither a budget nor a slowdown, both and the policy come from the
+        goal that the model is expected to get."""
         goal = self.settings.goal
         return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal
 
@@ -488,7 +488,8 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer 
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
-    """Return the problem and the plan of each running program that differs from ``settings`` only in its input sizes."""
+    """Return the problem and the plan of each running program whose settings differ from ``settings`` only in the input
+    sizes."""
     if placement is None or settings.goal.policy != "chunkflow" or settings.timings is not None:
         return ()
     running = [p for p in placement.programs if not p.closed]
@@ -509,13 +510,13 @@ def _no_other_goal(_: Mapping[str, nn.Parameter]) -> None:
 
 
 def _is_first_compilation() -> bool:
-    """Whether Dynamo compiles this code for the first time.
+    """Whether Dynamo compiles the running function for the first time.
 
     Dynamo creates the guards after the backend returns.  In the first compilation, the backend has moved the weights by then,
     so the guards describe moved weights and fit all later calls.  A later compilation may be for a model that was restored,
-    or for another model of the class.  In this case the weights move only at the first call, so the guards describe ordinary
-    weights and fit all models whose weights have not moved.  From its second call on, such a model fits the guards of the
-    first compilation.
+    or for another model of the same class.  The weights of such a model move only at its first call, so the guards describe
+    ordinary weights and fit all models whose weights have not moved.  From its second call on, the model fits the guards of
+    the first compilation.
     """
     compilation = torch._guards.CompileContext.current_compile_id()
     return compilation is not None and compilation.frame_compile_id == 0

@@ -47,8 +47,9 @@ _log = logging.getLogger(__name__)
 # The values of the option cudagraphs with which the whole model is compiled as one graph.
 _WHOLE = (True, "collectives")
 
-# Dynamo's default is 8; beyond the limit, a module runs eagerly.  Two cases need more: blocks whose code reads a block index
-# need one compilation per block, and torch's own modules are all compiled through one function.
+# The maximum number of compilations per function, beyond which Dynamo runs the function eagerly.  Dynamo's default is 8.  Two
+# cases need more: blocks whose code reads a block index are compiled once per block, and all of torch's own modules are
+# compiled through one function.
 _RECOMPILE_LIMIT = 256
 
 
@@ -105,7 +106,7 @@ def _check_arguments(model: nn.Module, dynamic: bool | None) -> None:
 
 
 def refuse_no_peers(peers: OnPeers, share: Any, device: torch.device, chosen: Options) -> None:
-    """Raise ChunkflowError for peers=True if, according to the profile, the ranks cannot read each other's GPU memory."""
+    """Raise ChunkflowError for peers=True if the hardware profile says that ranks cannot read each other's GPU memory."""
     group = group_of_peers(peers, share, device)
     if group is not None and peers is True:
         chosen.on(device).profile().check_peers(len(group.ranks))
@@ -158,12 +159,12 @@ def _hoists_by_kind(model: nn.Module) -> bool:
     """Whether hoisting works when blocks are compiled separately, that is, whether each block can find the rows that were
     computed in earlier generations.
 
-    The blocks receive one value, which the code around them computes from all small inputs.  If the prompt is one of these
-    inputs, this value is different for each prompt.  Then only a graph of the whole model can compute the rows in advance.
+    The blocks receive one value, which the code around them computes from all small inputs.  If the pooled text is one of
+    these inputs, this value is different for each prompt.  Then only a graph of the whole model can compute the rows in
+    advance.
 
-    The decision depends on the names of forward's arguments.  In diffusers, pooled text is a separate argument, and a model
-    that has this argument also uses it.  The argument ``guidance`` is ignored: some models have it but never read it, and all
-    others are usually called with the same guidance again.  A wrong guess only costs time.
+    The names of forward's arguments tell whether pooled text is an input.  The argument ``guidance`` does not matter: some
+    models never read it, and all others are usually called with the same guidance again.  A wrong guess only costs time.
 
     In a model with a step cache, blocks are always compiled separately, because the cache runs eager code between blocks.
     """
@@ -238,7 +239,7 @@ class CompiledForward:
 
 
 def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """``chunkflow_compile.restore`` for a model: turn it into an ordinary eager model again, bit for bit; return ``model``.
+    """``chunkflow_compile.restore`` for a model: make it an ordinary eager model again, with the same bits; return ``model``.
 
     ``device``: see :func:`bring_back`.
     """

@@ -1,4 +1,4 @@
-"""Compression: before regions are lowered for compressed weights, check which weights can be compressed."""
+"""Finds out which weights can be compressed, before regions that decompress weights are lowered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chunkflow_compile.weights.packed import Packed
 
 
 def compressible(cut: Cut, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Return the names of the weights that ``cut`` expects in compressed form and whose values can be compressed.
+    """Return the names of the weights that ``cut`` decompresses, as far as their values can be compressed.
 
     Weights that are already in a host store are compressed by this call.  All other weights are only checked; they are
     compressed when they move into the host store.

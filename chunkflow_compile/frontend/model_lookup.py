@@ -29,7 +29,8 @@ def index_of(
     """Return the index of the model that contains ``weights``, and the ``min_bytes`` that the model was placed with.
 
     The second value is None if the model is not placed.
-    ``near``: the modules from which Dynamo read inputs.  ``min_bytes``: the value in bytes for a model that is not placed.
+    ``near``: the modules from which Dynamo read inputs.  ``min_bytes``: the size in bytes below which weights are not
+    streamed, if the model is not placed.
     """
     parameters = [leaf for weight in weights for _, leaf in leaves(weight)]
     placements = placements_around(parameters)
@@ -39,9 +40,8 @@ def index_of(
     if whole is not None:
         return whole, least
     if indices and all(buffer_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
-        names = {
-            k: v for i in indices for k, v in i.names.items()
-        }  # the weights are in several models, which are all placed
+        # the weights are in several models, which are all placed
+        names = {k: v for i in indices for k, v in i.names.items()}
         return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
     index = index_around(parameters, near, min_bytes if least is None else least)
     return index, least if any(p.root is index.root for p in placements) else None
@@ -52,7 +52,7 @@ def move_weights(
 ) -> None:
     """Move weights into the host store of their model.
 
-    ``min_bytes``, ``pack``: the values with which to place a model that is not placed yet.
+    ``min_bytes``, ``pack``: if the model is not placed yet, the arguments of its :class:`Placement`.
     """
     if weights and index.root is not None:
         with compile_lock, (placement := Placement.on(index.root, device, min_bytes, pack=pack)).lock():

@@ -38,7 +38,8 @@ from chunkflow_compile.weights.modules import hooks_of
 
 _log = logging.getLogger(__name__)
 
-# The errors that eval() may raise for the name of a source, because such a name may use one of Dynamo's own functions.
+# The errors that eval() may raise for Dynamo's name of an input, an expression that may call functions that only Dynamo's
+# guards define.
 _NO_VALUE = (AttributeError, LookupError, NameError, SyntaxError, TypeError)
 # The names of diffusers' hooks that compare activations in order to decide whether blocks run.
 _DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
@@ -188,7 +189,7 @@ def note_estimates(traced: Traced, note: Callable[[str], object]) -> None:
 def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
     """Report the ops without a FLOP formula, and log each of these ops once per process.
 
-    The user has to know these ops, because one of them may communicate.
+    ChunkFlow does not know whether one of these ops communicates.
     ``note``: a function that takes the text.
     """
     computing = [n for n in traced.graph.graph.nodes if collective_kind(n) is None]
@@ -256,8 +257,7 @@ def _is_exchange(node: Node) -> bool:
 def refuse_gradient_buckets(graph: GraphModule) -> None:
     """Raise ChunkflowError if torch has split the model's graph into the gradient buckets of DistributedDataParallel.
 
-    The parts of such a graph get copies of weights that have no values.  Also, torch expects outputs of another type from
-    these parts.
+    torch compiles the parts of such a graph with weights that have no values, and expects outputs of another type from them.
     """
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and reason.reason.startswith("DDPOptimizer"):

@@ -55,7 +55,7 @@ class Slotted(nn.Module):
     """
 
     chunkflow_filled = ("slots",)
-    """Names of the buffers that :meth:`fill` fills: weights of the host store, whatever their size."""
+    """Names of the buffers that :meth:`fill` fills.  They are offloaded like weights, even if they are small."""
 
     sizes: Sizes
     slots: Any
@@ -214,7 +214,8 @@ class Slotted(nn.Module):
         self.slot_rank, self._held, self._alive = rank, (), []
 
     def mark_stale(self) -> None:
-        """Make the next call fill the slots again, because a hotswap does not change the versions of the weights."""
+        """Make the next call fill the slots again.  Otherwise it would miss a hotswap, which does not change the versions of
+        the weights."""
         self._held = ((),) * len(self.scale)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -239,7 +240,7 @@ class Slotted(nn.Module):
 
 
 def _values(weight: Any) -> torch.Tensor:
-    """Return the values of an adapter's weight.  If PEFT's own forward has read the weight, the weight is offloaded."""
+    """Return the values of an adapter's weight.  The weight is offloaded if a program with PEFT's own forward has read it."""
     return weight.values_on_host if isinstance(weight, HostWeight) else weight
 
 

@@ -100,9 +100,8 @@ def _inline(graph: GraphModule, call: Node) -> None:
             copies[node] = graph.graph.get_attr(name)
         returned: Any = graph.graph.graph_copy(region.graph, copies)
     for node, copied in copies.items():
-        if (
-            node.op.startswith("call_") and "nn_module_stack" in call.meta
-        ):  # the copied node has the stack of the first call
+        # the region's node has the module stack of the first call of the region
+        if node.op.startswith("call_") and "nn_module_stack" in call.meta:
             copied.meta["nn_module_stack"] = call.meta["nn_module_stack"]
     for item in [*call.users]:
         item.replace_all_uses_with(returned[item.args[1]])
@@ -117,14 +116,14 @@ def lower_to_aten(
 ) -> tuple[Callable[..., Any], Any]:
     """Lower a Dynamo graph to an ATen inference graph, and pass the ATen graph to ``compiler``.
 
-    Returns a pair: the function that Dynamo should call, and the result of ``compiler``.  The former calls the latter.
+    Returns a pair: the function that Dynamo should call, and the result of ``compiler``, which this function calls.
     """
     cached = torch._functorch.config.enable_autograd_cache
     autocast = core.autocasts()  # AOTAutograd turns autocast off in compilations, and its wrapper turns it off in calls
     on_device, compiled, direct = as_on_device(example_inputs), list[Any](), False
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
-        with torch._functorch.config.patch(enable_autograd_cache=cached):  # for the regions that the compiler lowers
+        with torch._functorch.config.patch(enable_autograd_cache=cached):  # the regions of the graph may use the cache
             compiled.append(compiler(aten, inputs))
         return compiled[-1]
 

@@ -1,4 +1,4 @@
-"""Memory statistics for a device."""
+"""The memory statistics of a device."""
 
 from __future__ import annotations
 

@@ -149,8 +149,8 @@ def restore(model: Any, device: torch.device | str | None = None) -> Any:
     The parameters of a model return to their former device, or move to ``device`` if it is given.  All calls that ChunkFlow
     compiled for the model and its parts are removed, including calls from ``model.compile(backend="chunkflow")``.  Calls that
     other backends compiled stay.  The object that ``torch.compile(model, backend="chunkflow")`` returned stays compiled, and
-    calling this object places the model again.  If a part of a placed model is restored, the whole model is restored.  If
-    another thread is in a call of the model that is still compiling, that call places the model again.
+    calling this object places the model again.  If a part of a placed model is restored, the whole model is restored.  If a
+    call in another thread is still compiling the model, that call places the model again.
 
     The components of a pipeline return to their former devices.  This call waits for the end of a running generation.  A
     component that also belongs to another compiled pipeline stays compiled until that pipeline is restored too.  If the

@@ -103,7 +103,7 @@ def apply(
     given = {name: value for name, value in given.items() if value is not None}
     total = None if memory is None else parse_bytes(memory, "memory")
     while (budget := _apply(pipe, device, total, given)) is None:
-        pass  # another thread compiled a pipeline with the same components, and this one waited for it
+        pass  # this thread has waited while another thread compiled a pipeline with the same components
     budget.log()
     return pipe
 
@@ -321,7 +321,7 @@ def remove(pipe: PipelineT) -> PipelineT:
                     budget.pipelines[pipe] = names
                 raise
             unclaim(pipe, budget)
-    if (plain := without_turns(type(pipe))) is not type(pipe):  # a copy of a compiled pipeline has such a class as well
+    if (plain := without_turns(type(pipe))) is not type(pipe):  # also for a copy of a compiled pipeline
         for model in components_of(pipe).values():
             if budget_of(model) is None and not placements_of(model):
                 bring_back(model)  # a deep copy has its own offloaded weights, without a placement
@@ -344,18 +344,18 @@ def _compile_phase(
         options = {name: value for name, value in options.items() if name != "split"}
     # Activations that are not predicted are measured in the first call.  Until then, weights may use the whole budget.
     expected = replace(chosen.goal, memory=max(0, left + phase.kept), activations=phase.counts)
-    # These values are not passed as options: for new options, Dynamo recompiles and also keeps the code for the old options.
+    # Arena and goal are not passed as options: for new options, Dynamo recompiles and also keeps the code for the old
+    # options.
     placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
-    methods: tuple[
-        str, ...
-    ] = ()  # the methods whose calls are intercepted; empty if calls of the module are intercepted
+    # the methods whose calls are intercepted; empty if calls of the module are intercepted
+    methods: tuple[str, ...] = ()
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.expect_eager_reads()
         # The decoders of Wan and Qwen-Image keep a list of frames, which each call changes.  Dynamo would compile each block
         # for every state of this list.
         keeps_frames = "feat_cache" in inspect.signature(decoder.forward).parameters
-        # If regions run eagerly, compiling has no benefit.  Also, AutoencoderKL then fails on a CPU, because its group norms
-        # run as ATen ops; it fails with the backend aot_eager, too.
+        # If regions run eagerly, compiling has no benefit.  On a CPU, AutoencoderKL even fails, because its group norms would
+        # run as ATen ops; it also fails with torch's backend aot_eager.
         if repeated_blocks(decoder) and not keeps_frames and chosen.lowering != "eager":
             compile_by_kind(decoder, placement, options, dynamic, name=f"pipe.{phase.name}", levels=True)
         methods = tuple(name for name in ("encode", "decode") if hasattr(model, name))

@@ -2,8 +2,8 @@
 
 Each phase has its own arena for weights, except that phases which alternate in every step share an arena.  The programs of
 phases with a shared arena run as one cycle, and one plan covers them all.  Before a phase begins, the arenas of other phases
-are freed, least recently used first, until the weights and the activations of the phase fit.  During a call of a phase, the
-memory that it needs in addition to its weights is measured.  Then its weights are planned for the rest of the budget.
+are freed, least recently used first, until the weights and the activations of the phase fit.  Each call of a phase measures
+the memory that the phase needs in addition to its weights.  The weights are then planned for the rest of the budget.
 """
 
 from __future__ import annotations
@@ -67,15 +67,13 @@ class Budget:
         self.turn = ProcessLock()
         self.lock = ProcessLock()
         self.phases: list[Phase] = []
-        self.pipelines = weakref.WeakKeyDictionary[
-            Any, frozenset[str]
-        ]()  # compiled pipeline -> names of its components
+        # compiled pipeline -> names of its components
+        self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()
         self.arguments: dict[str, Any] = {}  # arguments of compile(pipe), also used for components that are added later
         self._generated = False  # whether a generation has ended since compile(pipe)
         self._allocator = Allocator(device)
-        self.most: int | None = (
-            None  # peak bytes on the device over all calls since compile(pipe); None if not measured
-        )
+        # the peak bytes on the device over all calls since compile(pipe); None if they are not measured
+        self.most: int | None = None
         self._warned = False  # whether the warning about gradients was logged
         self._last: list[Phase] = []  # the phases in the order of their last calls; the phase called last is at the end
         self._settled = False  # whether other arenas were already freed for the phase at the end of ``_last``
@@ -365,15 +363,14 @@ class Budget:
         if peak is None:
             if phase.budget is None or phase.grew:
                 phase.assume(kept_by(self.phases))
-        elif others == self._held_by_others(
-            phase
-        ):  # otherwise the peak may include weights that were evicted meanwhile
+        # If the call has evicted weights of other phases, the peak may include them, and nothing is learned from it.
+        elif others == self._held_by_others(phase):
             # The activations of a CUDA graph are in its memory pool, which stays allocated between calls.
             pool = phase.arena.graphs.nbytes + kept_by(self.phases) if phase.arena.graphs.nbytes else 0
             phase.learn(max(0, peak - after - others, pool), steady=held == after)
         try:
             replanned = self._plan(phase)
-        except ChunkflowError:  # a smaller call may fit
+        except ChunkflowError:  # a later call with smaller sizes may fit
             phase.unlearn(learned)
             self._settled = False
             raise
@@ -391,9 +388,8 @@ class Budget:
         asked = tuple((p.name, len(programs(p.root)), p.live, p.limit) for p in planned)
         before, little = self._refused.pop(phase, None), _WORTH_A_PLAN * self.total
         if before is not None and before.asked == asked and before.rest - little <= rest <= before.rest:
-            self._refused[phase] = (
-                before  # planning would fail again: the limits have hardly changed since the last attempt
-            )
+            # planning would fail again, because the limits have hardly changed since the last attempt
+            self._refused[phase] = before
             raise ChunkflowError(before.why)
         for p in planned:
             budget = rest + p.kept

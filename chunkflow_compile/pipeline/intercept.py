@@ -42,8 +42,8 @@ def in_turns(cls: type) -> type:
         with budget.turn():
             now = budget_of(self)
             if now is None or _left(self, now):
-                # The pipeline was restored while this thread waited.  Run the call without leaving ``turn``, because other
-                # threads may also have waited.
+                # The pipeline was restored while this thread waited.  Hold ``turn`` during the call, because other threads
+                # may wait, too.
                 return call(self, *args, **kwargs)
             if now is budget:
                 _check_components(self, budget)

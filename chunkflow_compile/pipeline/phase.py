@@ -88,7 +88,9 @@ class Phase:
         self.methods: dict[str, Any] = {}
         self._warned = 0  # the maximum number of bytes for which a warning about the budget was logged
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
-        self._ran: list[tuple[weakref.ref[SingleCall], int]] = []  # of the newest call: each program, how often it ran
+        self._ran: list[
+            tuple[weakref.ref[SingleCall], int]
+        ] = []  # the programs of the newest call, and how often each ran
 
     @property
     def root(self) -> nn.Module:
@@ -100,7 +102,7 @@ class Phase:
     def begins(self) -> bool:
         """Whether calls of the component are still intercepted.
 
-        ``module.compile()`` ends this, because it replaces the attribute that intercepts the calls.
+        ``module.compile()`` replaces the attribute that intercepts the calls.
         """
         return bool(self.methods) or isinstance(self.root._compiled_call_impl, Entry)
 
@@ -273,7 +275,7 @@ class Phase:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(program.variant.cut) in cuts for program, _ in newest):
                 return _predicted(bound, problems.keys())
-            if problems.keys() == set(bound.keys):  # the cycle was planned for other sizes
+            if problems.keys() == set(bound.keys):  # the cycle contains these calls, but at other sizes
                 return _played(bound, problems)
         times = [(count, s.plan.predicted.step_s) for s, count in newest if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
@@ -334,7 +336,7 @@ def kept_by(phases: Iterable[Phase]) -> int:
 
 
 class Entry:
-    """Replaces a method of a component, and runs its calls as a phase."""
+    """A callable that replaces a method of a component, so that :meth:`Budget.run` runs the calls of this method."""
 
     def __init__(self, run: Callable[..., Any], phase: Phase, name: str, call: Callable[..., Any]) -> None:
         """``run``: a function that takes the phase and a call with bound arguments.  ``name``: the name of the method.

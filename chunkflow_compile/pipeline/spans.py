@@ -24,8 +24,8 @@ def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
     """Measure all calls within a ``with`` statement, and create spans for these calls when the statement ends.
 
     Each component that ran gets a span, which is a child of the current span.  Each call of a program, or each pass over a
-    cycle, gets a child of this span.  A pass that ended with a jump gets no span.  The end of the context waits for the calls
-    in flight.
+    cycle, gets a child of this span.  A pass that ended with a jump gets no span.  At the end of the ``with`` statement, this
+    function waits for the calls in flight.
 
     ``tracer``: an OpenTelemetry tracer; by default a tracer from the global provider.
     Raises ChunkflowError if opentelemetry-api is not installed, or if ``tracer`` is not a tracer.

@@ -62,8 +62,9 @@ class CompileProgress:
 
     def __exit__(self, *_: object) -> None:
         with self._lock():
-            self._threads -= Counter([threading.get_ident()])  # keeps no zeros
-            self._began.pop(threading.get_ident(), None)  # left if it failed or its graph reads no weights
+            self._threads -= Counter([threading.get_ident()])  # drops the entry if it becomes zero
+            # the entry still exists if the compilation failed or if its graph reads no weights
+            self._began.pop(threading.get_ident(), None)
             if self._threads:
                 return
             with self._registering():
@@ -77,8 +78,8 @@ class CompileProgress:
     def compiling(self) -> Iterator[None]:
         """A context that shows the progress line while the backend works.
 
-        It also works if the model is called outside the context of this object.  In that case, Dynamo's tracing is not
-        shown, and the elapsed time does not include it.
+        The model may also be called outside the context of this object.  In that case, Dynamo's tracing is not shown, and the
+        elapsed time does not include the tracing.
         """
         with self:
             with self._lock():
@@ -116,7 +117,7 @@ class CompileProgress:
             self._show()
 
     def _show(self) -> None:
-        """Show that the part that this thread is calling is being compiled."""
+        """Show the name of the part that this thread is compiling."""
         self._part = self._called()
         if self._bar is None:
             _log.info("%s: compiling%s", self._name, self._which())

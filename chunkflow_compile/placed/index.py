@@ -110,9 +110,9 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def shards_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return a mapping from the name of each local tensor that is a shard of a DTensor to the shard of this rank.
+    """Return which shards of DTensors this rank holds, as a mapping from the name of the local tensor to coordinates.
 
-    A shard is described by the coordinates of the rank in those mesh dimensions along which the tensor is split.
+    They are the coordinates of the rank in the dimensions of the device mesh along which the DTensor is split.
     """
     shards: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors_of(root):

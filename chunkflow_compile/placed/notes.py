@@ -51,7 +51,7 @@ def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
 def splitting_notes(model: nn.Module) -> tuple[str, ...]:
     """Return sentences on how many slices the blocks of each type in a placed model are split into.
 
-    If slices are wanted, there are also sentences on why blocks of a type are not split.
+    If the user or the budget requires slices, there are also sentences on why blocks of a type are not split.
     """
     notes = dict[str, None]()
     for program in programs(model):

@@ -62,11 +62,11 @@ def offload(
 ) -> nn.Module:
     """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
-    Each moved parameter is still a tensor with the same shape and dtype, and reports the compute device
-    (:class:`HostWeight`).  Smaller parameters and buffers are moved to ``device``, which is also the compute device
-    (default: the device of the parameters).  For a tensor subclass, such as a quantized weight, the inner tensors are moved.
-    After ``from_pretrained``, a weight may still be mapped from its safetensors file.  Such a weight is read from the file.
-    On a terminal, a progress bar shows the expected duration of the move.
+    Each moved parameter becomes a :class:`HostWeight`, which has the same shape and dtype and reports the compute device as
+    its device.  Smaller parameters and buffers are moved to the compute device.  This is ``device``, or by default the device
+    of the parameters.  For a tensor subclass, such as a quantized weight, the inner tensors are moved.  Weights that
+    ``from_pretrained`` has only mapped from their safetensors file are read from this file.  On a terminal, a progress bar
+    shows the expected duration of the move.
 
     ``dtype``: the dtype to cast floating-point weights to, or None.  The weights are cast one by one.  The result is the
     same as with ``from_pretrained(torch_dtype=dtype)``: modules that the class of the model keeps in float32 stay in
@@ -233,7 +233,7 @@ def refuse_accelerate(root: nn.Module) -> None:
             if not getattr(inner, "offload", False):
                 continue
             devices = map(torch.device, getattr(inner, "original_devices", {}).values())
-            if any(device.type == "meta" for device in devices):  # the hook cannot restore the weights
+            if any(device.type == "meta" for device in devices):  # the hook has no weights to load again
                 undo = "load it again without device_map, offload_folder and load_checkpoint_and_dispatch"
             else:
                 undo = (
@@ -247,8 +247,8 @@ def refuse_accelerate(root: nn.Module) -> None:
 
 
 def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: int) -> list[torch.Tensor]:
-    """Return the weights of ``modules`` that can be streamed and either have at least ``min_bytes`` or are filled before
-    each call."""
+    """Return the weights of ``modules`` that can be streamed, if they have at least ``min_bytes`` or are filled by a module
+    (see :func:`filled_by`)."""
     held = [(inside, leaf) for m in modules for _, tensor in tensors_of(m) for inside, leaf in leaves(tensor)]
     held = [(inside, p) for inside, p in held if bytes_of(p) >= min_bytes or id(p) in index.filled]
     large = {id(p): p for inside, p in held if why_not(p, index, inside) is None}

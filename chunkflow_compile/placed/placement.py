@@ -54,7 +54,7 @@ class Placement:
     ``progress``: the progress display for the compilation of the model's parts; None before the first compilation.
     ``fixed``: one tuple of weight names for each part of the model that is compiled separately for each size, because
     Inductor fails on dynamic shapes in this part.  ``owner``: a function that returns the name of the owner of this
-    placement, or None if it has no owner.  Only the owner may undo the placement.  ``goal``: the goal that the owner or
+    placement, or None if there is no owner.  Only the owner may undo the placement.  ``goal``: the goal that the owner or
     ``replan`` has set, or None; it also applies to later sizes.  ``owned_arena``: the arena that the owner provides for the
     programs, or None.
     ``expected``: the goal that the owner expects to set later; regions are cut for this goal.  None without an owner.
@@ -122,7 +122,7 @@ class Placement:
         self.owner, self.owned_arena, self.expected = owner, arena, expected
 
     def follow(self, timesteps: Callable[[], torch.Tensor | None]) -> None:
-        """Let rows be computed ahead for the timesteps of a schedule.  ``timesteps``: see the class."""
+        """Let rows be computed in advance for the timesteps of a schedule.  ``timesteps``: see the class."""
         self.timesteps = timesteps
 
     def aim_for(self, goal: Goal) -> None:
@@ -156,8 +156,7 @@ class Placement:
         return sum(preamble.statistics[program].nbytes for preamble, program in self.tables)
 
     def preamble(self, key: object) -> Preamble | None:
-        """Return the preamble with this key, which was made for another size or another block of the model; None if there is
-        none."""
+        """Return the preamble with this key if another size or another block of the model has one already; otherwise None."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)
 
     def share(self, preamble: Preamble) -> None:
@@ -217,7 +216,7 @@ class Placement:
 
         ``node``: the ranks with which this rank shares memory, or None; it is closed afterwards.  ``on_drive``: names of the
         weights to store on the SSD.
-        Waits for running steps of other threads first, because they may read the weights at the present addresses.
+        First waits for running steps of other threads, which may read the weights at their old addresses.
         """
         with self.quiet(), dynamo_timed("chunkflow.place"):
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
@@ -405,8 +404,8 @@ def is_pipeline(given: Any) -> bool:
 
 
 def instead_of_model(given: Any, or_pipeline: bool = False) -> str:
-    """Return a message on why an argument is not a model and what to pass instead.  ``or_pipeline``: whether a pipeline is
-    also accepted."""
+    """Return the error message for an argument that is not a model; it says what to pass instead.  ``or_pipeline``: whether a
+    pipeline would also be accepted."""
     wanted, loader = (
         ("a model or a pipeline", "DiffusionPipeline") if or_pipeline else ("a model", "FluxTransformer2DModel")
     )

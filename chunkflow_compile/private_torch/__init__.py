@@ -1,5 +1,5 @@
-"""The private packages of torch that ChunkFlow uses: one module for each, and no other module imports them.
+"""The private packages of torch that ChunkFlow uses.  Each has one module here, and no module elsewhere imports them.
 
-A release of torch may rename or change any of it.  tests/test_private_torch.py checks what ChunkFlow expects of each name, on
-the torch that is installed.
+Any release of torch may rename or change these names.  tests/test_private_torch.py checks that the installed torch has all of
+them, and that they behave as ChunkFlow expects.
 """

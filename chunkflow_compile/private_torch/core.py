@@ -1,6 +1,6 @@
-"""The functions of torch._C, torch's compiled core, that ChunkFlow uses because torch has no public function for them.
+"""The functions of torch._C, torch's compiled core, that ChunkFlow uses because torch has no public equivalents.
 
-Some builds of torch do not have all of it: what only a GPU or a build with torch.distributed has, is looked up when called.
+Functions that only some builds of torch have (with CUDA, or with torch.distributed) are looked up when they are called.
 """
 
 from __future__ import annotations
@@ -11,33 +11,36 @@ from typing import Any
 
 import torch
 
-# A context in which no tensor subclass overrides functions: else each tensor is asked, also for _version.
+# A context in which tensor subclasses override no functions.  Outside it, even reading ``_version`` of a tensor subclass
+# calls its __torch_function__.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-# The __torch_function__ of a subclass that overrides none.
+# The __torch_function__ of a tensor subclass that overrides no functions.
 disabled_torch_function = torch._C._disabled_torch_function_impl
-# Exchanges the values of two tensors, also of tensors with weak references.  One call into C, so Ctrl-C never comes between.
+# Exchanges the values of two tensors, even if weak references to them exist.  It is a single call into C, which Ctrl-C cannot
+# interrupt halfway.
 swap_values: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
-# C++ that asks a tensor without memory for its memory gets an error, not a null pointer.
+# Makes C++ code that asks a tensor without memory for its data pointer get an error instead of a null pointer.
 forbid_data_pointer: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
-# How many modes of dispatch are entered on this thread.
+# The number of active TorchDispatchModes on this thread.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# Whether autocast is on for any device.
+# Whether autocast is enabled for any device.
 autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def fake_mode() -> Any:
-    """The FakeTensorMode that is entered; None if there is none, and ops run."""
+    """Return the active FakeTensorMode, or None if there is none."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def view_tracking(on: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context in which views refer to their base, and have its version counter, or do not."""
+    """Return a context.  If ``on``, views that are created in it know their base and share its version counter; otherwise
+    they do neither."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, not on)
 
 
 @contextlib.contextmanager
 def unprofiled() -> Iterator[None]:
-    """A context in which no profiler sees the ops of this thread."""
+    """Return a context in which profilers do not record the ops of this thread."""
     torch._C._autograd._enable_record_function(False)
     try:
         yield
@@ -46,27 +49,27 @@ def unprofiled() -> Iterator[None]:
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """How many tensors, arrays and storages refer to the memory of a tensor."""
+    """Return the number of references to the memory of a tensor, which tensors, storages and NumPy arrays hold."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def work_of(future: torch.futures.Future[Any]) -> Any:
-    """The work of a process group that is over when ``future`` is."""
-    made: Any = torch._C._distributed_c10d.__dict__["_create_work_from_future"](
-        future
-    )  # in every release, but in no stub
+    """Return a ``Work``, as a process group returns for a collective, that completes when ``future`` completes."""
+    # looked up by name, because torch's type stubs do not contain it
+    made: Any = torch._C._distributed_c10d.__dict__["_create_work_from_future"](future)
     return made
 
 
 def free_cublas_workspaces() -> None:
-    """Free the workspaces of cuBLAS, each of a stream."""
+    """Free the workspaces that cuBLAS keeps for each stream."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def end_pool(device: int, pool: Any) -> None:
-    """End the allocations of a capture in a pool of memory that ``capture_end`` did not end.  ``device``: its index.
+    """Stop allocating from a memory pool, after the capture of a CUDA graph failed and ``capture_end`` did not do so.
+    ``device``: the index of the GPU.
 
-    Raises RuntimeError if it is ended.
+    Raises RuntimeError if allocation from the pool has already ended.
     """
     torch._C._cuda_endAllocateToPool(device, pool)
     torch._C._cuda_releasePool(device, pool)

@@ -1,12 +1,13 @@
 """The names of torch._dynamo, which turns a model into FX graphs, that ChunkFlow uses.
 
-* ``OptimizedModule``: what ``torch.compile(module)`` returns; its ``_orig_mod`` is the module.
-* ``compile_lock``: held while torch compiles, so that no weight changes its place meanwhile.
-* ``callback_handler``: ``end_callbacks`` run after a compilation, ``start_callbacks`` before it.
-* ``InstructionTranslator``: ``current_tx()`` is the frame that is traced; ``output`` holds its graph and its backend.
-* ``GuardFilterEntry``: what a filter of guards is given.
-* ``dynamo_timed``, ``compilation_time_metrics``: torch's timer of compilations, in which the passes count, too.
-* ``BackendCompilerFailed``, ``ShortenTraceback``: errors that reach the user as they are, or around ours.
+* ``OptimizedModule``: the class of the object that ``torch.compile(module)`` returns; ``_orig_mod`` is the module.
+* ``compile_lock``: the lock that torch holds while it compiles.  ChunkFlow holds it while it moves weights.
+* ``callback_handler``: its ``start_callbacks`` run before each compilation, its ``end_callbacks`` after it.
+* ``InstructionTranslator``: ``current_tx()`` returns the translator of the frame that is being traced; the ``output`` of the
+  translator contains the graph and the backend.
+* ``GuardFilterEntry``: the description of a guard that ``guard_filter_fn`` gets.
+* ``dynamo_timed``, ``compilation_time_metrics``: torch's compilation timer and its results.  ChunkFlow's passes use it, too.
+* ``BackendCompilerFailed``, ``ShortenTraceback``: base classes of errors that Dynamo passes on without wrapping them.
 * ``maybe_mark_dynamic``, ``register_backend``, ``config``: settings.
 """
 
@@ -44,14 +45,16 @@ __all__ = [
 
 
 def source_name(source: Any) -> str:
-    """The name of a source of Dynamo, an expression such as ``L['timestep']``; it is a method in some releases."""
+    """Return the name of one of Dynamo's sources, an expression such as ``L['timestep']``.  In some releases of torch,
+    ``name`` is a method."""
     return str(source.name() if callable(source.name) else source.name)
 
 
 def backend_of(compiled: Any) -> Any:
-    """The backend of a function that torch.compile returned, or None for another object.
+    """Return the backend of a function that torch.compile returned; None if ``compiled`` is another object.
 
-    torch has no function for it: Dynamo's callback is in the closure of the function, and leads to the backend.
+    torch has no function for this.  A variable in the closure of the compiled function contains Dynamo's callback, whose
+    attributes lead to the backend.
     """
     if not inspect.isfunction(compiled) or not hasattr(compiled, "_torchdynamo_orig_callable"):
         return None

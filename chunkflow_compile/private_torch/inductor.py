@@ -1,12 +1,13 @@
 """The names of torch._inductor, which compiles regions, that ChunkFlow uses.
 
 * ``compile_fx``: compiles a graph; takes ``config_patches``.
-* ``config``: its settings.  ``get_config_copy()`` has all names, ``patch`` sets some for a while.
+* ``config``: Inductor's settings.  ``get_config_copy()`` returns all of them, and ``patch`` changes some within a context.
 * ``list_mode_options``: the settings of each ``mode`` of torch.compile.
-* ``cpu_vec_isa``: ``pick_vec_isa()`` names the instructions of this CPU, which its cached code depends on.
-* ``select_decomp_table``: the ops that it decomposes.
-* ``CppCompileError``, ``InductorError``, ``SubprocException``: what a failed compilation raises.
-* ``PyCodeCache``, ``autotuner``: the code that it has made, of which ``chunkflow bench`` counts the launches.
+* ``cpu_vec_isa``: ``pick_vec_isa()`` returns the vector instruction set of this CPU, on which cached code depends.
+* ``select_decomp_table``: returns the decompositions of ops that Inductor uses.
+* ``CppCompileError``, ``InductorError``, ``SubprocException``: the errors that a failed compilation raises.
+* ``PyCodeCache``, ``autotuner``: the modules that Inductor has generated, and the class that launches their Triton kernels.
+  ``chunkflow bench`` delays these launches.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
 
 
 def autotuner() -> Any:
-    """The class whose ``run`` launches a Triton kernel.  Raises ImportError without Triton."""
+    """Return the class whose method ``run`` launches a Triton kernel.  Raises ImportError if Triton is not installed."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     return CachingAutotuner

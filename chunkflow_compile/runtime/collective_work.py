@@ -13,17 +13,18 @@ from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE
 
 from .compute_work import reader
+from .device_base import Stream
 from .target import Issue, RunningStep, Target
 from .wrapped_calls import explained
 
 
-def collective_issue(target: Target, node: Node, window: int) -> Issue:
-    """Return a function that issues a node to the collective stream.
+def collective_issue(target: Target, node: Node, window: int, stream: Stream | None = None) -> Issue:
+    """Return a function that issues a node to a stream.
 
     ``node``: a collective, its completion, or an element of its results.  ``window``: the index of the window to which the
-    duration of the node's work is added.
+    duration of the node's work is added.  ``stream``: the stream; None for the stream of collectives.
     """
-    stream, traffic = target.device.collective, target.traffic
+    stream, traffic = stream or target.device.collective, target.traffic
     number, read = target.number[node], reader(target.number, node.args, node.kwargs)
     name, function = str(node.meta.get(SOURCE, node.name)), _explained(target, node)
 
@@ -40,9 +41,14 @@ def collective_issue(target: Target, node: Node, window: int) -> Issue:
     return issue
 
 
-def start_issue(target: Target, collective: Issue) -> Issue:
-    """Return a function that issues a collective, which starts once compute has reached this point."""
+def start_issue(target: Target, collective: Issue, completion: Issue | None = None, ended: Any = None) -> Issue:
+    """Return a function that issues a collective, which starts once compute has reached this point.
+
+    If ``completion`` is given, the function also issues the completion of the collective to the stream of completions,
+    which then records ``ended``.
+    """
     compute, stream, started = target.device.compute, target.device.collective, target.started
+    completions, in_flight = target.device.completion, target.in_flight
 
     def issue(step: RunningStep) -> None:
         if stream is not compute:
@@ -50,22 +56,29 @@ def start_issue(target: Target, collective: Issue) -> Issue:
             stream.wait(started)
         collective(step)
         step.cost.add_collective()
+        if completion is not None and completions is not None:
+            stream.record(in_flight)
+            completions.wait(in_flight)
+            completion(step)
+            completions.record(ended)
 
     return issue
 
 
-def finish_issue(target: Target, completion: Issue | None) -> Issue:
+def finish_issue(target: Target, completion: Issue | None, ended: Any, recorded: bool) -> Issue:
     """Return a function that makes compute wait for the end of a collective.
 
     ``completion``: a function that issues the completion of the collective; None if there is no completion to issue.
+    ``ended``: the event that marks the end of the collective.  ``recorded``: whether the start of the collective records it.
     """
-    compute, stream, ended = target.device.compute, target.device.collective, target.ended
+    compute, stream = target.device.compute, target.device.collective
 
     def issue(step: RunningStep) -> None:
         if completion is not None:
             completion(step)
         if stream is not compute:
-            stream.record(ended)
+            if not recorded:
+                stream.record(ended)
             compute.wait(ended)
 
     return issue

@@ -113,9 +113,12 @@ class ThreadsDevice(_HostDevice):
         clock: HostClock = MONOTONIC,
         peers: Port | None = None,
     ) -> None:
-        super().__init__(Engine(("compute", "collective", *LANES, "read"), choose, before, clock), port, peers)
+        super().__init__(
+            Engine(("compute", "collective", "completion", *LANES, "read"), choose, before, clock), port, peers
+        )
         self.compute = self.engine.streams["compute"]
         self.collective = self.engine.streams["collective"]
+        self.completion = self.engine.streams["completion"]
 
     def deliver(self) -> None:
         self.engine.resume()

@@ -85,7 +85,9 @@ class Device:
 
     ``copy``: the stream of copies from the host.  ``pull``: the stream of pulls from other ranks.  ``reads``: the stream of
     reads from the SSD.  ``pull`` and ``reads`` are None until they are first used.
-    ``collective``: the stream of collectives; on some devices, this is the same object as ``compute``.  ``clock``: the clock
+    ``collective``: the stream of collectives; on some devices, this is the same object as ``compute``.  ``completion``: the
+    stream that completes collectives, so that those that are already in flight do not delay the start of others; None if
+    ``collective`` completes them.  ``clock``: the clock
     of the host threads.  ``closed``: whether the streams are closed.  ``records``: whether the device records issued work as
     a CUDA graph instead of running it.
     """
@@ -94,6 +96,7 @@ class Device:
     compute: Stream
     copy: Stream
     collective: Stream
+    completion: Stream | None = None
     clock: HostClock = MONOTONIC
     closed = False
     records = False
@@ -152,8 +155,8 @@ class Device:
     @property
     def streams(self) -> tuple[Stream, ...]:
         """All streams that exist so far."""
-        reads = () if self.reads is None else (self.reads,)
-        return (self.compute, self.collective, *self.lanes, *reads)
+        others = (stream for stream in (self.completion, self.reads) if stream is not None)
+        return (self.compute, self.collective, *self.lanes, *others)
 
     @property
     def lane_names(self) -> tuple[Lane, ...]:

@@ -2,8 +2,8 @@
 
 The ops of a call are called its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue is
 issued before the step (``Cycle.prologue``).  The streams are ordered only by the events that these ops record and wait for.
-If collectives have a separate stream, two more events order it: one makes a collective wait until compute has reached the
-Start op, and the other makes compute wait until the collective has ended.
+If collectives have separate streams, further events order them: one makes a collective wait until compute has reached the
+Start op, and each collective has one that makes compute wait, at the Finish op, until this collective has ended.
 
 instructions.py makes the functions that issue the ops.  The executor calls these functions, or launches the call as a CUDA
 graph.

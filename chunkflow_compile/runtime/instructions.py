@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.forms import without_reads
+from chunkflow_compile.passes.graph.discover import completion_of
 from chunkflow_compile.passes.step import (
     Copy,
     Evaluate,
@@ -93,6 +94,7 @@ class _Compiler:
         self._picks_and_drops: PicksAndDrops | None = None  # the latest work, if later ops may be added to it
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
+        self._completed = set[Node]()  # the completions that were added together with the starts of their collectives
 
     def add(self, op: Op, node: Any) -> None:
         """Add an op to the current function.  ``node``: see :func:`_with_nodes`."""
@@ -110,10 +112,9 @@ class _Compiler:
                 self._taken = ()
                 self._window = min(op.region + 1, self._windows - 1)
             case Start():
-                self._issue(start_issue(target, collective_issue(target, node, self._window)))
+                self._start(node, op.collective)
             case Finish():
-                completes = node is not None
-                self._issue(finish_issue(target, collective_issue(target, node, self._window) if completes else None))
+                self._finish(node, op.collective)
             case Evaluate(stream="collective"):
                 self._issue(collective_issue(target, node, self._window))
             case Evaluate() if node.target is getitem:
@@ -132,6 +133,27 @@ class _Compiler:
                     self._taken = numbers
                 else:
                     self._latest_picks_and_drops().drops.extend(numbers)
+
+    def _start(self, node: Node, index: int) -> None:
+        """Add the start of a collective, together with its completion if the device has a stream for completions."""
+        target, window = self._target, self._window_of(index)
+        completion, completions = None, target.device.completion
+        if completions is not None and (found := completion_of(node)) is not None:
+            self._completed.add(found)
+            completion = collective_issue(target, found, window, completions)
+        self._issue(start_issue(target, collective_issue(target, node, window), completion, target.ended[index]))
+
+    def _finish(self, node: Node | None, index: int) -> None:
+        """Add the finish of a collective.  ``node``: its completion, or None if there is no completion to issue."""
+        target = self._target
+        recorded, completion = node in self._completed, None
+        if node is not None and not recorded:
+            completion = collective_issue(target, node, self._window_of(index))
+        self._issue(finish_issue(target, completion, target.ended[index], recorded))
+
+    def _window_of(self, collective: int) -> int:
+        """The window to which the duration of a collective is added: that of the first region after its end."""
+        return min(self._target.program.problem.collectives[collective].until, self._windows - 1)
 
     def flush(self) -> None:
         """Complete the current function, and append it to ``issues``."""

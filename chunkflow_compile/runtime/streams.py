@@ -355,6 +355,7 @@ _WORK = {
     "pull": "A pull from other ranks",
     "compute": "A region",
     "collective": "A collective",
+    "completion": "A collective",
 }
 
 

@@ -120,7 +120,9 @@ class Target:
         if pulled:
             device.lane("pull")  # created now, because a step must not create streams
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
-        self.started, self.ended = device.event(), device.event()
+        self.started, self.in_flight = device.event(), device.event()
+        # one for each collective, because several may be in flight
+        self.ended = [device.event() for _ in program.problem.collectives]
 
     def copy(self, op: Copy) -> NamedCopy:
         """Return the target, the source and the name for a Copy op.  The op may copy several adjacent chunks of a weight at

@@ -1,10 +1,10 @@
 """``admit``: predicts how long a request takes and whether it fits, before it runs.  No weight is copied, and nothing is
 compiled.
 
-The transformer is traced without weights at three sizes around the size of a request.  For sizes in between, the times of
-its regions are interpolated: matrix products grow linearly with the number of tokens, attention quadratically.  A plan is
-made for the same budget, and its step is simulated with these times.  If activations leave too little memory for weights,
-the blocks are split into the smallest sufficient number of slices of their tokens.
+The transformer is traced without weights at three sizes around the size of a request.  For sizes in between, the time of each
+region is interpolated, because matrix products grow linearly with the number of tokens, and attention quadratically.  A plan
+is made for the budget of the pipeline, and a step of this plan is simulated with the interpolated times.  If activations
+leave too little memory for weights, the tokens of the blocks are split into the smallest sufficient number of slices.
 """
 
 from __future__ import annotations
@@ -51,23 +51,22 @@ from chunkflow_compile.weights.locks import ProcessLock
 _ADMITTER = "_chunkflow_admitter"
 # Families that pack their latents: four elements become one.
 _PACKED = ("flux", "qwen-image")
-# The transformer is traced at these multiples of the edges of a request, so at a quarter of its tokens to four times as
-# many.  If half of an edge is not a valid size, the multiples start at one.  For sizes farther away, a region may have
-# another bottleneck.
+# The factors by which height and width of a request are multiplied for the three traces; the second tuple is used if half of
+# the height or width is not a valid size.  The numbers of tokens are then 1/4 to 4 times, or 1 to 9 times, the number of the
+# request.  At sizes farther away, a region may have another bottleneck.
 _EDGES, _FROM_HERE = (0.5, 1, 2), (1, 2, 3)
-# The memory that activations leave for weights is rounded down to a multiple of this fraction of the budget, so that few
-# plans are made.
+# The memory for weights is rounded down to a multiple of 1 / _PARTS of the budget, so that few plans are made.
 _PARTS = 16
-# The families for which calls can be derived from the arguments of a pipeline.  If two share a class, the more specific one
-# comes first.
+# The families of models whose inputs can be derived from the arguments of a pipeline.  Of two families with the same class,
+# the more specific family comes first.
 _KNOWN = ("wan-i2v", "wan", "flux", "hunyuanvideo", "qwen-image")
 # The arguments of pipelines that set the number of samples.
 _BATCH = ("num_images_per_prompt", "num_videos_per_prompt")
 # true_cfg_scale has an effect only if a pipeline is given one of these arguments.
 _NEGATIVE = ("negative_prompt", "negative_prompt_embeds")
-# Text tokens, samples and numbers of slices of a joint trace.
+# The key of a trace: the number of text tokens, the number of samples, and the numbers of slices.
 _Key = tuple[int, int, tuple[int, ...]]
-# The numbers of tokens at which a transformer was traced, and the resulting forecasts.
+# The result of a trace: the three numbers of tokens, and one forecast per number of slices.
 _Found = tuple[tuple[int, ...], tuple["_Forecast", ...]]
 
 
@@ -111,9 +110,9 @@ def admit(pipe: Any, **sizes: Any) -> Admission:
 
     ``sizes``: arguments of the pipeline's call that determine the sizes and the number of forwards, such as ``height``,
     ``width``, ``num_frames``, ``num_inference_steps``, ``guidance_scale``, and ``negative_prompt`` if the pipeline has
-    ``true_cfg_scale``.  The others have the defaults of the pipeline's call.  The first call traces the transformer without
-    weights in a separate process, which takes from a few seconds to a minute; later calls take milliseconds.  It may be
-    called while requests run, and does not wait for them.
+    ``true_cfg_scale``.  All other arguments have the defaults of the pipeline's call.  The first call of this function traces
+    the transformer without weights in a separate process, which takes from a few seconds to a minute; later calls take
+    milliseconds.  The function may be called while requests run, and does not wait for them.
 
     Raises ChunkflowError for a pipeline that is not compiled or whose transformer is unknown, for an unknown argument, and
     for a size that the model does not support.
@@ -132,16 +131,16 @@ def admit(pipe: Any, **sizes: Any) -> Admission:
 
 @dataclass(eq=False, kw_only=True)
 class Admitter:
-    """The facts about a pipeline that :func:`admit` needs, without the pipeline.  It can be pickled and used in another
-    process.
+    """The properties of a pipeline that :func:`admit` needs.  An Admitter does not refer to the pipeline, so it can be
+    pickled and used in another process.
 
     ``defaults``: default values of the call's arguments.  ``family``, ``config``, ``dtype``, ``ulysses``: properties of the
-    transformer.  ``nbytes``: size of each of its weights by name, in bytes; weights may be quantised.  ``timestep``:
-    whether the pipeline passes one timestep per sample or one per token.  ``spatial``, ``temporal``: pixels and frames per
-    element of the latent.  ``unit``: number of pixels of which edges are multiples.  ``edge``: default edge in pixels.
-    ``chosen``: options given to compile.  ``budget``: bytes on the device.  ``usable``: bytes of the budget that plans may
-    use.  ``forecasts``: forecasts by text tokens, batch and numbers of slices, newest first; each has one entry per number
-    of slices.
+    transformer.  ``nbytes``: name of a weight of the transformer -> its stored size in bytes, which is smaller if the weight
+    is quantized.  ``timestep``: whether the pipeline passes one timestep per sample or one per token.  ``spatial``,
+    ``temporal``: pixels and frames per element of the latent.  ``unit``: the number of pixels of which height and width must
+    be multiples.  ``edge``: the default height and width in pixels.  ``chosen``: options given to compile.  ``budget``: the
+    budget in bytes.  ``usable``: the bytes of the budget that plans may use.  ``forecasts``: the results of all traces, for
+    each key newest first.
     """
 
     pipeline: str
@@ -166,7 +165,7 @@ class Admitter:
 
     @staticmethod
     def of(pipe: Any) -> Admitter:
-        """The Admitter of a compiled pipeline.  Raises ChunkflowError like :func:`admit`."""
+        """Create the Admitter of a compiled pipeline.  Raises ChunkflowError like :func:`admit`."""
         budget, model = budget_of(pipe), getattr(pipe, "transformer", None)
         assert budget is not None, "it is compiled"
         if not isinstance(model, nn.Module):
@@ -243,8 +242,8 @@ class Admitter:
         )
 
     def _forms(self, shape: Shape) -> Iterator[_Forecast]:
-        """Forecasts of the transformer for a request: first with whole blocks, then with more and more slices, as ``split``
-        allows."""
+        """Yield forecasts for a request: first for whole blocks, then for more and more slices, as far as the option
+        ``split`` allows."""
         split = self.chosen.split
         found: tuple[_Forecast, ...] = ()
         for repeats in (REPEATS[:1], REPEATS[1:]) if split == "auto" else ((split,), REPEATS[:1]):
@@ -253,11 +252,11 @@ class Admitter:
                 yield from found
 
     def _known(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
-        """Forecasts of the transformer for a request with these numbers of slices.  It is traced if no earlier trace covers
-        the request."""
+        """Return the forecasts for a request with these numbers of slices.  The transformer is traced if no earlier trace
+        covers the request."""
         found = self._cached(shape, repeats)
         if found is None:
-            with self.lock():  # two threads must not trace the same twice
+            with self.lock():  # so that two threads do not run the same trace
                 found = self._cached(shape, repeats)
                 if found is None:
                     found = self._traced(shape, repeats)
@@ -267,13 +266,13 @@ class Admitter:
         return found
 
     def _cached(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...] | None:
-        """The forecasts of an earlier trace that covers a request, or None."""
+        """Return the forecasts of an earlier trace that covers a request; None if there is none."""
         forecasts = self.forecasts.get((shape.text, shape.batch, repeats), ())
         within = (found for around, found in forecasts if around[0] <= _tokens(shape) <= around[-1])
         return next(within, None)
 
     def _shape(self, given: Mapping[str, Any]) -> Shape:
-        """The shape of the latent of a request."""
+        """Return the shape of the latent of a request."""
         edges = {}
         for name in ("height", "width"):
             value = given.get(name) or self.edge
@@ -295,11 +294,10 @@ class Admitter:
         )
 
     def _traced(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
-        """Forecasts of the transformer at three numbers of tokens, one for each of these numbers of slices, traced in a
-        separate process.
+        """Run :meth:`trace` in a separate process, and return its result.
 
-        In this process, tracing would change the default dtype while a request runs, and it would find the process group of
-        its ranks.
+        In this process, a trace would change the default dtype while a request runs, and would use the process group of the
+        server.
         """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-c", f"from {__name__} import _answer; _answer()"]
@@ -317,8 +315,8 @@ class Admitter:
         return forecasts
 
     def _why_not_split(self, shape: Shape) -> str:
-        """Why the tokens of a latent cannot be split over the ranks; empty if they can.  diffusers asserts this too, but
-        Dynamo does not pass on the message of the assertion."""
+        """Return why the tokens of a latent cannot be split over the ranks; empty if they can.  diffusers has an assertion
+        for this, but Dynamo does not pass on its message."""
         patch = self.unit // self.spatial
         tokens = shape.frames * (shape.height // patch) * (shape.width // patch)
         if tokens % self.ulysses == 0:
@@ -329,8 +327,8 @@ class Admitter:
         )
 
     def trace(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
-        """Forecasts of the transformer at three numbers of tokens, one for each of these numbers of slices (1 means whole
-        blocks).  Numbers of slices that do not divide all three numbers of tokens are left out."""
+        """Trace the transformer at three numbers of tokens; return one forecast per number of slices.  ``repeats``: the
+        numbers of slices; 1 stands for whole blocks.  Numbers that do not divide all three numbers of tokens are left out."""
         found, tokens = list[list[Problem]](), list[int]()
         halves = not any(edge % (2 * self.unit // self.spatial) for edge in (shape.height, shape.width))
         for times in _EDGES if halves else _FROM_HERE:
@@ -350,7 +348,7 @@ class Admitter:
         return tuple(_Forecast(self.chosen.settings(), tuple(tokens), problems) for problems in alike)
 
     def _as_stored(self, problem: Problem) -> Problem:
-        """The problem with the stored sizes of the weights, which may be quantised."""
+        """Return the problem with the stored sizes of the weights, which are smaller for quantized weights."""
         weights = (replace(w, nbytes=min(w.nbytes, self.nbytes.get(w.name, w.nbytes))) for w in problem.weights)
         return replace(problem, weights=tuple(weights))
 
@@ -380,8 +378,8 @@ def _family(model: nn.Module) -> Family:
 
 
 def _branches(given: Mapping[str, Any]) -> int:
-    """Calls of the transformer per step: with classifier-free guidance two, one per branch."""
-    if "true_cfg_scale" in given:  # guidance_scale is an input of the transformer then
+    """Return the number of calls of the transformer per step: two with classifier-free guidance, otherwise one."""
+    if "true_cfg_scale" in given:  # in such a pipeline, guidance_scale is an input of the transformer
         guided = (given["true_cfg_scale"] or 0) > 1 and any(given.get(name) is not None for name in _NEGATIVE)
     else:
         guided = (given.get("guidance_scale") or 0) > 1
@@ -389,15 +387,15 @@ def _branches(given: Mapping[str, Any]) -> int:
 
 
 def _others(pipe: Any, budget: Budget) -> float:
-    """Measured seconds of the calls of the other components."""
+    """Return the measured seconds of one call of every component except the transformers."""
     kind = type(pipe.transformer)
     return sum(phase.seconds() or 0.0 for phase in budget.phases if type(phase.root) is not kind)
 
 
 @dataclass(eq=False)
 class _Forecast:
-    """The forecast of a transformer, from traces at three numbers of tokens.  ``plans``: plans by the bytes for which they
-    were made."""
+    """Forecasts of a transformer for one number of slices, interpolated between traces at three numbers of tokens.
+    ``plans``: bytes for weights -> the plan for them."""
 
     settings: Settings
     tokens: tuple[int, ...]
@@ -406,7 +404,7 @@ class _Forecast:
 
     @cached_property
     def least(self) -> int:
-        """The minimum bytes of weights on the device."""
+        """The minimum bytes on the device that any plan needs for weights."""
         return least_memory(self.problems[0], self.settings.hardware, self.settings.chunk_bytes)
 
     @cached_property
@@ -414,7 +412,7 @@ class _Forecast:
         return [Simulator(p, self.settings.hardware, self.settings.chunk_bytes) for p in self.problems]
 
     def plan(self, nbytes: int) -> Plan:
-        """The fastest plan with at most ``nbytes`` bytes of weights on the device."""
+        """Return the fastest plan with at most ``nbytes`` bytes of weights on the device."""
         if nbytes not in self.plans:
             chosen = self.settings
             goal = replace(chosen.goal, memory=nbytes, activations=False)
@@ -422,7 +420,7 @@ class _Forecast:
         return self.plans[nbytes]
 
     def seconds(self, plan: Plan, count: int) -> float:
-        """Seconds of a call with ``count`` tokens, under a plan that was made for another number of tokens."""
+        """Return the seconds of a call with ``count`` tokens, under a plan that was made for another number of tokens."""
         simulator = copy.copy(self._simulators[0])
         for name in ("compute_s", "collective_s", "link_s"):
             columns = zip(*(getattr(s, name) for s in self._simulators), strict=True)
@@ -430,17 +428,17 @@ class _Forecast:
         return simulator.step_under(plan)
 
     def activations_at(self, count: int) -> int:
-        """Bytes of activations with ``count`` tokens."""
+        """Return the bytes of activations of a call with ``count`` tokens."""
         return max(0, round(_interpolated(self.tokens, [problem.live_bytes for problem in self.problems], count)))
 
 
 def _tokens(shape: Shape) -> int:
-    """Elements in the latent of a sample.  The number of tokens is proportional to it."""
+    """Return the number of elements in the latent of a sample, which is proportional to the number of tokens."""
     return shape.frames * shape.height * shape.width
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: int) -> float:
-    """The value at ``x`` of the parabola through ``values`` at three points (Lagrange interpolation)."""
+    """Return the value at ``x`` of the parabola that has ``values`` at the three points ``at`` (Lagrange interpolation)."""
     parts = (math.prod((x - other) / (here - other) for other in at if other != here) for here in at)
     return sum(part * value for part, value in zip(parts, values, strict=True))
 

@@ -1,6 +1,7 @@
 """Serves the metrics of models placed by a plug-in to Prometheus, on a separate port for each rank.
 
-The ``/metrics`` endpoint of the server cannot be used: it reads files that collectors in other processes do not write.
+The ``/metrics`` endpoint of the server cannot be used: it reads files of prometheus_client's multiprocess mode, to which
+custom collectors do not write.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from chunkflow_compile.pipeline.metrics import Metrics, library, metrics
 
 
 class Scrape:
-    """A metrics server.  ``port``: port of rank 0, to which each rank adds its number, or None to serve no metrics."""
+    """A metrics server.  ``port``: the port of rank 0, to which every other rank adds its rank; None to serve no metrics."""
 
     def __init__(self, port: int | None) -> None:
         self.port = port

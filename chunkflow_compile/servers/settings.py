@@ -1,4 +1,4 @@
-"""The settings of a server's user, from the environment, and the check of the server's release."""
+"""Reads the settings of a plug-in from environment variables, and checks the release of the server."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class PluginSettings:
     """The settings of a plug-in.  ``memory``: limit for the weights and activations of one transformer on the device, such
     as "12GiB".
 
-    ``options``: other options of the backend.  ``port``: port on which rank 0 serves metrics, or None; other ranks add
-    their number.  ``peers``: as in ``offload``; the ranks of the server are the ranks of the default process group.
-    ``ignore_version``: whether to accept an unsupported release of the server."""
+    ``options``: other options of the backend.  ``port``: the port on which rank 0 serves metrics, to which every other rank
+    adds its rank; None to serve no metrics.  ``peers``: as in ``offload``, for the default process group, which contains all
+    ranks of the server.  ``ignore_version``: whether to accept an unsupported release of the server."""
 
     memory: str
     options: Mapping[str, Any]
@@ -48,8 +48,8 @@ class PluginSettings:
         """Offload a transformer and return it.  ``device``: device to run on; by default, the device of its weights.  With
         ``peers``, all ranks must call this.
 
-        Raises ChunkflowError like ``offload``, and if according to the profile ranks cannot read weights from each other's
-        devices.
+        Raises ChunkflowError like ``offload``, and with ``peers`` also if the hardware profile says that ranks cannot read
+        each other's GPU memory.
         """
         from chunkflow_compile.frontend.compile import refuse_no_peers
         from chunkflow_compile.placed.offload import offload, target_of
@@ -76,7 +76,7 @@ class PluginSettings:
 
 
 def settings_from(environ: Mapping[str, str]) -> PluginSettings | None:
-    """The settings in an environment, or None if ``CHUNKFLOW_MEMORY`` is unset or empty.
+    """Return the settings in an environment; None if ``CHUNKFLOW_MEMORY`` is unset or empty.
 
     ``CHUNKFLOW_OPTIONS``: a JSON object with further options, such as ``{"lowering": "eager"}``, and ``peers``.
     ``CHUNKFLOW_METRICS_PORT``: a port for Prometheus.  ``CHUNKFLOW_IGNORE_VERSION``: 1 to accept any release of the server.
@@ -107,7 +107,8 @@ def settings_from(environ: Mapping[str, str]) -> PluginSettings | None:
 
 def _parsed(*, peers: OnPeers = False, **options: Any) -> Options:
     """Parse the options of the backend.  Raises ChunkflowError for unknown options and for invalid values."""
-    from chunkflow_compile.options import check_choice, parse_options  # imports torch: only with settings
+    # imported here, because it imports torch, which only a server with settings needs
+    from chunkflow_compile.options import check_choice, parse_options
 
     chosen = parse_options(options, caller=_parsed)
     check_choice("peers", peers, get_args(OnPeers))
@@ -123,6 +124,6 @@ def _port(text: str) -> int | None:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """(0, 5, 23) of ``0.5.23.post1``."""
+    """Return the numbers at the beginning of a release: (0, 5, 23) for ``0.5.23.post1``."""
     numbers = re.match(r"\d+(\.\d+)*", release)
     return tuple(int(n) for n in numbers[0].split(".")) if numbers else ()

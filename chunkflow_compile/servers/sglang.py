@@ -1,6 +1,6 @@
 """Plug-in for SGLang-diffusion: if ``CHUNKFLOW_MEMORY`` is set, its transformers stream their weights within this limit.
 
-SGLang calls :func:`plugin` in each of its processes, before it imports its serving code.  Then it installs the registered
+SGLang calls :func:`plugin` in each of its processes, before it imports its serving code.  Then SGLang installs the registered
 hooks around its own functions.
 """
 
@@ -34,7 +34,9 @@ def plugin() -> None:
             return
         settings.check_release("sglang", OLDEST, BEFORE)
     except ChunkflowError as error:
-        raise SystemExit(str(error)) from error  # SGLang would log an Exception and serve without the plug-in
+        raise SystemExit(
+            str(error)
+        ) from error  # SGLang catches and logs an Exception, and then serves without the plug-in
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
 
     hooks = Hooks(settings)
@@ -53,9 +55,9 @@ def plugin() -> None:
 
 
 def load_on_the_host(args: Any) -> None:
-    """Runs BEFORE ``ServerArgs`` adjusts its arguments: has the transformers loaded into host memory.
+    """Runs BEFORE ``ServerArgs`` adjusts its arguments: makes SGLang load the transformers into host memory.
 
-    Raises ChunkflowError for arguments that contradict streaming.
+    Raises ChunkflowError for arguments of the server that exclude streaming.
     """
     from sglang.multimodal_gen.runtime.managers.memory_managers.component_residency import normalize_component_residency
 
@@ -74,7 +76,8 @@ def load_on_the_host(args: Any) -> None:
         )
     if not args.enable_torch_compile:
         raise ChunkflowError(f"{MEMORY} streams weights through compiled code: add --enable-torch-compile.")
-    # If this is set for the transformer, SGLang does not make its own choices (layerwise, FSDP, CUDA graphs by default).
+    # If the residency of the transformer is set, SGLang does not choose one.  By default, it chooses layerwise offload, FSDP
+    # or CUDA graphs.
     args.component_residency["dit"] = "component-offload"
 
 
@@ -111,8 +114,8 @@ class Hooks:
 
         if not _streams(module):
             return original(registry, module, compile_kwargs=compile_kwargs)
-        if all(part._compiled_call_impl is None for part in module.modules()):  # another stage may have done it
-            given = {"cudagraphs": False, **self._settings.options}  # SGLANG_TORCH_COMPILE_MODE may request them
+        if all(part._compiled_call_impl is None for part in module.modules()):  # another stage may have compiled it
+            given = {"cudagraphs": False, **self._settings.options}  # SGLANG_TORCH_COMPILE_MODE may request CUDA graphs
             given["memory"] = self._settings.memory
             compile_by_kind(module, mode=compile_kwargs.get("mode"), **given)
         registry.module_ids.add(id(module))
@@ -157,10 +160,10 @@ def residency_strategy(original: Callable[..., Any], name: str, module: Any, arg
 
 
 def merge_in_place(original: Callable[..., Any], pipe: Any, name: str, *args: Any, **more: Any) -> Any:
-    """Runs AROUND the choice of cache files for merged LoRA weights: a placed weight has none.
+    """Runs AROUND the choice of cache files for merged LoRA weights: for a placed component, there is no cache.
 
-    SGLang keeps the weight object as a backup of the original values and gives it new memory.  A placed weight cannot be
-    backed up this way, because both would be the same object.
+    To back up a weight, SGLang keeps the tensor with the original values and gives the parameter new memory.  For a placed
+    weight, this tensor and the parameter are one object, so there would be no backup.
     """
     return None if _streams(pipe.modules[name]) else original(pipe, name, *args, **more)
 
@@ -171,8 +174,8 @@ def fp32_param(norm: Any, attr: str, param: Any, device: Any) -> Any:
 
 
 def no_key(*args: Any) -> None:
-    """REPLACES a cache key with which both guidance branches share what a block computes from the timestep.
+    """REPLACES the key of a cache that lets both guidance branches share the values that a block computes from the timestep.
 
-    SGLang does not use the key either when it compiles a model as a whole.  With the key, separate programs would be
-    compiled for each branch.
+    With the key, each branch would be compiled into separate programs.  SGLang itself omits the key when it compiles a whole
+    model.
     """

@@ -1,9 +1,9 @@
 """Plug-in for vLLM-Omni: its workers stream the weights of the diffusion transformer within ``CHUNKFLOW_MEMORY``.
 
 vLLM-Omni calls ``plug_in`` in each of its processes, by the entry point ``vllm_omni.general_plugins``, before it loads a
-model.  It has no hooks for plug-ins, so ``plug_in`` wraps three functions of the supported releases: the loader leaves the
-model on the host, the transformers are offloaded where the server would install its own offloading, and they are compiled
-where the server compiles them.
+model.  vLLM-Omni has no hooks for plug-ins, so ``plug_in`` wraps three of its functions: one wrapper makes the loader leave
+the model on the host, one offloads the transformers before the server installs its own offloading, and one compiles the
+transformers with ChunkFlow instead of the server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.servers.settings import MEMORY, PluginSettings, settings_from
 
-_log = logging.getLogger("vllm_omni.chunkflow")  # the server shows loggers below vllm_omni only
+_log = logging.getLogger("vllm_omni.chunkflow")  # the server shows only loggers below vllm_omni
 _DIT = "dit"  # the server's name for the transformers as an offloaded component
 
 
@@ -53,7 +53,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _load_on_the_host(theirs: Callable[..., Any], loader: Any, load_device: str, *args: Any, **kwargs: Any) -> Any:
-    """Load the pipeline on the CPU, like the server does for its own offloading, because it need not fit on the device."""
+    """Load the pipeline on the CPU, because it may be too large for the device."""
     _check(loader.od_config)
     return theirs(loader, "cpu", *args, **kwargs)
 
@@ -138,13 +138,14 @@ def _compile(settings: PluginSettings, scrape: Any, theirs: Callable[..., Any], 
 
 
 def _transformers(pipeline: Any) -> list[str]:
-    """The attributes of a pipeline that the server compiles.  It does not compile nested modules such as "model.dit"."""
+    """Return the names of the attributes of a pipeline that the server compiles.  The server does not compile nested modules
+    such as "model.dit"."""
     names = getattr(pipeline, "_dit_modules", None) or ("transformer", "transformer_2")
     return [name for name in names if getattr(pipeline, name, None) is not None]
 
 
 def _declare_collectives() -> None:
-    """Declare the all-to-alls of ``ulysses_a2a_permute``: kernels on the compute stream that read the memory of peers."""
+    """Declare the ops of ``ulysses_a2a_permute`` as all-to-alls: they are kernels that read the GPU memory of other ranks."""
     from vllm_omni.diffusion.distributed import a2a_permute
 
     from chunkflow_compile.passes.graph.declared import register_collective

@@ -236,6 +236,12 @@ def is_wait_tensor(node: Node) -> bool:
     )
 
 
+def completion_of(collective: Node) -> Node | None:
+    """Return the completion of a collective if nothing else reads the collective's result; otherwise return None."""
+    users = [*collective.users]
+    return users[0] if len(users) == 1 and is_wait_tensor(users[0]) else None
+
+
 def is_view(node: Node) -> bool:
     """Return whether a node is a view of the memory of its operand: a view op, or one of the results of a view op."""
     if node.op != "call_function":

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .discover import collective_kind, completes_itself, is_wait_tensor
+from .discover import collective_kind, completes_itself, completion_of
 from .slice_rules import is_attention, op_name, shape_of
 
 # Ops that compute the inputs of an exchange, or read its results.  There are no such ops between attention and its
@@ -70,10 +70,9 @@ def exchanges(graph: Graph) -> tuple[Exchange, ...]:
 def completion(collective: Node) -> Node:
     """Return the op that completes an all-to-all.  Raises NoGroups if the result is read in any other way than through
     one completion."""
-    users = [*collective.users]
-    if len(users) != 1 or not is_wait_tensor(users[0]):
+    if (found := completion_of(collective)) is None:
         raise NoGroups(f"The result of {collective.name} is read before its completion.")
-    return users[0]
+    return found
 
 
 def splits_of(collective: Node) -> tuple[list[int], list[int]]:

@@ -79,7 +79,6 @@ class LoggingDevice(Device):
             LoggingStream(name, self._log) for name in ("compute", "copy", "collective", "pull")
         )
         self._reads = LoggingStream("read", self._log)
-        self._ends: list[Op] = []  # of the collective whose completion was given last
 
     def _make_pull(self) -> LoggingStream:
         return self._pull
@@ -118,22 +117,21 @@ class LoggingDevice(Device):
             number = next((i for i, event in enumerate(of.events) if event is what), None)
             if number is not None:
                 self.ops.append(Record(stream, number) if kind == "record" else Wait(stream, number))
-            elif kind == "wait" and what is of.ended:
-                self.ops += self._ends
+            elif kind == "wait":
+                self.ops += [Finish(i) for i, event in enumerate(of.ended) if event is what]
         elif stream == "read":
             if match := re.fullmatch(r"read (.*)\[(\d+):(\d+)\]", what):
                 self.ops.append(Read(match[1], int(match[2]), int(match[3]), 0))
         elif stream == "collective":
-            started, self._ends = _of_collective(of, what)
-            self.ops += started
+            self.ops += _started(of, what)
         elif stream == "compute" and what.startswith("region_"):
             self.ops.append(Run(int(what.split()[0].removeprefix("region_"))))
 
 
-def _of_collective(target: Target, name: str) -> tuple[list[Op], list[Op]]:
-    """The ops of the node of a collective by its source: those at which it is issued, and those that complete it."""
+def _started(target: Target, name: str) -> list[Op]:
+    """The ops that are due when a node of a collective, given by its source, is issued; none for a completion."""
     found = next(ops for node, ops in issued(target.program) if source_of(node) == name and ops)
-    return [op for op in found if isinstance(op, Start | Evaluate)], [op for op in found if isinstance(op, Finish)]
+    return [op for op in found if isinstance(op, Start | Evaluate)]
 
 
 @pytest.fixture

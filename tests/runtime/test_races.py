@@ -167,7 +167,8 @@ EVENTS: dict[str, tuple[str, Callable[[Executor, object], bool]]] = {
     "openings": ("copy", lambda executor, event: any(event is opening for opening in named(executor))),
     "arrivals": ("compute", lambda executor, event: any(event is arrival for arrival in named(executor))),
     "starts of collectives": ("collective", lambda executor, event: True),
-    "ends of collectives": ("compute", lambda executor, event: event is executor.target.ended),
+    "collectives in flight": ("completion", lambda executor, event: True),
+    "ends of collectives": ("compute", lambda executor, event: any(event is e for e in executor.target.ended)),
     "handovers": ("copy", lambda executor, event: event is executor.state.events[executor.cycle.events.handover]),
 }
 
