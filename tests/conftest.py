@@ -208,9 +208,9 @@ def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of the package start as ranks of the tests do, by ``fork``; those of the demo test by spawn, as for a user."""
     from chunkflow_compile.bench import ranks
-    from chunkflow_compile.hardware import calibrate
+    from chunkflow_compile.hardware import rank_figures
 
-    for module in (ranks, calibrate):
+    for module in (ranks, rank_figures):
         monkeypatch.setattr(module, "spawn", fork)
 
 

@@ -21,11 +21,11 @@ from torch.fx import GraphModule
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.lowering import lower
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.head_groups import in_head_groups
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pieces import parts, piece_bytes
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import PlanBuilder
 from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator

@@ -93,7 +93,7 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_a_cache_folder_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be compiled: a sentence; regions that are not compiled run."""
-    monkeypatch.setattr(caches, "_looked_at", lambda path: caches.Folder(path, fault="Read-only file system"))
+    monkeypatch.setattr(caches, "_tested_folder", lambda path: caches.Folder(path, fault="Read-only file system"))
     with pytest.raises(
         chunkflow_compile.ChunkflowError, match=rf"no folder to compile in: .*Read-only.* set {FOLDER_VARIABLE}"
     ):
@@ -113,7 +113,7 @@ def test_a_cache_folder_that_becomes_full(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(OSError, match="No space left"):
         fails(OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr(caches, "_looked_at", lambda path: caches.Folder(path, 0, "0 B are free"))
+    monkeypatch.setattr(caches, "_tested_folder", lambda path: caches.Folder(path, 0, "0 B are free"))
     with pytest.raises(chunkflow_compile.ChunkflowError, match=rf"\(0 B are free\). To go on, set {FOLDER_VARIABLE}"):
         fails(OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(ValueError, match="no symbols here"):

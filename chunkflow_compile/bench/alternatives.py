@@ -1,5 +1,5 @@
-"""Alternatives, each a separate model with the same weights: torch.compile alone, compilation by block type, a pipeline,
-and diffusers' compile_repeated_blocks and group offload."""
+"""Alternatives to an arm that plans the whole model.  Each alternative is a separate model with the same weights:
+torch.compile alone, compilation by block type, a pipeline, and diffusers' compile_repeated_blocks and group offload."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Both run the same alternative, measured as two arms.  Their difference shows the noise of a measurement.
+# Two arms that run the same alternative.  Their difference shows the noise of a measurement.
 INDUCTOR, INDUCTOR_AGAIN = "inductor", "inductor-again"
 GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED = "diffusers-group-offload", "diffusers-group-offload-compiled"
 REPEATED, BY_KIND, APPLY = "diffusers-repeated-blocks", "by-kind", "apply"
-# A step as one CUDA graph: ChunkFlow's graph includes its copies, torch's runs with all weights on the device.
+# Alternatives that run a step as one CUDA graph.  ChunkFlow's graph includes copies; torch's graph runs with all weights
+# on the device.
 GRAPH, INDUCTOR_GRAPH = "graph", "inductor-graph"
-# The budget of the pipeline counts the device memory of the other arms as activations.  So the pipeline is made last, when
-# that memory no longer changes.
+# The pipeline (APPLY) is made last, because its budget counts the device memory of the other arms as activations, so this
+# memory must not change any more.
 ALTERNATIVES = (
     INDUCTOR,
     INDUCTOR_AGAIN,
@@ -31,23 +32,23 @@ ALTERNATIVES = (
     GROUP_OFFLOAD_COMPILED,
     APPLY,
 )
-# The alternatives with weights in host memory.
+# The alternatives whose weights are in host memory.
 OFFLOADED = (BY_KIND, GRAPH, APPLY, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
-# The number of recompilations that Dynamo allows per function.  The hooks of group offload are one function for all blocks;
-# the documentation of diffusers raises the limit to this value.
+# The number of recompilations that Dynamo allows per function.  All blocks share the function of the hooks of group
+# offload, so the limit must be raised; this value is from the documentation of diffusers.
 RECOMPILE_LIMIT = 1000
 
 
 def alternative_of(arm: str) -> str:
-    """The name of the alternative that an arm runs."""
+    """Return the name of the alternative that an arm runs."""
     return INDUCTOR if arm == INDUCTOR_AGAIN else arm
 
 
 def alternative_calls(alternative: str, device: str) -> Mapping[str, Mapping[str, Any]]:
-    """The calls that set up an alternative, in order, with their keyword arguments.  ``device``: device type.
+    """Return the calls that set up an alternative, in order, with their keyword arguments.  ``device``: the device type.
 
-    Group offload is configured as the documentation of diffusers recommends for speed: copies overlap with compute, and the
-    host does not wait.  Its hooks would break a full graph, so diffusers compiles each block.
+    Group offload is configured as the documentation of diffusers recommends for speed: copies overlap with compute, and
+    the host does not wait.  A model with its hooks cannot be compiled as one graph, so diffusers compiles each block.
     """
     if alternative == INDUCTOR:
         return {"torch.compile": {"fullgraph": True, "dynamic": False}}
@@ -79,17 +80,17 @@ def alternative_calls(alternative: str, device: str) -> Mapping[str, Mapping[str
 
 
 def describe_calls(calls: Mapping[str, Mapping[str, Any]]) -> str:
-    """Calls with their keyword arguments, as a user would write them."""
+    """Return calls as text, as a user would write them."""
     return ", ".join(f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})" for name, given in calls.items())
 
 
 def make_alternative(alternative: str, model: nn.Module, device: torch.device) -> Callable[..., Any]:
-    """The model as a callable.  For the alternatives in :data:`OFFLOADED`, it must be in host memory, for the others on
-    ``device``.
+    """Set up an alternative for a model; return a function that runs one step.  The model must be in host memory for the
+    alternatives in :data:`OFFLOADED`, and on ``device`` for all others.
 
     Raises ChunkflowError if the alternative needs a diffusers method that the model does not have.
     """
-    import torch  # --help shows the names of the alternatives
+    import torch  # import torch only here, because --help imports this module
 
     import chunkflow_compile
 
@@ -100,7 +101,8 @@ def make_alternative(alternative: str, model: nn.Module, device: torch.device) -
         return chunkflow_compile.compile(model, **calls["chunkflow_compile.compile"])
     if alternative == APPLY:
         pipe = chunkflow_compile.apply(pipeline_of(model), **calls["chunkflow_compile.apply"])
-        return lambda **inputs: pipe.transformer(**inputs)  # a step of a generation, without the work at its beginning
+        # call the transformer directly, to leave out what the pipeline does before the first step
+        return lambda **inputs: pipe.transformer(**inputs)
     if not all(hasattr(model, name) for name in calls if "." not in name):
         raise ChunkflowError(
             f"--arms {alternative}: {type(model).__name__} is not a model of diffusers. Leave this arm out."
@@ -120,7 +122,7 @@ def make_alternative(alternative: str, model: nn.Module, device: torch.device) -
 
 
 def pipeline_of(transformer: nn.Module) -> Any:
-    """A diffusers pipeline whose only component is this transformer."""
+    """Return a diffusers pipeline whose only component is a given transformer."""
     from diffusers import DiffusionPipeline
 
     class OneModel(DiffusionPipeline):  # type: ignore[misc]

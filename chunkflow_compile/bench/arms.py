@@ -1,5 +1,4 @@
-"""Arms: names on the command line that stand for policies and settings of the passes.  Apart from these, all arms are
-equal."""
+"""Arms: the policies and settings that a measurement compares, with their names on the command line."""
 
 from __future__ import annotations
 
@@ -13,27 +12,27 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.peers import streamable
 from chunkflow_compile.passes.names import ONLY_PREDICTED, POLICIES, OnPeers, Pack, Policy
 from chunkflow_compile.passes.pieces import piece_bytes
-from chunkflow_compile.passes.pipeline import make_plan
 from chunkflow_compile.passes.placement.choice import to_pack, to_peers
 from chunkflow_compile.passes.placement.exchanging import MOST_GROUPS
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.runtime.variants import Variant
 
 from .alternatives import ALTERNATIVES
 
-# misjudged: policy chunkflow, planned as if compute took twice as long and the emulated link were twice as fast.
-# replanned: the same, replanned after two steps.
+# Two arms with policy chunkflow whose first plan is wrong: it is made as if compute took twice as long and as if the
+# emulated link were twice as fast.  The arm ``replanned`` is replanned after two steps.
 MISJUDGED, REPLANNED = "misjudged", "replanned"
 WRONG_BY = 2.0
 REPLAN_AFTER = 2
 
 
 class ArmForm(NamedTuple):
-    """The form in which the regions of an arm are lowered.  ``packed``: names of packed weights.  ``hoisted``: whether
-    weights are hoisted.  ``groups``: number of groups of heads in which exchanges run."""
+    """The form in which the regions of an arm are lowered.  ``packed``: the names of packed weights.  ``hoisted``:
+    whether products are hoisted.  ``groups``: the number of groups of heads in which exchanges run."""
 
     packed: frozenset[str] = frozenset()
     hoisted: bool = False
@@ -41,7 +40,7 @@ class ArmForm(NamedTuple):
 
 
 RAW, HOISTED = ArmForm(), ArmForm(hoisted=True)
-# For each form, the variant of a resident step and its measured times.
+# For each form, the variant of the resident step and the measured times of this step.
 Measured = Mapping[ArmForm, tuple[Variant, Timings]]
 _FORMS: Mapping[str, Mapping[str, Any]] = {
     "pack": {"pack": True},
@@ -55,12 +54,12 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm of a measurement.  ``policy``: policy of ChunkFlow, or None for an alternative.
+    """One arm of a measurement.  ``policy``: a policy of ChunkFlow, or None for an alternative.
 
-    ``residency``: share of the blocks, 0 to 1, whose bytes are added to the budget; None to add nothing.  ``pack``: whether
-    weights are packed; "auto" means if that is predicted to be faster from measured times.  ``peers``: whether weights are
-    sharded over the devices of the ranks, in the same way; the bytes of the shards are added to the budget.  ``hoist``:
-    whether weights are hoisted.  ``groups``: number of groups of heads in which exchanges run.
+    ``residency``: the share of the blocks, 0 to 1, whose bytes are added to the budget; None to add nothing.  ``pack``:
+    whether weights are packed.  ``peers``: whether weights are sharded over the devices of the ranks; the bytes of the
+    shards are added to the budget.  For both, "auto" means that the faster form is chosen, as predicted from measured
+    times.  ``hoist``: whether products are hoisted.  ``groups``: the number of groups of heads in which exchanges run.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Arm:
 
 
 def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
-    """The arms with the given names.  Raises ChunkflowError for an unknown or repeated name."""
+    """Return the arms with the given names.  Raises ChunkflowError for an unknown or repeated name."""
     if len(set(names)) < len(names):
         raise ChunkflowError(f"--arms {','.join(names)} names an arm twice: name each arm once.")
     return tuple(_parse(name) for name in names)
@@ -83,7 +82,7 @@ def _parse(name: str) -> Arm:
     if name in ALTERNATIVES:
         return Arm(name, None)
     planned, _, form = name.partition("+")
-    grouped = planned == "resident" and "groups" in _FORMS.get(form, {})  # the one form that changes a resident step
+    grouped = planned == "resident" and "groups" in _FORMS.get(form, {})  # only this suffix changes a resident step
     if form in _FORMS and (planned.partition("@")[0] == "chunkflow" or grouped):
         return replace(_parse(planned), name=name, **_FORMS[form])
     policy, at, share = name.partition("@")
@@ -115,10 +114,11 @@ def _parse(name: str) -> Arm:
 def goal_of(
     arm: Arm, layerwise: Plan, problem: Problem, timings: Timings, rate: float, most: float = 1.0
 ) -> tuple[Goal, Timings]:
-    """The goal of an arm that is not an alternative, and the times from which it is planned.
+    """Return the goal of an arm that is not an alternative, and the times from which its plan is made.
 
-    ``layerwise``: plan whose device bytes are the budget of every arm.  ``rate``: bandwidth from host to device in bytes/s.
-    ``most``: maximum budget as a share of all weight bytes, before the bytes for ``arm.residency`` are added.
+    ``layerwise``: the plan of policy layerwise, whose device bytes are the budget of all arms.  ``rate``: the bandwidth
+    from host to device in bytes/s.  ``most``: the maximum budget as a share of all weight bytes, before bytes are added
+    for ``arm.residency`` and ``arm.peers``.
     """
     assert arm.policy is not None
     if arm.policy not in BUDGETED:
@@ -135,7 +135,7 @@ def goal_of(
 
 
 def form_of(arm: Arm, measured: Measured, goal: Goal) -> ArmForm:
-    """The form that an arm runs.  If the arm leaves it open, choice.py decides."""
+    """Return the form that an arm runs.  With ``pack="auto"``, ``to_pack`` chooses the weights to pack."""
     if arm.hoist:
         return HOISTED
     if arm.groups > 1:
@@ -146,14 +146,16 @@ def form_of(arm: Arm, measured: Measured, goal: Goal) -> ArmForm:
     (raw, raw_times), (_, packed_times) = measured[RAW], measured[packed]
 
     def plan(problem: Problem) -> Plan:
-        times = raw_times if problem.digest == raw.program.problem.digest else packed_times  # a subset has neither
+        # no step was measured in which only some weights are packed, so take the times with all of them packed
+        times = raw_times if problem.digest == raw.program.problem.digest else packed_times
         return make_plan(problem, replace(raw.settings, goal=goal, timings=times, likes=()))
 
     return ArmForm(to_pack(raw.cut, plan))
 
 
 def on_peers_of(arm: Arm, variant: Variant, goal: Goal, timings: Timings) -> frozenset[str]:
-    """The weights that an arm shards over the devices of the ranks.  If the arm leaves this open, choice.py decides."""
+    """Return the names of the weights that an arm shards over the devices of the ranks.  With ``peers="auto"``,
+    ``to_peers`` chooses them."""
     if arm.peers != "auto":
         return streamable(variant.cut) if arm.peers else frozenset()
 
@@ -166,7 +168,7 @@ def on_peers_of(arm: Arm, variant: Variant, goal: Goal, timings: Timings) -> fro
 
 
 def block_bytes(problem: Problem) -> int:
-    """The weight bytes of the largest block."""
+    """Return the weight bytes of the largest block."""
     used = [w for w in problem.weights if w.uses]
     blocks = (sum(w.nbytes for w in used if begin <= w.uses[0] <= end) for begin, end in block_regions(problem))
     return max(blocks, default=0)

@@ -1,4 +1,4 @@
-"""The compiled model of a measurement.  All arms of a compilation are plans for the same regions."""
+"""The compiled model of a measurement.  The arms of a compilation run different plans for the same regions."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from .pace import paced
 T = TypeVar("T")
 # The number of resident steps whose median compute time sets the bandwidth of the emulated link.
 COMPUTE_STEPS = 4
-# The number of resident steps before the arms are planned.  The first touches memory for the first time and is not counted;
-# the others are measured.
+# The number of resident steps before the arms are planned.  The first step is not counted, because it writes to new
+# memory pages.
 CALIBRATION = 3
 
 
 class Compilation:
-    """A compilation of an offloaded model.  There may be several with the same weights and different options.
+    """A compilation of an offloaded model.  A model can have several compilations with different options, which share its
+    weights.
 
-    ``call``: compiled model.  ``arena``: arena that all compilations of the model share.
+    ``call``: the compiled model.  ``arena``: the arena that all compilations of the model share.
     """
 
     def __init__(
@@ -43,15 +44,15 @@ class Compilation:
         processes: int,
         options: Mapping[str, Any],
     ) -> None:
-        """Lower every region, and run one step.  ``inputs``: function from a step number to the inputs of the step.
-        ``processes``: number of processes that measure the same."""
+        """Compile the model and run one step.  ``inputs``: a function from a step number to the inputs of the step.
+        ``processes``: the number of processes that run this measurement."""
         self.call = torch.compile(model, backend="chunkflow", fullgraph=True, options=dict(options))
         self.call(**inputs(0))
         self._model, self._inputs, self._processes = model, inputs, processes
         newest = programs(model)[-1]
         self.arena = newest.arena
         self._active = newest.call.active
-        self._pieces: dict[str, Pieces] = {}  # shards by weight name, once weights have been sharded
+        self._pieces: dict[str, Pieces] = {}  # the shards of all weights that were ever sharded, by name
 
     @property
     def program(self) -> SingleCall:
@@ -64,9 +65,10 @@ class Compilation:
         return self._active.variant
 
     def use(self, variant: Variant) -> None:
-        """Make the next call run ``variant``, with the weights in the form and the place that it expects.
+        """Make the next call run ``variant``, and convert the weights to the form that it expects: packed or not, sharded
+        or not.
 
-        The programs of other compilations are ended, so that they occupy no memory while this one is measured.
+        Also close the programs of other compilations, so that they occupy no memory while this one is measured.
         """
         for program in programs(self._model):
             if program.call.active is not self._active:
@@ -76,7 +78,7 @@ class Compilation:
                 continue
             if buffer.compressed and name not in variant.packed:
                 buffer.unpack()
-                buffer.form = Form.COMPRESSIBLE  # left by another arm
+                buffer.form = Form.COMPRESSIBLE  # another arm has packed it
             if buffer.pieces is not None:
                 self._pieces[name] = buffer.pieces
             buffer.pieces = self._pieces.get(name) if name in variant.on_peers else None
@@ -85,7 +87,7 @@ class Compilation:
         self._active.variant = variant
 
     def compute_s(self) -> list[float]:
-        """Seconds per region of a resident step, averaged over the ranks."""
+        """Run resident steps; return the seconds of each region, averaged over the ranks."""
         self._repeat(COMPUTE_STEPS)
         steps = self.program.measurements[-COMPUTE_STEPS:]
         mine = [median(column) for column in zip(*(m.windows.compute_s for m in steps), strict=True)]
@@ -98,8 +100,8 @@ class Compilation:
         return step_timings(program.plan, program.measurements[-CALIBRATION + 1 :], self._processes)
 
     def calibrate_with(self, variant: Variant, pace: float | None) -> tuple[Variant, Timings]:
-        """Run another resident step.  Return its variant and its measured times.  ``pace``: factor by which its regions are
-        slowed down to a fixed duration, or None."""
+        """Run another resident step; return the variant that ran and its measured times.  ``pace``: the duration to which
+        regions are held, as a multiple of their measured times, or None."""
         self.use(variant)
         if pace is not None:
             self.use(paced(variant, self.compute_s(), pace))
@@ -107,13 +109,13 @@ class Compilation:
         return self.variant, timings
 
     def _repeat(self, steps: int) -> None:
-        """Run the same step several times.  If weights are hoisted, the first one computes the row for all."""
+        """Run the same step several times.  If products are hoisted, only the first run computes the row."""
         for _ in range(steps):
             self.call(**self._inputs(0))
 
 
 def step_timings(resident: Plan, steps: Sequence[StepMeasurement], processes: int) -> Timings:
-    """Seconds of regions and collectives with all weights resident, averaged over the ranks."""
+    """Return the seconds of regions and collectives in resident steps, averaged over the ranks."""
     mine = measured(resident, steps).timings()
     everyone = gather(mine, processes)
     return replace(

@@ -1,7 +1,9 @@
-"""Host time: the seconds for issuing a call, without the time in which the host waits because the queues of a GPU are full.
+"""Host time: the seconds in which the host issues a call, excluding the time in which it waits because a queue of the GPU
+is full.
 
-After every few instructions of our executors and launches of Triton kernels, the host synchronizes with the device, and the
-clock is paused.  CPU time is not a measure, because CUDA may poll while a queue is full.
+To keep the queues from filling, the host synchronizes with the device after every few instructions of executors or
+launches of Triton kernels, and the clock is paused meanwhile.  CPU time cannot be used instead, because CUDA may poll
+while a queue is full.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.private_torch.inductor import PyCodeCache, autotuner
 from chunkflow_compile.runtime.executor import Executor
 
-# The queue of a stream can hold about a thousand kernels and copies.  Between two launches of Triton kernels there are at
-# most a few others, and a region, which is one instruction, has about a dozen kernels.
+# The number of instructions and launches between two pauses.  The queue of a stream holds about a thousand kernels and
+# copies.  An instruction may be a region, with about a dozen kernels, and a few other kernels may be launched between two
+# Triton kernels.
 EVERY = 50
 SAMPLES = 10
 
 
 class HostTime(NamedTuple):
-    """The host time of a call.  ``seconds``: host time in seconds.  ``waits``: number of pauses for synchronization; if 0,
-    the queue may have been full, and ``seconds`` is an upper bound."""
+    """The host time of a call.  ``seconds``: the host time in seconds.  ``waits``: the number of pauses; if it is 0, a
+    queue may have been full, and ``seconds`` is an upper bound."""
 
     seconds: float
     waits: int
@@ -38,8 +41,8 @@ def host_time(
     synchronize: Callable[[], None],
     now: Callable[[], float] = time.perf_counter,
 ) -> HostTime:
-    """Measure the host time of a call.  ``synchronize``: function that waits for the device; it is called after every
-    ``EVERY`` instructions of ``executors`` and launches of Triton kernels."""
+    """Measure the host time of a call.  ``synchronize``: a function that waits for the device.  It is called whenever
+    ``executors`` have issued ``EVERY`` more instructions, or as many Triton kernels were launched."""
     issued, waits, waited = 0, 0, 0.0
 
     def pause(_: object = None) -> None:
@@ -59,7 +62,7 @@ def host_time(
 
 
 def executors_of(model: nn.Module) -> list[Executor]:
-    """The executors of the programs and cycles of a model; empty if it does not run with ChunkFlow."""
+    """Return the executors of a model's programs and cycles; empty if the model does not run with ChunkFlow."""
     return [executor for cycle in (*programs(model), *cycles(model)) for executor in cycle.executors]
 
 
@@ -90,8 +93,8 @@ class _Paused:
 
 @contextlib.contextmanager
 def _after_launches(pause: Callable[[], None]) -> Iterator[None]:
-    """Pause after launches of Triton kernels.  Generated code calls a kernel by its name in its module,
-    ``triton_poi_fused_add_0.run(...)``."""
+    """Call ``pause`` after each launch of a Triton kernel in this context.  Generated code looks up the kernel by name in
+    its module, as in ``triton_poi_fused_add_0.run(...)``, so the kernel is replaced there."""
     kernels = autotuner()
     names = [
         (vars(module), name, kernel)

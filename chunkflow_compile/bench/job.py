@@ -19,10 +19,10 @@ from .link import TO_BE_DERIVED, LinkError, LinkLoad
 from .pace import PACE
 from .regimes import Regime
 
-# The arm with which the others are compared: the same program with all weights on the device.
+# The arm with which all other arms are compared.  It keeps all weights on the device.
 RESIDENT = "resident"
-# The number of steps of ``replanned`` before the measured ones: the steps from which it replans, and the first step with
-# the new plan.
+# The number of steps that the arm ``replanned`` runs before the measurement: the steps from which it is replanned, and
+# the first step with the new plan.
 REHEARSAL = REPLAN_AFTER + 1
 # "processes": one process per rank, connected by gloo.  "loopback": one process stands for all ranks and exchanges data
 # with host memory instead of other ranks, using the copy engines.  "loopback-kernels": the same, using kernels like NCCL.
@@ -33,15 +33,16 @@ Transport = Literal["processes", "loopback", "loopback-kernels"]
 class Job:
     """The input of each rank.
 
-    ``model``: a preset or file.py:function, instead of the regime's model; ``sizes``: sizes of the preset.  ``lowering``:
-    lowering of the regions.  ``device``: "threads" (the CPU, where the host runs ahead of every stream), "cpu" or "cuda".
-    ``link``: link to emulate, or None to use the device's own.  ``load``: load of the emulated link, which sets its
-    bandwidth, or None to use the bandwidth in ``link``.  ``pace``: duration of a region as a multiple of its measured time,
-    or None to leave it unchanged.  ``hardware``: profile of the machine, or None for the default of the device.
-    ``folder``: temporary folder through which the ranks find each other and return their results.  ``dump``: folder for
-    dumped programs.  ``seconds``: time limit for the whole job; after the first round, rounds that would exceed it are not
-    run.  ``log``: file to which each turn immediately appends a line of JSON, so that an interrupted job keeps its figures.
-    ``lines``: whether to print progress as lines if stderr is not a terminal.
+    ``model``: a preset or file.py:function that replaces the regime's model.  ``sizes``: the sizes of the preset.
+    ``lowering``: how regions are lowered.  ``device``: "threads" (the CPU, with a thread per stream), "cpu" or "cuda".
+    ``link``: the link to emulate, or None to use the device's own link.  ``load``: the load of the emulated link, from
+    which its bandwidth is derived; None to use the bandwidth in ``link``.  ``pace``: the duration to which regions are
+    held, as a multiple of their measured times, or None.  ``hardware``: the profile of the machine, or None for the
+    default of the device.  ``folder``: a temporary folder in which the ranks find each other and write their results.
+    ``dump``: the folder for dumped programs.  ``seconds``: the time limit for the whole job.  The first round always
+    runs; a later round runs only if it is expected to end within the limit.  ``log``: a file to which each turn
+    immediately appends a line of JSON, so that an interrupted job keeps its figures.  ``lines``: whether to print
+    progress as lines if stderr is not a terminal.
     """
 
     regime: Regime
@@ -71,29 +72,30 @@ class Job:
     def turn(self) -> int:
         """The number of consecutive measured steps per turn of an arm.
 
-        One on the CPU: other processes slow down its cores for seconds at a time, and would slow down all steps of a longer
-        turn.  Three on a GPU: no other process uses it, and there is a pause only after three steps.
+        On the CPU there is one step per turn: other processes may slow down the cores for seconds at a time, and would
+        slow down all steps of a longer turn.  On a GPU, which no other process uses, there are three.
         """
         return 3 if self.device == "cuda" else 1
 
     @property
     def marks_apart(self) -> bool:
-        """Whether the parts of a step are measured in a separate step, because the marks between them take time."""
+        """Whether the parts of a step are measured in a separate step, because the timed events between the parts take
+        time."""
         return self.device == "cuda"
 
 
 def link_of(
     regime: Regime, bandwidth: float = TO_BE_DERIVED, order: str = "fair", one_port: bool = False
 ) -> LinkEmulation:
-    """The link to emulate for a regime.  ``bandwidth``: bytes/s.  ``one_port``: whether its ranks share a port even if the
-    regime does not ask for it."""
+    """Return the link to emulate for a regime.  ``bandwidth``: the bandwidth in bytes/s.  ``one_port``: whether all ranks
+    share a port, even if the regime does not require this."""
     shared = "port" if one_port or regime.one_port else ""
     return LinkEmulation(bandwidth=bandwidth, order=order, shared=shared, peers=regime.peers * bandwidth)
 
 
 def job_of(regime: Regime, steps: int, **other: Any) -> Job:
-    """The job for a regime on its ranks: the load of the regime sets the bandwidth of the emulated link, and regions have
-    fixed durations."""
+    """Return the usual job for a regime.  The bandwidth of the emulated link is derived from the regime's load, and
+    regions have fixed durations."""
     return Job(
         regime=regime,
         link=link_of(regime),
@@ -110,12 +112,12 @@ def job_of(regime: Regime, steps: int, **other: Any) -> Job:
 class ArmRun:
     """The steps of one arm on one rank.
 
-    ``settings``: calls that set up the arm, as text.  ``steps_s``: seconds per step in each turn.  ``host_s``: host time of
-    calls in seconds.  ``host_waits``: minimum number of pauses of the host clock per call; if 0, ``host_s`` are upper
-    bounds.  ``peak_bytes``: peak of the device's allocator in the steps of a turn, including their inputs and outputs and
-    excluding the bytes of other arms; None on the CPU.  ``difference``: maximum difference from the outputs of the resident
-    arm, divided by their maximum value; None without that arm.  ``program``: program of the arm, or None for an
-    alternative.
+    ``settings``: the calls that set up the arm, as text.  ``steps_s``: the seconds per step in each turn.  ``host_s``:
+    the host times of calls in seconds.  ``host_waits``: the minimum of HostTime.waits over these calls; if it is 0,
+    ``host_s`` are upper bounds.  ``peak_bytes``: the peak bytes that torch has allocated during measured steps, including
+    inputs and outputs, excluding the bytes of other arms; None on the CPU.  ``difference``: the maximum difference from
+    the outputs of the resident arm, divided by their maximum value; None if there is no resident arm.  ``program``: the
+    program of the arm, or None for an alternative.
     """
 
     settings: str
@@ -131,7 +133,8 @@ class ArmRun:
 class ProgramRun:
     """The program of an arm that runs ChunkFlow.
 
-    ``folder``: folder of its dump.  ``predicted``: simulated step, with the times of the resident arm in the same run.
+    ``folder``: the folder of its dump, or None.  ``predicted``: the simulated step; compute and collectives take as long
+    as measured in the resident arm.
     """
 
     plan: Plan
@@ -144,8 +147,8 @@ class ProgramRun:
 class RankRun:
     """The result of a rank.
 
-    ``total_bytes``: bytes of all weights.  ``link``: accuracy of the emulated link.  ``load``: load that set its bandwidth,
-    or None if the bandwidth was given.  ``machine``: name of the device.
+    ``total_bytes``: the bytes of all weights.  ``link``: the accuracy of the emulated link, or None.  ``load``: the load
+    from which its bandwidth was derived, or None.  ``machine``: the name of the device.
     """
 
     arms: Mapping[str, ArmRun]

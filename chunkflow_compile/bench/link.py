@@ -1,7 +1,7 @@
-"""The emulated link of a measurement: the bandwidth for a given load, and the accuracy of the emulation.
+"""The emulated link of a measurement: compute its bandwidth for a given load, and measure the accuracy of the emulation.
 
-An emulated link with a fixed bandwidth is nearly full on one machine and mostly idle on another.  A fixed load has the same
-meaning on both.
+With a fixed bandwidth, an emulated link would be nearly full on a fast machine and mostly idle on a slow machine.  A
+fixed load means the same on both.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from chunkflow_compile.runtime.link import LANES, LaneName, Port
 # A placeholder for the bandwidth of an emulated link, in bytes/s, until the load sets it.
 TO_BE_DERIVED = 1e9
 _TRANSFER = 1 << 20
-# The duration of the transfers in a measurement, in seconds.  It is long compared with the milliseconds by which a thread
-# may wake up late.
+# The total duration of the transfers that measure the accuracy, in seconds.  It is long, because a thread may wake up
+# some milliseconds late.
 _TRANSFERS_S = 0.25
 
 
@@ -27,11 +27,11 @@ _TRANSFERS_S = 0.25
 class LinkLoad:
     """The load of an emulated link.
 
-    ``share``: share of the resident step in which the emulated link would be busy if every weight were streamed once per
-    step.  Above 1, such a step takes longer than the resident one.  ``measured_s``: measured compute time of a resident
-    step in seconds, averaged over the ranks.  ``pace``: duration of regions as a multiple of their measured times, or None
-    if they are not held.  ``peers``: bandwidth of a second port for collectives, as a multiple of the first port's
-    bandwidth; 0 if collectives share the first port.
+    ``share``: the share of the resident step in which the emulated link would be busy if every weight were streamed once
+    per step.  If it is above 1, this streaming takes longer than the resident step.  ``measured_s``: the measured compute
+    time of a resident step in seconds, averaged over the ranks.  ``pace``: the duration to which regions are held, as a
+    multiple of their measured times, or None.  ``peers``: the bandwidth of a second port for collectives, as a multiple
+    of the first port's bandwidth; 0 if collectives share the first port.
     """
 
     share: float
@@ -41,7 +41,7 @@ class LinkLoad:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of compute in a resident step."""
+        """The seconds of compute in a resident step."""
         return self.measured_s * (self.pace or 1.0)
 
     def __str__(self) -> str:
@@ -52,16 +52,17 @@ class LinkLoad:
         )
 
     def bandwidth(self, problem: Problem) -> float:
-        """Bytes/s into a rank: B in (W + A) / B = share (compute + n e + A / B).
+        """Return the bandwidth into a rank in bytes/s: the solution B of (W + A) / B = share (compute + n e + A / B).
 
-        W: bytes of the weights that may stream.  A: bytes of the n collectives of a step.  e: overhead of a collective.
-        Collectives on a port of p times the bandwidth: W / B = share (compute + n e + A / (p B)).
-        Raises ChunkflowError if no bandwidth gives this load: collectives slow the resident step too, which limits it.
+        W: the bytes of the weights that may stream.  A: the bytes of the n collectives in a step.  e: the overhead of a
+        collective.  If collectives use a second port with p times the bandwidth, B solves W / B = share (compute + n e +
+        A / (p B)).  Raises ChunkflowError if there is no solution.  A large load may be impossible, because collectives
+        make the resident step longer, too.
         """
         weights = sum(w.nbytes for w in problem.weights if w.keep is None)
         exchanged = sum(c.nbytes for c in problem.collectives)
         uncontended_s = self.compute_s + len(problem.collectives) * EXCHANGE_S
-        beside = 0 if self.peers else exchanged  # A on the left side, if collectives use the same link
+        beside = 0 if self.peers else exchanged  # A on the left side of the equation, if collectives share the port
         needed = weights + beside - self.share * exchanged / (self.peers or 1)
         if needed <= 0:
             most = 1 + weights / exchanged
@@ -74,8 +75,8 @@ class LinkLoad:
 
 @dataclass(frozen=True)
 class LinkError:
-    """The accuracy of an emulated link, in bytes/s.  ``requested``: requested bandwidth.  ``alone``: bandwidth reached by
-    copies alone.  ``shared``: bandwidth reached by all lanes together."""
+    """The accuracy of an emulated link, in bytes/s.  ``requested``: the requested bandwidth.  ``alone``: the measured
+    bandwidth of copies alone.  ``shared``: the measured bandwidth of all lanes together."""
 
     requested: float
     alone: float
@@ -90,8 +91,8 @@ class LinkError:
 
 
 def link_error(link: LinkEmulation) -> LinkError:
-    """Measure the accuracy of ``link`` on private ports.  On a shared port, the traffic of other ranks would appear as an
-    error."""
+    """Measure the accuracy of an emulated link.  Each rank uses a private port, because on a shared port the traffic of
+    other ranks would appear as an error."""
     link = replace(link, shared="", latency_s=0.0)
     count = max(4, round(_TRANSFERS_S * link.bandwidth / _TRANSFER))
     copies, port = chain(Port(link), "copy", count), Port(link)
@@ -101,7 +102,7 @@ def link_error(link: LinkEmulation) -> LinkError:
 
 
 def chain(port: Port, lane: LaneName, count: int) -> float:
-    """The bandwidth in bytes/s of ``count`` transfers of 1 MiB in one lane, each sent after the previous one has ended."""
+    """Send ``count`` transfers of 1 MiB in one lane, one after another; return their bandwidth in bytes/s."""
     start = since = port.clock.now()
     for _ in range(count):
         since = port.send(lane, _TRANSFER, since)

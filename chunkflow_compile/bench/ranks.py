@@ -27,17 +27,18 @@ from chunkflow_compile.weights.progress import off
 from .job import Job, RankRun
 from .turns import Turns, count_steps
 
-# A rank may wait in a collective while another one compiles, which takes less than a minute on a slow core.
+# The timeout of collectives.  A rank may wait in a collective while another rank compiles, which takes less than a minute
+# on a slow core.
 TIMEOUT = timedelta(minutes=5)
-# Seconds between two lines of progress, so that a log shows that the job is running, and stays short.
+# The minimum seconds between two lines of progress: a log should show that the job is running, but stay short.
 _LINE_EVERY_S = 5.0
 
 
 class JobProgress(tqdm):  # type: ignore[type-arg]
-    """The progress bar of a job.  ``lines``: whether to print a line when a part of the job begins, but not too often, if
-    stderr is not a terminal.
+    """The progress bar of a job.
 
-    ``show``: whether to show progress, as on the first rank.  ``now``: clock in seconds.
+    ``show``: whether this rank shows progress.  ``lines``: whether to print lines instead of a bar if stderr is not a
+    terminal, at most one every ``_LINE_EVERY_S``.  ``now``: a clock in seconds.
     """
 
     def __init__(self, total: int, show: bool, lines: bool, now: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +55,7 @@ class JobProgress(tqdm):  # type: ignore[type-arg]
 
 
 def run_job(job: Job) -> list[RankRun]:
-    """Run the job and return the result of each process.  Raises ChunkflowError if one of them fails."""
+    """Run a job and return the result of each process.  Raises ChunkflowError if a process fails."""
     if job.model is None or job.model in PRESETS:
         check_installed("The model that is measured", "diffusers")
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +73,7 @@ def run_job(job: Job) -> list[RankRun]:
 
 
 def _wait(ranks: ProcessContext) -> None:
-    """Wait for all ranks.  An interrupt terminates them first, so that none of them writes to the temporary folder after it
+    """Wait for all ranks.  On an interrupt, terminate them, because they must not write to the temporary folder after it
     is removed."""
     try:
         while not ranks.join():
@@ -108,9 +109,9 @@ def _run_rank(rank: int, job: Job) -> None:
 
 
 def _pin_to_cores(rank: int, ranks: int) -> None:
-    """Pin a rank to separate processors, or to a shared one if there are fewer processors than ranks.
+    """Pin a rank to its own processors, or to a shared processor if there are fewer processors than ranks.
 
-    Threads that move between processors slow down the other rank by a tenth.
+    Without this, threads that move between processors slow down the other ranks by a tenth.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     first = rank * len(cores) // ranks

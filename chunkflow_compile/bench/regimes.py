@@ -1,8 +1,8 @@
 """Regimes: named configurations, some of which are limited by the emulated link.
 
 Each regime sets the load of its emulated link: the share of the resident step in which this link would be busy if every
-weight were streamed once per step.  The bandwidth is derived from the compute time measured at the start, so a regime has
-the same meaning on faster and slower machines.
+weight were streamed once per step.  The bandwidth is derived from this load and from the measured compute time, so a
+regime means the same on faster and slower machines.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ BUDGETS = (0, 20, 40, 60)
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """A small model of ``family``, the load of its emulated link (``share`` in :class:`LinkLoad`), and the default arms.  A
-    regime without a family is for a model named in a :class:`Job`.
+    """A configuration: a small model, the load of its emulated link (``share`` in :class:`LinkLoad`), and the default
+    arms.
 
-    ``ranks``: number of ranks on an emulated link.  ``one_port``: whether they share a port.  ``peers``: bandwidth of a
-    second port for pulls from other ranks and for collectives, as a multiple of the first port's bandwidth; 0 if one port
-    is used for everything.  ``shows``: purpose of the measurement, as text.  ``most``: maximum budget of chunkflow as a
-    share of all weight bytes; below it, the budget is the device bytes of layerwise.  ``dtype``: dtype of the model.
-    ``group_bytes``: option of that name.
+    ``family``: the family of the model; empty if the :class:`Job` names a model.  ``ranks``: the number of ranks on an
+    emulated link.  ``one_port``: whether all ranks share a port.  ``peers``: the bandwidth of a second port for pulls
+    from other ranks and for collectives, as a multiple of the first port's bandwidth; 0 if one port is used for
+    everything.  ``shows``: the purpose of the measurement, as text.  ``most``: a limit for the budget of chunkflow, as a
+    share of all weight bytes; below this limit, the budget is the device bytes of layerwise.  ``dtype``: the dtype of the
+    model.  ``group_bytes``: the option of this name.
     """
 
     family: str = ""
@@ -47,11 +48,12 @@ class Regime:
     peers: float = 0.0
 
 
-# Width 512: a projection has 1 MiB in float32, which is large enough for streaming, and larger weights have several chunks.
+# With a width of 512, a projection takes 1 MiB in float32.  This is large enough for streaming, and larger weights have
+# several chunks.
 _WAN_WIDTH: Mapping[str, Any] = {"heads": 8, "head_dim": 64, "text": 64}
 _CHUNK = 1 << 20
-# Width 768: a projection has 1.1 MiB in bfloat16.  The model is cut so that a region reads one weight, as in models with
-# larger weights.
+# With a width of 768, a projection takes 1.1 MiB in bfloat16.  ``group_bytes=1`` cuts the model so that each region reads
+# one weight, as in models with larger weights.
 _PACKED_WIDTH: Mapping[str, Any] = {"heads": 12, "head_dim": 64, "text": 64}
 _PACKED: Mapping[str, Any] = {
     "family": "wan",
@@ -69,7 +71,7 @@ REGIMES: Mapping[str, Regime] = {
         chunk_bytes=_CHUNK,
         arms=OWN_ARMS,
         shows="the link has time to spare: all copies are hidden, in a quarter of the weight memory",
-        most=0.25,  # layerwise needs more: two of six blocks, and the weights outside blocks
+        most=0.25,  # layerwise needs more than this: it keeps two of six blocks and the weights outside blocks
     ),
     "contention": Regime(
         family="wan",
@@ -132,7 +134,8 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "hoisted": Regime(
         family="qwen-image",
-        size=Size(layers=12, heads=8, head_dim=64, height=16, width=16, text=128),  # a text of this length is not slow
+        # with 128 tokens, text is not a slow input, and its products are not hoisted
+        size=Size(layers=12, heads=8, head_dim=64, height=16, width=16, text=128),
         load=4.0,
         chunk_bytes=_CHUNK,
         arms=("resident", "chunkflow", "chunkflow+hoist"),
@@ -143,7 +146,7 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "exchange-groups": Regime(
         family="wan",
-        # 256 wide: attention takes longer than its exchanges, and only the MLPs stream
+        # with a width of 256, attention takes longer than its exchanges, and only the weights of MLPs are streamed
         size=Size(layers=4, frames=8, height=32, width=32, heads=8, head_dim=32, text=64),
         load=0.5,
         chunk_bytes=_CHUNK // 4,
@@ -160,8 +163,8 @@ REGIMES: Mapping[str, Regime] = {
     ),
 }
 
-# The regimes of ``chunkflow demo``: contention shows speed, compute-rich shows memory.  Both have the same number of
-# frames, so the second one finds the regions of the first in Inductor's cache.
+# The regimes of ``chunkflow demo``: contention shows speed, and compute-rich shows memory.  Both have the same number of
+# frames, so that Inductor's cache contains the regions when the second regime is compiled.
 DEMO: Mapping[str, Regime] = {
     name: replace(
         REGIMES[name], size=replace(REGIMES[name].size, frames=5), arms=("resident", "layerwise", "chunkflow")

@@ -18,8 +18,8 @@ from .job import REHEARSAL, Job
 
 
 def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
-    """The model on ``device``, split over the ranks, and a function from a step number (at least -REHEARSAL) to the inputs
-    of the step.
+    """Build the model on ``device`` and split it over the ranks.  Return the model, and a function from a step number (at
+    least -REHEARSAL) to the inputs of the step.
 
     Weights and inputs are the same in every run and on every rank.
     """
@@ -29,9 +29,9 @@ def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], di
 
 
 def build_on_host(job: Job, weights: Mapping[str, torch.Tensor]) -> nn.Module:
-    """The model in host memory with copies of these weights, by name.  No part of it is ever on a device.
+    """Build the model in host memory, without using the device.  ``weights``: the weights to copy, by name.
 
-    Drawing billions of random weights on the host would take minutes.
+    The weights are copied, because drawing billions of random weights on the host would take minutes.
     """
     from accelerate import init_empty_weights
 
@@ -57,7 +57,7 @@ def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def first(output: Any) -> torch.Tensor:
-    """The first tensor of a model's output: a tensor, a tuple, or an output class of diffusers."""
+    """Return the first tensor in a model's output, which may be a tensor, a tuple, or an output class of diffusers."""
     tensor: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
     return tensor
 
@@ -68,7 +68,8 @@ def _split(job: Job, model: nn.Module) -> nn.Module:
 
 
 def _inputs_of_step(inputs: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The inputs of another step: every floating-point tensor is scaled down a little, similar to latents that lose noise."""
+    """Return the inputs of another step.  Floating-point tensors are scaled down a little from step to step, like latents
+    that lose noise."""
     return {
         k: v / (1 + 0.01 * (step + REHEARSAL)) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in inputs.items()

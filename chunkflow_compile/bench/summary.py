@@ -1,4 +1,4 @@
-"""The measurements of all ranks, as a record and a table."""
+"""Combine the measurements of all ranks into a record, and format the record as a table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from chunkflow_compile.units import size
 from .job import RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link import LinkError, LinkLoad
 
-# If compute exceeds its fixed duration by this share, the machine was busy.  On two idle cores, it exceeds it by less than
-# 1 %.
+# If compute takes longer than its fixed duration by more than this share, the machine was busy.  On two idle cores, the
+# excess is below 1 %.
 _OVERRUN = 0.03
 
 
@@ -24,14 +24,14 @@ _OVERRUN = 0.03
 class BenchRecord:
     """The result of a measurement, with figures by arm.
 
-    ``settings``: calls that set up each arm, as text.  ``predicted``: simulated figures in the form of ``record``.
-    ``steps_s``: seconds per step in each turn, on the rank that was slowest in it.  ``compute_s``: seconds of compute per
-    step, on the slowest rank; empty for an alternative.  ``inflation``: slowdown of collectives compared with all weights
-    resident, 0.05 for 5 %, without the time in which one rank waits for another; None without a resident arm or without
-    collectives.  ``host_s``: host time per call in seconds; for the arms in ``host_bounds``, an upper bound.
-    ``copy_rate``: bytes/s while copies run.  ``peak_bytes``: peak of the device's allocator, or None on the CPU.
-    ``difference``: maximum difference from the outputs of the resident arm, divided by their maximum value.  ``link``:
-    accuracy of the emulated link on the worst rank.
+    ``settings``: the calls that set up each arm, as text.  ``predicted``: the simulated figures.  ``steps_s``: the
+    seconds per step in each turn, on the slowest rank of the turn.  ``compute_s``: the seconds of compute per step, on
+    the slowest rank; alternatives are left out.  ``inflation``: the slowdown of collectives relative to the resident arm
+    (0.05 for 5 %), excluding the time in which ranks wait for each other; None without a resident arm or without
+    collectives.  ``host_s``: the host time per call in seconds.  ``host_bounds``: the arms for which ``host_s`` is an
+    upper bound.  ``copy_rate``: the bytes/s while copies run.  ``peak_bytes``: the peak bytes that torch has allocated on
+    the device, or None on the CPU.  ``difference``: the maximum difference from the outputs of the resident arm, divided
+    by their maximum value.  ``link``: the accuracy of the emulated link on the least accurate rank.
     """
 
     record: ComparisonRecord
@@ -51,12 +51,12 @@ class BenchRecord:
 
     @property
     def steps(self) -> int:
-        """The number of measured turns of each arm."""
+        """The number of measured turns per arm."""
         return len(next(iter(self.steps_s.values())))
 
     @property
     def quartiles_s(self) -> dict[str, tuple[float, float]]:
-        """The first and third quartiles of each arm's steps."""
+        """The first and third quartiles of each arm's step times."""
         return {name: _quartiles(steps) for name, steps in self.steps_s.items()}
 
     @property
@@ -66,7 +66,7 @@ class BenchRecord:
         return {n: p.step_s / s - 1 for n, p in self.predicted.items() if p.step_s and (s := steps[n])}
 
     def ratio(self, arm: str, base: str) -> float:
-        """The ratio of the step times of ``arm`` and ``base``: the median over all rounds.
+        """Return the ratio of the step times of ``arm`` and ``base``: the median over all rounds.
 
         A round contains one step of every arm.  If other processes slow down the machine for some seconds, they slow down
         both arms in a round and hardly change their ratio.
@@ -74,15 +74,15 @@ class BenchRecord:
         return median(self.ratios(arm, base))
 
     def ratios(self, arm: str, base: str) -> list[float]:
-        """The ratio of the step times of ``arm`` and ``base`` in each round."""
+        """Return the ratio of the step times of ``arm`` and ``base`` in each round."""
         return [a / b for a, b in zip(self.steps_s[arm], self.steps_s[base], strict=True)]
 
     def middle(self, arm: str, base: str) -> tuple[float, float]:
-        """The first and third quartile of the ratios of all rounds.  If they are far apart, the machine was busy."""
+        """Return the first and third quartiles of :meth:`ratios`.  If they are far apart, the machine was busy."""
         return _quartiles(self.ratios(arm, base))
 
     def host(self, arm: str) -> str:
-        """The host time per call of an arm, as text."""
+        """Return the host time per call of an arm as text."""
         return f"{'at most ' if arm in self.host_bounds else ''}{seconds(self.host_s[arm])}"
 
     def to_json(self) -> str:
@@ -101,7 +101,7 @@ class BenchRecord:
 
 
 def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
-    """The record of a job: medians over the steps of the slowest rank."""
+    """Return the record of a job.  Times are medians over the steps, on the slowest rank."""
     arms = {name: [rank.arms[name] for rank in ranks] for name in ranks[0].arms}
     ran = {name: [run.program for run in arm if run.program is not None] for name, arm in arms.items()}
     programs = {name: runs for name, runs in ran.items() if runs}
@@ -130,7 +130,7 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
 
 
 def _title(job: Job) -> str:
-    """The model and its emulated link, in one line."""
+    """Return a line that describes the model and its emulated link."""
     size, link = job.regime.size, "" if job.link is None else ", on an emulated link"
     if job.link is not None and job.link.shared:
         link += " that all ranks share"
@@ -143,7 +143,7 @@ def _title(job: Job) -> str:
 
 
 def conditions(job: Job, record: BenchRecord) -> str:
-    """The lines above the table: model, ranks, device, and the emulated link."""
+    """Return the lines above the table, which describe the model, the ranks, the device, and the emulated link."""
     stood = " (one process stands for all)" if job.processes < job.ranks else ""
     machine = f" ({record.machine})" if job.device == "cuda" else ""
     text = (
@@ -154,7 +154,8 @@ def conditions(job: Job, record: BenchRecord) -> str:
 
 
 def why_busy(record: BenchRecord) -> str:
-    """A clause on the evidence that other processes used the processors during a measurement; empty if there is none."""
+    """Return a clause with the evidence that other processes used the processors during a measurement; empty if there is
+    no evidence."""
     signs = []
     held_s = record.load.compute_s if record.load is not None and record.load.pace is not None else None
     over = [s / held_s - 1 for steps in record.compute_s.values() for s in steps] if held_s else []
@@ -168,7 +169,7 @@ def why_busy(record: BenchRecord) -> str:
 
 
 def bench_table(record: BenchRecord) -> str:
-    """The table, one row per arm, with measured and predicted figures."""
+    """Return a table of measured and predicted figures, with one row per arm."""
     arms = record.record.arms
     columns: dict[str, dict[str, object]] = {
         "middle half": {n: f"{a * 1e3:.0f} to {b * 1e3:.0f}" for n, (a, b) in record.quartiles_s.items()}
@@ -196,7 +197,8 @@ def _percent(share: float | None) -> str:
 
 
 def _copy_rate(ranks: Sequence[ProgramRun]) -> float | None:
-    """The copy rate of the slowest rank in bytes/s, while copies ran, with or without concurrent collectives."""
+    """Return the copy rate of the slowest rank in bytes/s, over the time in which copies ran; None if nothing was
+    copied."""
     rates = [
         sum(m.moved_bytes for m in rank.measurements) / seconds
         for rank in ranks
@@ -206,7 +208,7 @@ def _copy_rate(ranks: Sequence[ProgramRun]) -> float | None:
 
 
 def _measured_record(ranks: Sequence[ArmRun], programs: Sequence[ProgramRun], total: int) -> ArmRecord:
-    """The measured figures of an arm.  ``programs``: programs of the ranks; empty for an alternative."""
+    """Return the measured figures of an arm.  ``programs``: the program of each rank; empty for an alternative."""
     record = ArmRecord(step_s=max(median(r.steps_s) for r in ranks), weights_total_bytes=total)
     if not programs:
         return record
@@ -230,8 +232,8 @@ def _predicted(ranks: Sequence[ProgramRun], total: int) -> ArmRecord:
 
 
 def _collective_seconds(ranks: Sequence[ProgramRun]) -> float:
-    """Seconds of collectives per step.  Each collective is timed on the rank that reached it last, because the others
-    waited."""
+    """Return the seconds of collectives per step.  Each collective is timed on the rank that started it last, because the
+    other ranks were waiting."""
     steps_s: list[float] = []
     for step in zip(*(r.measurements for r in ranks), strict=True):
         columns = zip(*(m.windows.collective_s for m in step), strict=True)
@@ -240,7 +242,7 @@ def _collective_seconds(ranks: Sequence[ProgramRun]) -> float:
 
 
 def _compute_seconds(ranks: Sequence[ProgramRun]) -> tuple[float, ...]:
-    """Seconds of compute in each step, on the rank that computed longest."""
+    """Return the seconds of compute in each step, on the rank that computed longest."""
     steps = zip(*(r.measurements for r in ranks), strict=True)
     return tuple(max(sum(m.windows.compute_s) for m in step) for step in steps)
 

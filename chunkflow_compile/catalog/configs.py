@@ -1,7 +1,7 @@
 """The published configurations of the presets' transformers, with their sources.
 
-Most are the ``transformer/config.json`` in the model's repository.  The defaults of the diffusers classes are the
-published sizes of FLUX.1, FLUX.2-dev, HunyuanVideo, Qwen-Image, Z-Image and LTX-Video 0.9.
+Most configurations are from ``transformer/config.json`` in the model's repository.  For FLUX.1, FLUX.2-dev, HunyuanVideo,
+Qwen-Image, Z-Image and LTX-Video 0.9, the defaults of the diffusers class are the published sizes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cost of an eager call: FLOPs, memory traffic, and peak activation memory.  No values are computed."""
+"""Count the cost of an eager call (FLOPs, memory traffic, and peak activation memory) without computing values."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from .weightless import Build, default_dtype
 class EagerCost:
     """The cost of one call.
 
-    ``weights``: bytes of the model.  ``small``: bytes of its weights below the default ``min_bytes``, which stay on the
-    device.
-    ``activations``: peak bytes of all other live tensors, inputs included.  A compiled call takes less, because it fuses
-    ops.  Workspaces of kernels are not counted.
-    ``flops``: floating-point operations.  ``traffic``: bytes that ops read and write.  ``passes``: number of calls of the
-    largest submodule, such as the decoder of a VAE that decodes chunks of frames one after the other.
+    ``weights``: the bytes of all weights.  ``small``: the bytes of the weights that are smaller than the default
+    ``min_bytes``, which stay on the device.  ``activations``: the peak bytes of all other live tensors, including inputs.
+    A compiled call needs fewer bytes, because ops are fused.  Workspaces of kernels are not counted.  ``flops``: the
+    number of floating-point operations.  ``traffic``: the bytes that ops read and write.  ``passes``: the number of calls
+    of the largest submodule.  A VAE that decodes chunks of frames, one after the other, calls its decoder once per chunk.
     """
 
     weights: int
@@ -40,13 +39,14 @@ class EagerCost:
     passes: int = 1
 
     def seconds(self, hardware: Hardware) -> float:
-        """The predicted time of the matrix products, plus the time of the memory traffic, without overlap."""
+        """Return the predicted seconds of a call: the time of matrix products plus the time of memory traffic, without
+        overlap."""
         return self.flops / hardware.flops("bfloat16") + self.traffic / hardware.memory_rate
 
 
 def eager_cost(build: Build, dtype: torch.dtype, method: str = "__call__") -> EagerCost:
-    """Compute the cost of a call without weights.  ``build``: returns a model, and the keyword arguments for its
-    ``method``."""
+    """Compute the cost of a call without weights.  ``build``: a function that returns a model and the keyword arguments
+    of its ``method``."""
     with FakeTensorMode(allow_non_fake_inputs=True), default_dtype(dtype), torch.no_grad():
         model, inputs = build()
         call = getattr(model.eval(), method)
@@ -77,7 +77,7 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self, weights: set[int]) -> None:
         super().__init__()
-        self._counted = weights  # storages that are counted already, and the storages of the weights
+        self._counted = weights  # the storages that are counted already, and the storages of weights
         self._now = self.most = self.traffic = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,7 +86,7 @@ class _LiveBytes(TorchDispatchMode):
             self._add(tensor)
         outputs = func(*args, **(kwargs or {}))
         fresh = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and self._add(t)]
-        if fresh:  # a view moves no data
+        if fresh:  # a view has no new storage, and moves no data
             self.traffic += sum(t.nbytes for t in (*inputs, *fresh))
         return outputs
 

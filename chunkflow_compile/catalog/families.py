@@ -1,4 +1,4 @@
-"""Families: the diffusers classes, and how each is configured and called."""
+"""Families: the diffusers classes, and how to configure and call each class."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .sizes import Config, Shape, build_model
 class Family:
     """A diffusers class.
 
-    ``inputs(config, shape, generator)``: returns the keyword arguments of one denoising step; latents and text are
-    random, drawn from ``generator`` unless it is None.  ``prepare``: adapts a model whose call cannot be traced
-    otherwise, or None.
+    ``inputs(config, shape, generator)``: a function that returns the keyword arguments of one denoising step.  Latents
+    and text are random; ``generator`` draws them unless it is None.  ``prepare``: a function that modifies a model so
+    that its call can be traced, or None.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Family:
         return model
 
     def model_and_inputs(self, config: Config, shape: Shape, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
-        """Build a model and the inputs of one step; floating-point inputs are in ``dtype``."""
+        """Build a model and the inputs of one step.  ``dtype``: the dtype of floating-point inputs."""
         model, inputs = self.build(config), self.inputs(config, shape, None)
         tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
         return model, {**inputs, **{k: v.to(dtype) for k, v in tensors.items()}}
@@ -44,7 +44,8 @@ class Family:
 
 def _wan_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
     latent = (shape.batch, config["in_channels"], shape.frames, shape.height, shape.width)
-    # A pipeline with expand_timesteps (Wan2.2 5B) passes [batch, tokens], any other Wan pipeline [batch].
+    # the timestep has the shape [batch, tokens] in a pipeline with expand_timesteps (Wan2.2 5B), and [batch] in other Wan
+    # pipelines
     tokens = [math.prod(latent[2:]) // math.prod(config["patch_size"])] if shape.timestep == "token" else []
     return {
         "hidden_states": torch.randn(latent, generator=generator),
@@ -101,7 +102,7 @@ def _qwen_inputs(config: Config, shape: Shape, generator: torch.Generator | None
 
 
 def _sd3_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """The latents are not packed: the model divides them into patches of two by two."""
+    """Return inputs for SD3.  The latents are not packed, because the model divides them into patches of two by two."""
     latent = (shape.batch, config["in_channels"], 2 * shape.height, 2 * shape.width)
     text = (shape.batch, shape.text, config["joint_attention_dim"])
     return {
@@ -114,7 +115,7 @@ def _sd3_inputs(config: Config, shape: Shape, generator: torch.Generator | None)
 
 
 def _flux2_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """The coordinates have four axes.  Guidance is an input only if the model embeds it."""
+    """Return inputs for FLUX.2.  Coordinates have four axes.  Guidance is an input only if the model embeds it."""
     batch, tokens, text = shape.batch, shape.height * shape.width, shape.text
     one = torch.arange(1)
     axes = (one, torch.arange(shape.height), torch.arange(shape.width), one), (one, one, one, torch.arange(text))
@@ -131,8 +132,8 @@ def _flux2_inputs(config: Config, shape: Shape, generator: torch.Generator | Non
 
 
 def _z_image_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """Inputs are a list of latents, which the model divides into patches of two by two, and a list of texts.  As they are
-    lists, not tensors, they keep the default dtype."""
+    """Return inputs for Z-Image: a list of latents, which the model divides into patches of two by two, and a list of
+    texts.  Inputs in lists keep the default dtype."""
     latent = (config["in_channels"], 1, 2 * shape.height, 2 * shape.width)
     text = (shape.text, config["cap_feat_dim"])
     return {
@@ -144,15 +145,15 @@ def _z_image_inputs(config: Config, shape: Shape, generator: torch.Generator | N
 
 
 def _z_image_tables(model: Any) -> None:
-    """Compute the tables of the rotary embedding in advance: the model computes them in a device context, which Dynamo
-    does not support."""
+    """Compute the tables of the rotary embedding in advance, because the model computes them in a device context, which
+    Dynamo does not support."""
     rope, device = model.rope_embedder, next(model.parameters()).device
     tables = rope.precompute_freqs_cis(rope.axes_dims, rope.axes_lens, theta=rope.theta)
     rope.freqs_cis = [table.to(device) for table in tables]
 
 
 def _ltx_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """For video at 25 frames per second."""
+    """Return inputs for LTX-Video, for video at 25 frames per second."""
     tokens = shape.frames * shape.height * shape.width
     text = (shape.batch, shape.text, config["caption_channels"])
     return {
@@ -169,8 +170,8 @@ def _ltx_inputs(config: Config, shape: Shape, generator: torch.Generator | None)
 
 
 def _hunyuan15_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """For a prompt without an image (729 tokens of zeros), and without quoted text to render, which ByT5 would encode in
-    256 tokens."""
+    """Return inputs for HunyuanVideo-1.5.  There is no image, so its 729 tokens are zeros.  The prompt contains no quoted
+    text to render, which ByT5 would encode in 256 tokens."""
     latent = (shape.batch, config["in_channels"], shape.frames, shape.height, shape.width)
     text = (shape.batch, shape.text, config["text_embed_dim"])
     return {
@@ -186,9 +187,9 @@ def _hunyuan15_inputs(config: Config, shape: Shape, generator: torch.Generator |
 
 
 def _without_branches(model: Any) -> None:
-    """Replace the forward of a HunyuanVideo-1.5 by one that can be traced.
+    """Replace the forward of a HunyuanVideo-1.5 model by a function that can be traced.
 
-    The original forward branches on whether there is an image, and moves a number of tokens that depends on a mask.
+    The original forward depends on whether there is an image, and moves a number of tokens that depends on a mask.
     """
     model.forward = MethodType(_hunyuan15_forward, model)
 
@@ -206,7 +207,7 @@ def _hunyuan15_forward(
 ) -> tuple[torch.Tensor]:
     """Compute the same outputs as the forward of the class, bit for bit, for latents in patches of one element.
 
-    Unlike the original, it does not zero masked tokens, which nothing reads.
+    Unlike the original, this function does not set masked tokens to zero, because nothing reads them.
     """
     latent = hidden_states.shape[2:]
     rotary, temb = self.rope(hidden_states), self.time_embed(timestep)
@@ -220,7 +221,7 @@ def _hunyuan15_forward(
     context = torch.cat([part + self.cond_type_embed(kind) for part, kind in zip(parts, kinds, strict=True)], dim=1)
     has_image = (image_embeds != 0).any().expand(kinds[0].shape)
     mask = torch.cat([has_image, encoder_attention_mask_2.bool(), encoder_attention_mask.bool()], dim=1)
-    order = torch.argsort(mask.logical_not(), dim=1, stable=True)  # padding comes last
+    order = torch.argsort(mask.logical_not(), dim=1, stable=True)  # move padding to the end
     context, mask = context.gather(1, order[..., None].expand_as(context)), mask.gather(1, order)
     for block in self.transformer_blocks:
         hidden_states, context = block(hidden_states, context, temb, mask, rotary)
@@ -229,15 +230,15 @@ def _hunyuan15_forward(
 
 
 def _longcat_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """The inputs of FLUX without pooled text and guidance."""
+    """Return inputs for LongCat-Image: the inputs of FLUX without pooled text and guidance."""
     inputs = _flux_inputs(config, shape, generator)
     return {name: value for name, value in inputs.items() if name not in ("pooled_projections", "guidance")}
 
 
 def _minimax_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """Inputs are one sequence of text, stereo audio with 40 latents per second, and patches of video at 24 frames per
-    second.  Text and video have one timestep, and audio has another."""
-    frames = (shape.frames - 2) // 5 * 17 + 5  # frames of the output
+    """Return inputs for MiniMax-H3: a sequence of text, stereo audio with 40 latents per second, and patches of video at
+    24 frames per second.  Text and video share a timestep, and audio has its own."""
+    frames = (shape.frames - 2) // 5 * 17 + 5  # the number of frames in the output
     sizes = shape.text, 2 * round(40 * frames / 24), shape.frames * shape.height * shape.width
     text, audio, video = torch.arange(sum(sizes)).split(sizes)
     tags = torch.cat([torch.full_like(text, 1), torch.full_like(audio, 2), torch.zeros_like(video)])
@@ -260,8 +261,8 @@ def _minimax_inputs(config: Config, shape: Shape, generator: torch.Generator | N
 
 
 def _ltx2_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
-    """For video at 24 frames per second, and audio with 25 latents per second.  No text is masked, because the connectors
-    of the pipeline replace padding."""
+    """Return inputs for LTX-2, for video at 24 frames per second and audio with 25 latents per second.  No text is
+    masked, because the connectors in the pipeline replace padding."""
     batch, tokens = shape.batch, shape.frames * shape.height * shape.width
     audio = round(25 * (8 * (shape.frames - 1) + 1) / 24)
     text, mask = (batch, shape.text, config["caption_channels"]), torch.ones(batch, shape.text, dtype=torch.long)

@@ -1,7 +1,7 @@
 """Well-known diffusion transformers at their published sizes, traced without weights, for any Ulysses degree.
 
-The configurations and their sources are in ``configs``. torch is imported only when a model is built, because ``--help``
-lists the names.
+``configs`` contains the configurations and their sources.  torch is imported only when a model is built, because
+``--help`` lists the names of presets.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSizes:
-    """Sizes of the output: ``height`` and ``width`` in pixels, ``frames`` of video (1 for an image), ``batch`` samples,
-    and ``text`` tokens of the prompt."""
+    """The sizes of an output.  ``height``, ``width``: in pixels.  ``frames``: the number of frames, 1 for an image.
+    ``batch``: the number of samples.  ``text``: the number of tokens in the prompt."""
 
     height: int
     width: int
@@ -37,15 +37,16 @@ class OutputSizes:
     text: int = 512
 
     def __str__(self) -> str:
-        """Format the size of a sample: "81 frames of 720x1280"."""
+        """Return the size of a sample as text, such as "81 frames of 720x1280"."""
         return f"{f'{self.frames} frames of ' if self.frames > 1 else ''}{self.height}x{self.width}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The calls of the transformer of preset ``model`` at ``sizes``, as a benchmark case measured or planned them.
+    """How a preset's transformer is called in a benchmark or for a plan.
 
-    ``timestep``, ``forwards``, ``branches``: as in :class:`Preset`.
+    ``model``: the name of the preset.  ``sizes``: the sizes of the output.  ``timestep``, ``forwards``, ``branches``: see
+    :class:`Preset`.
     """
 
     model: str
@@ -55,12 +56,14 @@ class Workload:
     branches: int = 1
 
     def __str__(self) -> str:
-        """Format the sizes and the form of a call: "81 frames of 704x1280, one timestep per token"."""
+        """Return the sizes and the form of the timestep as text, such as "81 frames of 704x1280, one timestep per
+        token"."""
         return f"{self.sizes}, one timestep per {self.timestep}{self._branches_text}"
 
     @property
     def label(self) -> str:
-        """The same, without the timestep if there is one per sample, as for most models."""
+        """The text that str() returns, but without the form of the timestep if there is one timestep per sample, as in
+        most models."""
         return str(self) if self.timestep == "token" else f"{self.sizes}{self._branches_text}"
 
     @property
@@ -69,23 +72,22 @@ class Workload:
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> Workload:
-        """Inverse of ``dataclasses.asdict``."""
+        """Return the workload from the result of ``dataclasses.asdict``."""
         return Workload(**{**body, "sizes": OutputSizes(**body["sizes"])})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model, and how its diffusers pipeline calls it.
+    """A model at its published sizes, and how its diffusers pipeline calls it.
 
-    ``sizes``: the usual output.  ``forwards``: calls of the transformer per denoising step.
-    ``branches``: branches of classifier-free guidance per call, so that a call passes ``branches`` samples for each of
-    ``sizes.batch``.  A pipeline that calls the transformer once per branch has 2 forwards of 1 branch.  A pipeline that
-    concatenates both branches to one batch has 1 forward of 2 branches.  A pipeline whose model is guidance-distilled has
-    1 forward of 1 branch.
-    ``timestep``: whether a call passes one timestep per sample or one per token.  ``spatial``: pixels per latent element,
-    including the patches of packed latents (FLUX).
-    ``temporal``, ``latents``, ``last``: a video of ``temporal`` k + ``last[0]`` frames has ``latents`` k + ``last[1]``
-    latent frames.
+    ``sizes``: the sizes of the usual output.  ``forwards``: the number of calls of the transformer per denoising step.
+    ``branches``: the number of branches of classifier-free guidance per call.  The batch size of a call is ``branches``
+    times ``sizes.batch``.  If a pipeline calls the transformer once per branch, there are 2 forwards with 1 branch.  If
+    it concatenates both branches into one batch, there is 1 forward with 2 branches.  If the model is guidance-distilled,
+    there is 1 forward with 1 branch.  ``timestep``: whether a call passes one timestep per sample or one per token.
+    ``spatial``: the number of pixels per latent element in each direction; for packed latents (FLUX), this includes the
+    patches.  ``temporal``, ``latents``, ``last``: a video with ``temporal`` k + ``last[0]`` frames has ``latents`` k +
+    ``last[1]`` latent frames.
     """
 
     name: str
@@ -106,7 +108,7 @@ class Preset:
         return int(self.config.get("num_attention_heads") or self.config["n_heads"])
 
     def workload(self, sizes: OutputSizes | None = None) -> Workload:
-        """The calls of this model at ``sizes``, by default at its usual sizes."""
+        """Return the workload of this model.  ``sizes``: the sizes of the output, by default the usual sizes."""
         return Workload(
             model=self.name,
             sizes=sizes or self.sizes,
@@ -116,8 +118,8 @@ class Preset:
         )
 
     def under(self, cfg_parallel: int) -> Preset:
-        """Return the preset for ``cfg_parallel`` groups of ranks: with one group per branch of guidance, each call
-        computes one branch."""
+        """Return the preset as it is called on one of ``cfg_parallel`` groups of ranks.  With one group per branch of
+        guidance, each call computes one branch."""
         return self if cfg_parallel == 1 else replace(self, forwards=self.forwards * self.branches, branches=1)
 
     def shape(self, sizes: OutputSizes) -> Shape:
@@ -183,7 +185,7 @@ class Preset:
     def _model_and_inputs(
         self, sizes: OutputSizes | None, quantize: Quantisation | None = None
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Build the model in the default dtype, on the default device, and inputs in bfloat16."""
+        """Build the model in the default dtype on the default device, and the inputs in bfloat16."""
         import torch
 
         from .families import FAMILIES
@@ -266,7 +268,7 @@ PRESETS: Mapping[str, Preset] = {
             name="qwen-image",
             family="qwen-image",
             config=CONFIGS["qwen-image"],
-            # prompts are not padded; 64 tokens are about forty words
+            # prompts are not padded; 64 tokens are a prompt of about forty words
             sizes=OutputSizes(height=1024, width=1024, text=64),
             forwards=2,
             spatial=16,
@@ -299,7 +301,7 @@ PRESETS: Mapping[str, Preset] = {
             name="sd3.5-large",
             family="sd3",
             config=CONFIGS["sd3.5-large"],
-            sizes=OutputSizes(height=1024, width=1024, text=333),  # 77 from CLIP and 256 from T5
+            sizes=OutputSizes(height=1024, width=1024, text=333),  # 77 tokens from CLIP and 256 from T5
             forwards=1,
             spatial=16,
             branches=2,
@@ -364,8 +366,8 @@ def preset(name: str) -> Preset:
 
 
 def weight_bytes(name: str, min_bytes: int = DEFAULT_MIN_BYTES) -> int:
-    """Return the bytes of the weights of a preset that are streamed, in bfloat16.  Raises ChunkflowError if there is no
-    such preset."""
+    """Return the bytes of the weights in a preset that have at least ``min_bytes``, in bfloat16.  Raises ChunkflowError
+    if there is no such preset."""
     import torch
 
     model, _ = preset(name).build(None, torch.device("meta"))

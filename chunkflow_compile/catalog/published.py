@@ -1,7 +1,8 @@
-"""Whole pipelines at their published sizes, without weights: encoders, transformer, VAE, and how often each is called.
+"""Whole pipelines at their published sizes, without weights: encoders, transformer and VAE, and the number of calls of
+each.
 
-Configurations are from the models' repositories (``text_encoder/config.json``, ``vae/config.json``). torch is imported
-only when a model is built, as in ``presets``.
+Configurations are from the models' repositories (``text_encoder/config.json``, ``vae/config.json``).  Like in
+``presets``, torch is imported only when a model is built.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """A text encoder from transformers.  ``tokens``: tokens per prompt.  ``calls``: calls per generation."""
+    """A text encoder from transformers.  ``tokens``: the number of tokens per prompt.  ``calls``: the number of calls per
+    generation."""
 
     name: str
     class_name: str
@@ -30,7 +32,7 @@ class Encoder:
     calls: int = 1
 
     def model_and_inputs(self) -> tuple[nn.Module, dict[str, Any]]:
-        """Build the encoder, and the arguments of a call."""
+        """Return the encoder and the arguments of a call."""
         import torch
 
         inputs = {"input_ids": torch.zeros(1, self.tokens, dtype=torch.long), "return_dict": False}
@@ -41,11 +43,11 @@ class Encoder:
 class Published:
     """A published pipeline.
 
-    ``transformer``: the preset of its transformer.  ``experts``: the number of transformers of this size, each used for a
-    part of the steps.
-    ``vae``: the class of its VAE.  ``channels``: channels of the latents.  ``scale``: pixels per latent element.
-    ``tiled``: whether it decodes in tiles, as in the model's own example.
-    ``steps``: denoising steps per generation, as in the model's repository.
+    ``transformer``: the preset of the transformer.  ``experts``: the number of transformers with this preset; each is
+    used in a part of the steps.  ``vae``: the class of the VAE.  ``channels``: the number of channels of the latents.
+    ``scale``: the number of pixels per latent element in each direction.  ``tiled``: whether the VAE decodes in tiles, as
+    in the example in the model's repository.  ``steps``: the number of denoising steps per generation, as in the model's
+    repository.
     """
 
     transformer: Preset
@@ -63,7 +65,7 @@ class Published:
         return self.transformer.name
 
     def vae_and_latents(self, sizes: OutputSizes) -> tuple[nn.Module, dict[str, Any]]:
-        """Build the VAE, and the arguments with which its ``decode`` generates an output of ``sizes``."""
+        """Return the VAE and the arguments with which its ``decode`` generates an output of the given sizes."""
         import torch
 
         vae: Any = build_model(self.vae, **self.vae_config)
@@ -105,7 +107,8 @@ _LLAMA_8B: Config = {
     "num_key_value_heads": 8,
     "use_cache": False,
 }
-# The language model of Qwen2.5-VL 7B, which encodes text; its vision tower (1.3 GB) is not called for text.
+# The language model in Qwen2.5-VL 7B, which encodes text.  The vision tower (1.3 GB) is left out, because it is not
+# called for text.
 _QWEN_7B: Config = {
     "vocab_size": 152064,
     "hidden_size": 3584,
@@ -115,7 +118,7 @@ _QWEN_7B: Config = {
     "num_key_value_heads": 4,
     "use_cache": False,
 }
-# Mistral Small 3 24B; its vision tower is not called for text.
+# Mistral Small 3 24B without its vision tower, which is not called for text.
 _MISTRAL_24B: Config = {
     "vocab_size": 131072,
     "hidden_size": 5120,
@@ -223,7 +226,7 @@ PUBLISHED: Mapping[str, Published] = {
                 Encoder(name="text_encoder_2", class_name="CLIPTextModel", config=_CLIP_L, tokens=77),
             ),
             vae="AutoencoderKLHunyuanVideo",
-            tiled=True,  # decoding whole frames takes 50 GiB
+            tiled=True,  # because decoding whole frames takes 50 GiB
             channels=16,
             scale=8,
             steps=50,

@@ -1,8 +1,9 @@
-"""Quantised variants of a model for planning: the linear layers of its blocks get the bytes and ops of a quantiser.
+"""Quantised variants of a model for planning.  The linear layers of the blocks are replaced by layers with the bytes and
+ops of a quantiser.
 
-The layers have the layouts of weight-only quantisation in torchao (int8, fp8) and bitsandbytes (nf4).  They dequantise in
-forward and multiply in the dtype of the input.  So the copied weights are quantised, and the FLOPs are the same as
-without quantisation.
+The new layers have the layouts of weight-only quantisation in torchao (int8, fp8) and bitsandbytes (nf4).  Their forward
+dequantises the weight and multiplies in the dtype of the input.  So quantised weights are copied, and the FLOPs are the
+same as without quantisation.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .sizes import Quantisation
 
-# Number of elements that share a scale in nf4; the default of bitsandbytes.
+# The number of elements that share a scale in nf4, as by default in bitsandbytes.
 _NF4_GROUP = 64
 
 
 class _ScaledRows(nn.Module):
-    """A linear layer with one byte per element, of ``dtype``, and one scale per output."""
+    """A linear layer whose weight has one byte per element and one scale per output.  ``dtype``: the dtype of the
+    elements."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,7 +38,8 @@ class _ScaledRows(nn.Module):
 
 
 class _Nf4(nn.Module):
-    """A linear layer with two elements per byte, a table of 16 values, and one float32 scale per 64 elements."""
+    """A linear layer whose weight has two elements per byte, a table of 16 values, and one float32 scale per 64
+    elements."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -62,10 +65,10 @@ _LAYERS: Mapping[str, Callable[[nn.Linear], nn.Module]] = {
 
 
 def quantised(model: nn.Module, kind: Quantisation) -> nn.Module:
-    """Replace the linear layers in the blocks of ``model``; return it.
+    """Replace the linear layers in the blocks of ``model``; return ``model``.
 
-    Raises ChunkflowError for an unknown ``kind``, or if the elements of a layer's weight cannot be divided into nf4
-    groups.
+    ``kind``: the name of the quantisation.  Raises ChunkflowError if it is unknown, or if the elements of a weight cannot
+    be divided into nf4 groups.
     """
     if kind not in _LAYERS:
         raise ChunkflowError(f"There is no quantisation {kind!r}: use one of {', '.join(_LAYERS)}.")

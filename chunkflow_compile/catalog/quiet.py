@@ -1,4 +1,4 @@
-"""Suppression of the messages that libraries log when they are first imported."""
+"""Suppress messages that libraries log when they are imported for the first time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-# diffusers and transformers import torchao wherever it is installed. torchao then reports the kernels that were not built
-# for this torch, torch reports functions that torchao should not call, and diffusers reports names that torchao lacks.
+# The loggers to silence.  diffusers and transformers import torchao if it is installed.  torchao then reports kernels that
+# were not built for this torch, torch reports that torchao calls private functions, and diffusers reports names that torchao
+# lacks.
 _LOGGERS = ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """A context that drops the warnings of these loggers, because no command's result depends on them.  Errors are kept."""
+    """Return a context in which the loggers in ``_LOGGERS`` drop warnings, because no command's result depends on them.
+    Errors are kept."""
 
     def keep(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
@@ -29,7 +31,8 @@ def quiet_imports() -> Iterator[None]:
 
 
 def quiet_diffusers() -> None:
-    """Let diffusers, if it is installed, log errors only: warnings about missing GPUs do not belong in a table."""
+    """Make diffusers log only errors, so that no warnings about missing GPUs appear among tables.  Does nothing if
+    diffusers is not installed."""
     with contextlib.suppress(ImportError):
         import diffusers
 

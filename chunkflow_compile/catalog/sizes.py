@@ -1,4 +1,4 @@
-"""The parameters from which a model is built: its sizes, its configuration, and how its layers are quantised.
+"""The sizes of models and calls, and a function that builds a model.
 
 torch is imported only when a model is built.
 """
@@ -22,7 +22,8 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of one call of a transformer: of the latent before it is divided into patches, and of the text in tokens.
+    """The sizes of one call of a transformer.  The sizes of the latent are counted before it is divided into patches; the
+    text is counted in tokens.
 
     ``timestep``: whether the call passes one timestep per sample or one per token.
     """
@@ -37,10 +38,10 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Shape):
-    """Sizes of a small model and of a call.
+    """The sizes of a small model and of a call.
 
-    ``layers``: blocks of the first type.  ``singles``: blocks of the second type, if the class has two.  The width is
-    ``heads * head_dim``.
+    ``layers``: the number of blocks of the first type.  ``singles``: the number of blocks of the second type, if the
+    class has two types.  The width is ``heads * head_dim``.
     """
 
     layers: int = 2
@@ -54,13 +55,15 @@ class Size(Shape):
 
     @property
     def rope(self) -> tuple[int, int, int]:
-        """The dimensions of a head per axis: half for time, a quarter each for height and width, all even."""
+        """The numbers of dimensions of a head that encode time (a half), height and width (a quarter each).  All numbers
+        are even."""
         quarter = self.head_dim // 4 // 2 * 2
         return self.head_dim - 2 * quarter, quarter, quarter
 
 
 def build_model(class_name: str, **config: Any) -> nn.Module:
-    """Build a model of a class from diffusers or transformers with random weights, in evaluation mode.
+    """Build a model with random weights, in evaluation mode.  ``class_name``: the name of a class in diffusers or
+    transformers.
 
     Raises ChunkflowError if the library is not installed.
     """

@@ -1,8 +1,8 @@
-"""A cache for the traces of the planning commands, in the cache folder of the user, so that each model is traced once.
+"""A cache for the planning commands, in the user's cache folder, so that each model is traced only once.
 
-An entry is a file of three lines of JSON: the key, which contains everything that the value depends on, a digest of the
-value, and the value.  A file with any other content, or with another key, is ignored and overwritten.  If the folder
-cannot be written, nothing is cached. torch is imported only when an entry is created.
+An entry is a file with three lines of JSON: the key, which contains everything that the value depends on; a digest of the
+value; and the value.  A file with any other content or with another key is ignored and overwritten.  If the folder cannot
+be written, nothing is cached.  torch is imported only when an entry is created.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import chunkflow_compile
 from chunkflow_compile.hardware.caches import user_cache
 from chunkflow_compile.passes.errors import ChunkflowError
 
-# ``CHUNKFLOW_CACHE=0`` in the environment turns the cache off.
+# The environment variable CHUNKFLOW_CACHE.  The value 0 disables the cache.
 VARIABLE = "CHUNKFLOW_CACHE"
-# Maximum bytes of all entries together; the most recently used entries are kept.  An entry takes between half a megabyte
-# and two.
+# The maximum size of all entries in bytes.  The least recently used entries are removed first.  An entry takes 0.5 to 2
+# MB.
 MOST_BYTES = 128 << 20
-# Version of the format of an entry: raised when a file in the previous format could be misread as another value.
+# The version of the format.  It must be raised if a file in the previous format could be misread as another value.
 _SCHEMA = 1
 
 Value = TypeVar("Value")
@@ -39,10 +39,9 @@ Value = TypeVar("Value")
 class CacheEntry(Generic[Value]):
     """One value in the cache.
 
-    ``kind``: what the value is.  ``key``: everything that it depends on, apart from the versions of the packages, which
-    are added.
-    ``write``: converts the value to JSON types; raises ValueError for a value that cannot be cached.  ``read``: the
-    inverse.
+    ``kind``: the type of the value.  ``key``: everything that the value depends on, except the versions of packages,
+    which are added to the key.  ``write``: a function that converts the value to JSON types; it raises ValueError if the
+    value cannot be cached.  ``read``: the inverse of ``write``.
     """
 
     kind: str
@@ -51,7 +50,7 @@ class CacheEntry(Generic[Value]):
     read: Callable[[Any], Value]
 
     def get(self, make: Callable[[], Value]) -> Value:
-        """Return the cached value.  If there is none, return the result of ``make``, and cache it."""
+        """Return the cached value.  If there is none, call ``make``, and cache and return its result."""
         if (found := self.find()) is not None:
             return found
         value = make()
@@ -66,13 +65,13 @@ class CacheEntry(Generic[Value]):
                 key, digest, body = path.read_text().split("\n", 2)
                 if key == self._key and digest == _digest(body):
                     value = self.read(json.loads(body))
-                    os.utime(path)  # so that it is not removed first
+                    os.utime(path)  # mark the entry as recently used
                     return value
         return None
 
     def keep(self, value: Value) -> None:
-        """Write the value atomically, so that other processes never see a partial file; do nothing if that is not
-        possible."""
+        """Write the value atomically, so that other processes never see a partial file.  If it cannot be written, do
+        nothing."""
         path = self._path
         with contextlib.suppress(OSError, ValueError):
             if path is not None:
@@ -87,7 +86,7 @@ class CacheEntry(Generic[Value]):
 
     @property
     def _path(self) -> Path | None:
-        """The file of this entry; None if caching is disabled or not possible."""
+        """Return the file of this entry, or None if caching is disabled or not possible."""
         if os.environ.get(VARIABLE) == "0":
             return None
         with contextlib.suppress(ChunkflowError):
@@ -96,7 +95,7 @@ class CacheEntry(Generic[Value]):
 
 
 def _versions() -> dict[str, Any]:
-    """Return everything that a trace depends on apart from the model and its sizes."""
+    """Return everything that a trace depends on, except the model and its sizes."""
     import torch
 
     return {
@@ -108,7 +107,7 @@ def _versions() -> dict[str, Any]:
         "transformers": _version("transformers"),
         "chunkflow": chunkflow_compile.__version__,
         "source": _source_digest(),
-        # such as the attention backend
+        # the settings of diffusers, such as the attention backend
         "settings": {name: value for name, value in os.environ.items() if name.startswith("DIFFUSERS_")},
     }
 
@@ -121,7 +120,8 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _source_digest() -> str:
-    """Return a digest of this package's source, which changes more often than its version during development."""
+    """Return a digest of this package's source, because the source changes more often than the version during
+    development."""
     digest = hashlib.sha256()
     for root in _roots():
         for path in sorted(root.rglob("*.py")):
@@ -133,7 +133,7 @@ def _source_digest() -> str:
 def _roots() -> Iterator[Path]:
     from chunkflow_compile import passes
 
-    for package in (chunkflow_compile, passes):  # in a source tree the passes are not inside the package
+    for package in (chunkflow_compile, passes):  # in a source tree, ``passes`` is outside of ``chunkflow_compile``
         yield from map(Path, package.__path__)
 
 
@@ -142,7 +142,7 @@ def _digest(text: str) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file atomically: another process sees either the old file or the new one."""
+    """Write a file atomically, so that other processes see either the old file or the new file."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
         try:
             file.write(text)
@@ -154,7 +154,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the least recently used files until the others take at most :data:`MOST_BYTES`."""
+    """Remove the least recently used files until the remaining files take at most :data:`MOST_BYTES`."""
     found = list[tuple[float, str, int]]()
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process may have removed it

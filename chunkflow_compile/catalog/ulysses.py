@@ -17,7 +17,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.groups import group_of
 from chunkflow_compile.weights.modules import hooks_of
 
-# The input of a transformer that the plans of diffusers split only if it has one value per token.
+# The argument of a transformer for the timestep.  It is split only if it has one value per token.
 _TIMESTEP = "timestep"
 
 
@@ -25,18 +25,17 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
     """Split the sequence of a diffusers transformer over ``degree`` ranks; return ``model``.
 
     torch.distributed must be initialised.  Without ``group``, every rank calls this, and the ranks are split into
-    consecutive groups: 0 to degree - 1, and so on.  A degree of 1 leaves the model unchanged.
-    ``group``: the ranks that share a sequence, this one among them, as a process group or as one dimension of a
-    DeviceMesh (``mesh["ulysses"]``); ``degree`` may then be omitted.  Ranks of other groups may use other models.  With
-    two dimensions, ``mesh["ring", "ulysses"]``, attention is split both ways.
+    consecutive groups: 0 to degree - 1, and so on.  A degree of 1 leaves the model unchanged.  ``group``: the ranks that
+    share a sequence, including this rank, as a process group or as one dimension of a DeviceMesh (``mesh["ulysses"]``).
+    With ``group``, ``degree`` may be omitted, and ranks of other groups may use other models.  With two dimensions, as in
+    ``mesh["ring", "ulysses"]``, attention uses both ring and Ulysses parallelism.
 
-    Calls ``model.enable_parallelism`` with a plan that can be traced into one graph.  The model need not have been called
-    before, because a model that does not fit on the device could not be.
-    Raises ChunkflowError, before it waits for another rank, in these cases: there is no process group, the degree does
-    not divide the number of ranks or differs from the size of the group, this rank is not in the group, the degree does
-    not divide the number of attention heads, or the model cannot be split or is split already.
-    If the degree does not divide the number of tokens of a call, the call raises the AssertionError of diffusers; with
-    ``fullgraph=True`` it is inside an error of Dynamo.
+    Calls ``model.enable_parallelism`` with a plan that can be traced into one graph.  Unlike in diffusers, no call of the
+    model is needed before, because a model that does not fit on the device could not be called.  Raises ChunkflowError,
+    before it waits for another rank, in these cases: there is no process group, the degree does not divide the number of
+    ranks or differs from the size of the group, this rank is not in the group, the degree does not divide the number of
+    attention heads, or the model cannot be split or is split already.  If the degree does not divide the number of tokens
+    of a call, the call raises the AssertionError of diffusers; with ``fullgraph=True`` it is inside an error of Dynamo.
     """
     degree = _checked_degree(degree, group)
     if degree == 1:
@@ -44,11 +43,11 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
     plan = parallel_plan(model)
     _check_heads(model, group.shape[1] if _has_ring(group) else degree)
     if TorchVersion(torch.__version__) < "2.13":
-        # The last gather of a model calls this function, and Dynamo does not trace into torch._utils before 2.13.
+        # the last gather of a model calls this function, into which Dynamo cannot trace before torch 2.13
         torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
     config = _ring_and_ulysses(model, group) if _has_ring(group) else _ulysses(degree, group)
-    # Without an accelerator, diffusers (0.42) divides by the number of devices, which is 0.  During this call, the
-    # model's own resolver is therefore replaced by one that needs no device.
+    # Without an accelerator, diffusers (0.42) would divide by the number of devices, which is 0.  Therefore, the method that
+    # resolves the mesh is replaced during this call by a function that needs no device.
     if not torch.accelerator.is_available():
         model.__dict__["_resolve_parallel_config"] = lambda config: _resolve_on_cpu(model, config)
     try:
@@ -63,9 +62,11 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
 
 
 def _split_timesteps(model: Any) -> None:
-    """Split the timestep like the tokens if there is one per token (Wan2.2 5B); keep it whole if there is one per sample.
+    """Split the timestep like the tokens if there is one timestep per token (Wan2.2 5B).  A timestep per sample is not
+    split.
 
-    The hook of diffusers for this split warns if there is one per sample, and a warning breaks the graph.
+    The hook in diffusers for this split is not used, because it logs a warning if there is one timestep per sample, and a
+    warning breaks the graph.
     """
     from diffusers.hooks.context_parallel import ContextParallelSplitHook
     from diffusers.hooks.hooks import HookRegistry
@@ -98,8 +99,8 @@ def _has_ring(group: Any) -> bool:
 
 
 def _ring_and_ulysses(model: nn.Module, mesh: DeviceMesh) -> Any:
-    """Return a configuration for both dimensions.  Raises ChunkflowError if the model's attention does not support ring
-    attention."""
+    """Return a configuration for ring and Ulysses parallelism.  Raises ChunkflowError if the model's attention backend
+    does not support ring attention."""
     from diffusers import ContextParallelConfig
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
@@ -117,28 +118,28 @@ def _ring_and_ulysses(model: nn.Module, mesh: DeviceMesh) -> Any:
 
 
 def _group_of(degree: int) -> dist.ProcessGroup:
-    """Return the process group of this rank if the ranks are split into consecutive groups of ``degree``.
+    """Split all ranks into consecutive groups of ``degree`` ranks; return the process group with this rank.
 
-    Every rank must call this.  The groups are created once, even if several models are split over them.
+    Every rank must call this function.  The groups are created once, and later models use the same groups.
     """
     wanted = f"chunkflow ulysses {degree}"
-    groups: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map  # the groups of this rank
+    groups: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map  # the process groups with this rank
     for group in groups:
         if group.group_desc == wanted:
             return group
-    # this also sets the device if none is set
+    # init_device_mesh also sets the current device if none is set
     world = init_device_mesh(_device_type(), (dist.get_world_size(),)).get_group()
     if degree == world.size():
         return world
-    # ranks of the group use the timeout that the user chose for all ranks
+    # use the timeout that the user has chosen for all ranks
     timeout = None if (all_ranks := group_of()) is None else all_ranks.timeout
     mine: dist.ProcessGroup = dist.new_subgroups(degree, timeout=timeout, group_desc=wanted)[0]
     return mine
 
 
 def _checked_degree(degree: int | None, group: Any) -> int:
-    """Return the degree.  Raises ChunkflowError if this rank cannot be split over it; does not communicate with other
-    ranks."""
+    """Return the degree.  Raises ChunkflowError if a sequence cannot be split over this number of ranks.  Does not
+    communicate with other ranks."""
     if degree is None and group is None:
         raise ChunkflowError(
             "enable_ulysses needs a degree, the number of ranks that share a sequence, or their group."
@@ -170,8 +171,8 @@ def _checked_degree(degree: int | None, group: Any) -> int:
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:
-    """Return the process group for the user's ``group`` argument.  Raises ChunkflowError if it is not a group with this
-    rank in it."""
+    """Return the process group for the user's argument ``group``.  Raises ChunkflowError if it is not a group that
+    contains this rank."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             named = [f"mesh[{name!r}]" for name in group.mesh_dim_names or ()] or ["a mesh with mesh_dim_names"]
@@ -189,7 +190,7 @@ def _process_group(group: Any) -> dist.ProcessGroup:
         )
     try:
         ranks = dist.get_process_group_ranks(group)
-    except (KeyError, ValueError) as error:  # the group was destroyed
+    except (KeyError, ValueError) as error:  # the process group was destroyed
         raise ChunkflowError(
             "enable_ulysses: the group has ended: destroy_process_group was called after it was created. Create it again."
         ) from error
@@ -206,9 +207,11 @@ def _not_in(ranks: Collection[int]) -> ChunkflowError:
 
 
 class _SingleGroupMesh:
-    """The part of a mesh of (1, degree) ranks, ring and Ulysses, that diffusers uses, with one process group.
+    """The part of a DeviceMesh that diffusers uses, for a mesh with a ring dimension of 1 and a Ulysses dimension of
+    ``degree`` ranks.
 
-    A real mesh would create groups for the ring and for both dimensions combined, on all ranks of the job.
+    It uses one existing process group.  A real mesh would create groups for the ring and for both dimensions combined,
+    and all ranks of the job would have to take part.
     """
 
     def __init__(self, ulysses: DeviceMesh) -> None:
@@ -221,12 +224,12 @@ class _SingleGroupMesh:
         return self._ulysses
 
     def get_local_rank(self) -> int:
-        """The rank in the ring dimension."""
+        """Return the rank in the ring dimension."""
         return 0
 
 
 def _check_heads(model: nn.Module, degree: int) -> None:
-    """Raise ChunkflowError if the heads of an attention layer cannot be split over ``degree`` ranks."""
+    """Raise ChunkflowError if the number of heads in an attention layer cannot be divided by ``degree``."""
     for name, module in model.named_modules():
         splits = hasattr(getattr(module, "processor", None), "_parallel_config")  # only attention that diffusers splits
         for kind in ("heads", "kv_heads") if splits else ():
@@ -240,8 +243,8 @@ def _check_heads(model: nn.Module, degree: int) -> None:
 
 
 def _look_up_arguments(metadata: Any) -> None:
-    """Look up the positions of the arguments that a hook splits, before the first call, because Dynamo cannot trace the
-    lookup."""
+    """Look up the positions of the arguments that a hook splits.  This is done before the first call, because Dynamo
+    cannot trace the lookup."""
     if metadata is not None and metadata.cached_parameter_indices is None:
         names = list(inspect.signature(metadata._cls.forward).parameters)[1:]  # without self
         metadata.cached_parameter_indices = {name: i for i, name in enumerate(names)}
@@ -250,9 +253,9 @@ def _look_up_arguments(metadata: Any) -> None:
 def parallel_plan(model: nn.Module) -> dict[str, Any]:
     """Return how a model's sequence is split and gathered, in the format of ``cp_plan`` in diffusers.
 
-    This is diffusers' own plan with two changes.  HunyuanVideo has no plan, so one is defined here.  Wan's plan also
-    splits the timestep, which :func:`_split_timesteps` does instead.  Raises ChunkflowError if the model cannot be split,
-    or is split already.
+    This is diffusers' plan with two changes.  HunyuanVideo has no plan in diffusers, so this function defines one.  Wan's
+    plan in diffusers splits the timestep, too; this is left to :func:`_split_timesteps`.  Raises ChunkflowError if the
+    model cannot be split, or is split already.
     """
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 

@@ -1,4 +1,4 @@
-"""Tracing without weights: with fake tensors, and for any number of ranks in one process."""
+"""Trace models without weights, with fake tensors, and for any number of ranks in one process."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ def trace_without_weights(
     dtype: torch.dtype = torch.float32,
     cfg_parallel: int = 1,
 ) -> Traced:
-    """Trace one call on one rank, of the model and keyword arguments that ``build`` returns.
+    """Trace one call on one rank.  ``build``: a function that returns the model and the keyword arguments of the call.
 
-    There are ``degree`` ranks for each of ``cfg_parallel`` branches of classifier-free guidance; two branches are
-    exchanged at the end of the call.  ``build`` runs with fake tensors, in a fake process group of all ranks; a model
-    with ``enable_parallelism`` is split over the first ``degree``.  ``dtype``: the dtype of the parameters.
-    Raises ChunkflowError if there is a process group already, or if a collective of the model spans both branches.
+    ``degree``: the number of ranks per branch of classifier-free guidance.  ``cfg_parallel``: the number of branches; if
+    there are two, the predictions are exchanged at the end of the call.  ``build`` runs with fake tensors, in a fake
+    process group of all ranks.  A model with ``enable_parallelism`` is split over the first ``degree`` ranks.  ``dtype``:
+    the dtype of the parameters.  Raises ChunkflowError if there is a process group already, or if a collective of the
+    model spans both branches.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_ranks(degree * cfg_parallel), torch.no_grad():
         with fake, default_dtype(dtype):  # fake parameters cannot be converted to another dtype afterwards
             model, inputs = build()
         if degree > 1 and hasattr(model, "enable_parallelism"):
-            enable_ulysses(model, degree)  # outside the fake mode, because a device mesh reads real tensors
+            enable_ulysses(model, degree)  # not in the fake mode, because a device mesh reads real tensors
         pair = None
         if cfg_parallel > 1:
             pair = dist.new_group([branch * degree for branch in range(cfg_parallel)])
@@ -72,7 +73,7 @@ def load_build(name: str) -> Build:
     if spec is None or spec.loader is None:
         raise ChunkflowError(f"{path} is not a Python file: write the model as file.py:function.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickling look it up
+    sys.modules[spec.name] = module  # dataclasses and pickle look up the module by name
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         spec.loader.exec_module(module)
@@ -96,7 +97,7 @@ def load_build(name: str) -> Build:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """A context in which parameters are created in ``dtype``."""
+    """Return a context in which parameters are created in ``dtype``."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -107,7 +108,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_ranks(degree: int) -> Iterator[None]:
-    """A context with a fake process group of ``degree`` ranks that transfers nothing, for tracing only."""
+    """Return a context with a fake process group of ``degree`` ranks, which transfers nothing.  It is only for
+    tracing."""
     if degree == 1 and dist.is_initialized():
         yield
         return

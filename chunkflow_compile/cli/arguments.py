@@ -1,4 +1,4 @@
-"""Arguments that several commands share.  Does not import torch, like ``parsers``."""
+"""Arguments that several commands share.  Like ``parsers``, this module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkflow_compile.units import enough
 
 # The machine that commands plan for if no machine is named and there is no GPU.
 DEFAULT_MACHINE = "rtx-4090-pcie"
-# The values of --pack, --peers and --hoist as values of the options.
+# Translates the values of --pack, --peers and --hoist to the values of the options with these names.
 FORMS: dict[str, Literal[False, True, "auto"]] = {"no": False, "yes": True, "auto": "auto"}
 KERNELS = ("cudnn", "fa3", "fa2", "efficient")
 _TUNING = {
@@ -30,10 +30,10 @@ SIZES = {
 
 
 def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_blocks: bool = False) -> None:
-    """Add the options of the model and the machine.
+    """Add the arguments for the model and the machine.
 
     ``or_plan``: whether to accept a plan file instead of a model.  ``or_blocks``: whether to add the options for planning
-    the blocks as a cycle, and for weights on the SSD.
+    blocks as a cycle and for weights on the SSD.
     """
     add, models = parser.add_argument, f"{', '.join(PRESETS)}, or file.py:function for your own"
     parser.set_defaults(regional=False, host_memory=None, drive=None, disable_pass=(), hoist="no")
@@ -91,12 +91,12 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
         "the machine to plan for: a profile that chunkflow hardware lists, a JSON file, or measured (default: this "
         f"machine's GPU, or {DEFAULT_MACHINE} where there is none)"
     )
-    parser.set_defaults(hardware_note="")  # says which machine was chosen, see machine.py
+    parser.set_defaults(hardware_note="")  # a note on the chosen machine, see machine.py
     parser.add_argument("--hardware", metavar="HW", help=profiles)
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the kernels that run a region, because they determine the cost of a step."""
+    """Add the options for the kernels of a region, which determine its cost."""
     kernel = "attention kernel (default auto: the one that torch chooses on this machine)"
     parser.add_argument("--attention", choices=("auto", *KERNELS), default="auto", help=kernel)
     add_lowering(parser)
@@ -111,7 +111,7 @@ def add_sizes(parser: argparse.ArgumentParser, names: Iterable[str], title: str)
 
 
 def sizes_given(arguments: argparse.Namespace) -> dict[str, int]:
-    """The sizes that the user has set, by name."""
+    """Return the sizes that the user has set, by name."""
     return {name: value for name, value in vars(arguments).items() if name in SIZES and value is not None}
 
 
@@ -143,7 +143,7 @@ def add_split(parser: argparse.ArgumentParser) -> None:
 
 
 def add_exchange_groups(parser: argparse.ArgumentParser) -> None:
-    """Add the option of exchanges in groups of heads."""
+    """Add the option for exchanges in groups of heads."""
     which = (
         "divide the all-to-alls around attention into G groups of heads, so that one group is exchanged while another "
         "computes; auto: if a step is then at least 3 %% shorter (default no)"
@@ -152,7 +152,7 @@ def add_exchange_groups(parser: argparse.ArgumentParser) -> None:
 
 
 def _groups(text: str) -> ExchangeGroups:
-    """A value of --exchange-groups.  Raises argparse's error for any other."""
+    """Parse a value of --exchange-groups.  Raises argparse.ArgumentTypeError if it is invalid."""
     return False if text == "no" else _slices(text)
 
 
@@ -172,5 +172,5 @@ def add_lowering(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the option ``--json``, which is the same for every command.  ``what``: description of the output."""
+    """Add the option ``--json``, which works in the same way in every command.  ``what``: a description of the output."""
     parser.add_argument("--json", metavar="FILE", help=f"write {what} to FILE as JSON; -: to stdout, without tables")

@@ -1,4 +1,4 @@
-"""``chunkflow bench``: compares policies, measured and predicted."""
+"""``chunkflow bench``: compares measured and predicted steps of several policies."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from chunkflow_compile.units import parse_rate
 from .arguments import sizes_given
 from .output import say, write_json
 
-# At this load, streaming takes ten times as long as the resident step, which is too slow to be of use.
+# The maximum of --load.  At this load, a step takes ten times as long as the resident step, which is too slow to be
+# useful.
 MOST_LOAD = 10.0
-# Enough slack for processors that sometimes run at a tenth of their speed.
+# The maximum of --pace, which suffices for processors that sometimes run at a tenth of their speed.
 MOST_PACE = 10.0
 
 
@@ -80,7 +81,7 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 
 def _check_device(arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:
-    """Raise ChunkflowError for arguments and arms that the device does not support."""
+    """Raise ChunkflowError if the device does not support an argument or an arm."""
     if arguments.device == "cuda":
         check_device(torch.device("cuda"))
         if arguments.bandwidth or arguments.load or arguments.one_port or arguments.order != "fair":

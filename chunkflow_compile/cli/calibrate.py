@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from chunkflow_compile.hardware.calibrate import STAGES, calibrate, repeated_seconds
+from chunkflow_compile.hardware.calibrate import STAGES, calibrate
+from chunkflow_compile.hardware.device_figures import repeated_seconds
 from chunkflow_compile.hardware.drive_rate import drive_rate
 from chunkflow_compile.hardware.profiles import measured_path
 from chunkflow_compile.hardware.stopwatch import why_uneven
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not 1 <= arguments.ranks <= most:
             raise ChunkflowError(f"--ranks must be from 1 to {most}, one for each device, not {arguments.ranks}.")
     if not arguments.out:
-        with contextlib.suppress(OSError):  # check_writable reports a folder that cannot be created
+        with contextlib.suppress(OSError):  # if this fails, check_writable raises the error
             out.parent.mkdir(parents=True, exist_ok=True)
     check_writable(out)
     rate = None if arguments.drive is None else drive_rate(arguments.drive)
@@ -69,13 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _why_no_pulls(profile: Hardware) -> str:
-    """Why ranks do not pull from each other; empty if they do, or if this was not measured."""
+    """Return the reason why ranks do not pull weights from each other; empty if they do, or if this was not measured."""
     how = profile.sources["peer_bandwidth"]
     return "" if profile.peer_bandwidth or how.startswith("not measured") else how.removeprefix("0: ")
 
 
 def profile_table(profile: Hardware) -> str:
-    """The figures of a profile as a table."""
+    """Return the figures of a profile as a table."""
     rows = [(f"GEMM in {d}", f"{rate / 1e12:.3g} TFLOP/s") for d, rate in profile.gemm_flops.items()]
     rows += [(f"attention by {k}", f"{rate / 1e12:.3g} TFLOP/s") for k, rate in profile.attention_flops.items()]
     latency_us = profile.collective_latency_s * 1e6

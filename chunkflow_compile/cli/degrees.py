@@ -1,4 +1,4 @@
-"""``chunkflow simulate --sweep-ulysses``: step time and memory by Ulysses degree, and a recommended degree."""
+"""``chunkflow simulate --sweep-ulysses``: predicts step time and memory by Ulysses degree, and recommends a degree."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ENOUGH = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class Degree:
-    """A step at a Ulysses degree.  ``collective_s``: seconds of the step in which compute waits for collectives.
-    ``device_bytes``: bytes of weights on the device of a rank.  ``host_bytes``: bytes of weights in host memory, in the
-    copy that the ranks of a NUMA node share."""
+    """A step at a Ulysses degree.  ``collective_s``: the seconds of the step in which compute waits for collectives.
+    ``device_bytes``: the bytes of weights on the device of each rank.  ``host_bytes``: the bytes of weights in host
+    memory; the ranks of a NUMA node share one copy."""
 
     degree: int
     step_s: float
@@ -34,7 +34,7 @@ class Degree:
     host_bytes: int
 
     def share(self, base: Degree) -> float:
-        """The throughput per rank, relative to the throughput per rank at the degree of ``base``."""
+        """Return the throughput per rank relative to the throughput per rank at the degree of ``base``."""
         return base.step_s * base.degree / (self.step_s * self.degree)
 
 
@@ -49,8 +49,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     note_hardware(arguments)
     progress = Progress(2 * len(numbers))
     degrees, work = list[Degree](), dict[int, int]()
-    for degree in reversed(numbers):  # begin with the highest, which is most likely not to divide the heads
-        # if there are fewer ranks than nodes, as at degree 1, each is on its own node
+    for degree in reversed(numbers):  # the highest degree first, because it may not divide the heads
+        # with fewer ranks than nodes, as at degree 1, each rank is on its own node
         nodes, peers = min(degree, arguments.nodes), arguments.peers if degree > 1 else "no"  # one rank has no peers
         given = argparse.Namespace(**{**vars(arguments), "ulysses": degree, "nodes": nodes, "peers": peers})
         target, plan = load_and_plan(given, progress)
@@ -89,8 +89,8 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def recommended(degrees: Sequence[Degree]) -> str:
-    """A sentence that recommends the fastest degree with at least the share ``ENOUGH``, and shows the cost of the fastest
-    degree of all."""
+    """Return a sentence that recommends the fastest degree whose :meth:`Degree.share` is at least ``ENOUGH``.  It also
+    describes the fastest degree of all."""
     base = degrees[0]
     best = min((d for d in degrees if d.share(base) >= ENOUGH), key=lambda d: d.step_s)
     fastest = min(degrees, key=lambda d: d.step_s)
@@ -109,8 +109,9 @@ def _share(degree: Degree, base: Degree) -> str:
 
 
 def _note_undivided(model: str, work: Mapping[int, int]) -> None:
-    """Print a note on stderr if a rank has at least as many FLOPs at the highest degree as at the lowest.  Then the user's
-    function makes the same inputs at each degree, so the whole problem is larger at a higher degree."""
+    """Print a note on stderr if a rank computes at least as many FLOPs at the highest degree as at the lowest degree.  In
+    this case, the user's function returns inputs of the same size at each degree, so the steps do not solve the same
+    problem."""
     low, high = min(work), max(work)
     if low < high and work[high] >= work[low]:
         print(

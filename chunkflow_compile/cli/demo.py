@@ -1,5 +1,5 @@
-"""``chunkflow demo``: weight streaming on two ranks, over an emulated link that is nearly full and over one with time to
-spare."""
+"""``chunkflow demo``: streams weights on two ranks, first over an emulated link that is nearly full, and then over one
+with time to spare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chunkflow_compile.units import size
 
 from .output import called, say, write_json
 
-COLUMNS = 80  # characters in a line, which every terminal has
+COLUMNS = 80  # the number of characters per line; every terminal is at least as wide
 _PICTURE = "chunkflow-demo.png"
 _SUBJECT = (
     "Two processes, the ranks, compute each step of a small video transformer together, and exchange data in all-to-alls. "
@@ -78,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _say_kept(
     arguments: argparse.Namespace, dump: Path, results: Mapping[str, BenchRecord], program: Path | None
 ) -> None:
-    """Draw the picture into ``dump``, and print the paths of the picture and the program.  ``program``: folder of the
-    program."""
+    """Draw the picture, and print the paths of the picture and of the program.  ``dump``: the folder for the picture.
+    ``program``: the folder of the program, or None."""
     try:
         draw_regimes({name: result.record for name, result in results.items()}, dump / _PICTURE)
         say(arguments, f"\npicture: {dump / _PICTURE}")
@@ -89,8 +89,8 @@ def _say_kept(
 
 
 def _figures(result: BenchRecord, busy: bool) -> str:
-    """A table of the figures of a regime, one column per arm.  ``busy``: whether the machine was busy; then ratios are left
-    out."""
+    """Return a table with the figures of a regime and one column per arm.  ``busy``: whether the machine was busy.  In
+    this case, ratios are left out."""
     arms = result.record.arms
     rows = [["step", *(seconds(arm.step_s) for arm in arms.values())]]
     if not busy:
@@ -114,7 +114,7 @@ def _figures(result: BenchRecord, busy: bool) -> str:
 
 
 def _share(arm: ArmRecord) -> float:
-    """The share of all weights that is on the device."""
+    """Return the share of all weights that is on the device."""
     return (arm.weights_device_bytes or 0) / (arm.weights_total_bytes or 1)
 
 
@@ -127,9 +127,9 @@ def _conditions(job: Job, result: BenchRecord) -> str:
 
 
 def _meaning(results: Mapping[str, BenchRecord], busy: Mapping[str, str]) -> str:
-    """The explanation below the figures of all regimes, and each result in one sentence.
+    """Return the text below the figures of all regimes, which explains them and states each result in a sentence.
 
-    ``busy``: by regime, a clause that describes the disturbance by other processes; empty if there was none.
+    ``busy``: for each regime, the evidence that the machine was busy; empty if it was idle.
     """
     width = max(map(len, _ARMS)) + 3
     arms = [f"{f'  {name}':{width}} {meaning}" for name, meaning in _ARMS.items()]
@@ -154,7 +154,8 @@ def _meaning(results: Mapping[str, BenchRecord], busy: Mapping[str, str]) -> str
 
 
 def _finding(result: BenchRecord, busy: bool) -> str:
-    """The result of a regime, in one sentence, with a ratio only if the machine was quiet."""
+    """Return the result of a regime in a sentence.  ``busy``: whether the machine was busy.  In this case, the sentence
+    contains no ratios."""
     held = f"{100 * _share(result.record.arms['chunkflow']):.0f} % of the weights on the device"
     if busy:
         return f"ChunkFlow kept {held}."
@@ -165,5 +166,5 @@ def _finding(result: BenchRecord, busy: bool) -> str:
 
 
 def _filled(text: str) -> str:
-    """``text`` in lines of at most COLUMNS characters; a longer word, such as a path, is put on a separate line."""
+    """Wrap a text into lines of at most COLUMNS characters.  A longer word, such as a path, is put on a separate line."""
     return textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False)

@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profile(machine: Machine) -> Hardware | None:
-    """The profile of the first GPU or, without a GPU, the profile that was measured on this machine.  None if there is no
-    profile, or if it is damaged."""
+    """Return the profile of the first GPU or, without a GPU, the profile that was measured on this machine; None if
+    neither exists, or if its file is damaged."""
     try:
         name = profile_of_card(machine.gpus[0].name) if machine.gpus else MEASURED if machine.profile else None
         return None if name is None else load_profile(name)

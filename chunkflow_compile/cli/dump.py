@@ -12,7 +12,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import STAGES, StageName
-from chunkflow_compile.passes.pipeline import Settings, Stage, stages
+from chunkflow_compile.passes.pipeline import Stage, stages
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.logs import logged
@@ -27,10 +28,10 @@ from .target import PlannedModel, load_target, options_of
 def run(arguments: argparse.Namespace) -> int:
     last = _last(arguments)
     writer = None
-    if arguments.out:  # before tracing, so that an unwritable folder fails early
+    if arguments.out:  # before tracing, so that the error about an unwritable folder comes early
         hardware = options_of(arguments).profile()
         writer = StageWriter(Path(arguments.out), hardware, annotate=arguments.annotate)
-    progress = Progress(1 + STAGES.index(last) + 1)  # tracing, and each stage
+    progress = Progress(1 + STAGES.index(last) + 1)  # one phase for tracing, and one per stage
     target = load_target(arguments, progress, graph=True)
     traced, settings, pieces = _shown(arguments, target)
     run_to_last = stages(traced, settings, pieces=pieces, verify_each=arguments.verify_each, last=last)
@@ -60,13 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shown(arguments: argparse.Namespace, target: PlannedModel) -> tuple[Traced, Settings, Cut | None]:
-    """The graph to show (the preamble, or the graph that a step runs), its settings, and its cut if it was made already."""
+    """Return the graph to show (the preamble, or the graph that runs in every step), its settings, and its cut if there
+    is one already."""
     hoisting = target.hoisting
     if arguments.preamble:
         if hoisting is None:
             raise ChunkflowError("--preamble: nothing is hoisted. Give --hoist too, or leave it out.")
         return hoisting.halves.preamble, hoisting.preamble, hoisting.preamble_cut
-    pieces = target.cut if target.settings.goal.pack else None  # raises an error if no weight can be packed
+    pieces = (
+        target.cut if target.settings.goal.pack else None
+    )  # PlannedModel.cut raises an error if no weight can be packed
     if hoisting is None:
         return target.traced, target.settings_of_cut, pieces
     return hoisting.halves.main, hoisting.main, pieces
@@ -75,7 +79,7 @@ def _shown(arguments: argparse.Namespace, target: PlannedModel) -> tuple[Traced,
 def _show(
     arguments: argparse.Namespace, target: PlannedModel, finished: list[Stage], writer: StageWriter | None
 ) -> None:
-    """Print or write the stages, even if the run failed: they show the state before the failure."""
+    """Print or write the stages.  If a stage failed, they show the state before the failure."""
     heading = target.heading_of(arguments.preamble)
     if writer is None:
         stage = finished[-1]
@@ -93,7 +97,8 @@ def _show(
 
 
 def _last(arguments: argparse.Namespace) -> StageName:
-    """The stage to stop after.  Raises ChunkflowError if there is no stage of this name, or if its pass is disabled."""
+    """Return the name of the last stage to run.  Raises ChunkflowError if there is no stage of this name, or if its pass
+    is disabled."""
     name = arguments.stage or STAGES[-1]
     for stage in STAGES:
         if stage == name:

@@ -1,4 +1,4 @@
-"""``chunkflow explain``: explains, after a run, what limits a step."""
+"""``chunkflow explain``: explains what limited the steps of a run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured_folder(folder: Path) -> Path:
-    """The folder itself if it contains a plan.  Otherwise, the newest measured cycle in the subfolders of the lowest rank
-    or, if there is no cycle, the newest program."""
+    """Return the folder with the measurement to explain: ``folder`` itself if it contains a plan; otherwise the subfolder
+    of the lowest rank with the newest measured cycle or, if there is no cycle, with the newest measured program."""
     if not folder.is_dir():
         raise ChunkflowError(f"There is no folder {folder}: use the one that options={{'dump': DIR}} names.")
     if (folder / PLAN_FILE).exists():
@@ -42,7 +42,8 @@ def _measured_folder(folder: Path) -> Path:
 
 
 def _newest_first(folder: Path) -> tuple[int, bool, float]:
-    """A sort key: by rank; then cycles by the time of their measurement, and programs by number, newest first."""
+    """Return a sort key for subfolders.  They are sorted by rank; within a rank, cycles come before programs, and the
+    newest comes first.  Cycles are sorted by the time of their measurement, programs by their number."""
     rank, _, name = folder.name.removeprefix("rank").partition("_")
     newest = float(name) if name.isdigit() else (folder / MEASURED_FILE).stat().st_mtime
     return int(rank) if rank.isdigit() else 1 << 30, not name.startswith("cycle"), -newest

@@ -17,7 +17,7 @@ from chunkflow_compile.report.record import fitted, prose
 from .arguments import DEFAULT_MACHINE
 from .output import say, write_json
 
-# The figures that determine a plan for one GPU, and the profile field whose source says where they come from.
+# The figures that determine a plan for one GPU, each with the profile field whose source is shown.
 _FIGURES = {"GEMMs": "gemm_flops", "attention": "attention_flops", "PCIe": "eta_pref"}
 _NOTES = (
     "PCIe: bandwidth of long copies from host memory to one GPU; gh200 uses NVLink-C2C. GEMMs: large ones in bfloat16, or in "
@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profiles() -> Iterator[tuple[str, Hardware]]:
-    """The profile that was measured on this machine, if it can be read, and then the built-in profiles by memory size."""
+    """Yield the profile that was measured on this machine, if it can be read, and then the built-in profiles, sorted by
+    memory."""
     if measured_profile()[0] is not None:
         try:
             yield MEASURED, load_profile(MEASURED)
@@ -68,8 +69,8 @@ def _row(name: str, profile: Hardware) -> tuple[str, ...]:
 
 
 def _is_measured(profile: Hardware, field: str) -> bool:
-    """Whether, according to its source, a figure was measured on a GPU of this profile."""
+    """Whether a figure of a profile was measured on such a GPU, according to the source of the figure."""
     source = profile.sources.get(field, "")
-    if "assumed for others" in source:  # others than the GPU that it names
+    if "assumed for others" in source:  # it was measured only on the GPU that the source names
         return any(re.search(rf"\b{re.escape(card.rpartition(' ')[2])}\b", source) for card in profile.cards)
     return "measured" in source and not source.startswith(("assumption", "as "))

@@ -1,4 +1,4 @@
-"""The machine that a command plans for: the one named by the user, this machine's GPU, or the default."""
+"""Choose the machine that a command plans for: the machine that the user names, this machine's GPU, or the default."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .arguments import DEFAULT_MACHINE
 
 
 def choose_hardware(arguments: argparse.Namespace) -> None:
-    """Set ``--hardware``, unless the user has set it, to the profile of this machine's GPU or, without a GPU, to
+    """If the user has not set ``--hardware``, set it to the profile of this machine's GPU or, without a GPU, to
     DEFAULT_MACHINE."""
     if arguments.hardware is not None:
         return
@@ -26,19 +26,19 @@ def choose_hardware(arguments: argparse.Namespace) -> None:
 
 
 def note_hardware(arguments: argparse.Namespace) -> None:
-    """Print once on stderr which machine was chosen and why, unless the user has named it."""
+    """If the user has not set ``--hardware``, print once on stderr which machine was chosen and why."""
     if arguments.hardware_note:
         print(arguments.hardware_note, file=sys.stderr)
         arguments.hardware_note = ""
 
 
 def _of_this_machine() -> tuple[str, str]:
-    """The name of the chosen profile, and the reason for the choice."""
+    """Return the name of the chosen profile and the reason for the choice."""
     if not torch.cuda.is_available():
         return DEFAULT_MACHINE, "the default without a GPU; chunkflow hardware lists others"
     card = torch.cuda.get_device_name()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about a GPU without a profile: the note mentions it
+        warnings.simplefilter("ignore")  # no warning about a GPU without a profile, because the note mentions this
         name = default_profile(torch.device("cuda", torch.cuda.current_device()))
     if name == MEASURED:
         return name, f"calibrated on this machine's {card}"
@@ -48,7 +48,7 @@ def _of_this_machine() -> tuple[str, str]:
 
 
 def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
-    """The hardware with the attention kernel and the number of nodes that the user has set.
+    """Return the hardware profile with the attention kernel and the number of nodes that the user has set.
 
     Raises ChunkflowError if the profile has no rate for the kernel, or if the ranks cannot be divided evenly over the
     nodes.

@@ -46,7 +46,8 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.  Return 0 on success, 1 on a finding, 2 for invalid arguments, 130 if interrupted."""
+    """Run a command and return the exit code: 0 on success, 1 if it found a problem, 2 for any other error, 130 if it was
+    interrupted."""
     given = sys.argv[1:] if argv is None else argv
     if said := _misspelt(given):
         print(f"chunkflow: {said}", file=sys.stderr)
@@ -62,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_json(arguments)
         with quiet_imports():
-            with importing_torch():  # most commands import it
+            with importing_torch():  # because most commands import torch
                 command = importlib.import_module(f"chunkflow_compile.cli.{arguments.command}")
             code = int(command.run(arguments))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader has closed the pipe, as in chunkflow dump ... | head
+    except BrokenPipeError:  # the process that reads stdout has ended, as in chunkflow dump ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -84,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_options(said: str, options: Sequence[str]) -> str:
-    """The text of an error with Python arguments replaced by command-line options: errors from the library name
-    ``memory='4GiB'``, but the user has written ``--memory 4GiB``."""
+    """Replace Python arguments in an error message by command-line options.  Errors of the library mention arguments such
+    as ``memory='4GiB'``, but the user has written ``--memory 4GiB``."""
     names = {option.strip("-").replace("-", "_"): option for option in options}
 
     def option(match: re.Match[str]) -> str:
@@ -96,7 +97,8 @@ def _with_options(said: str, options: Sequence[str]) -> str:
 
 
 def _misspelt(argv: Sequence[str]) -> str:
-    """A message for a command that does not exist, with a suggestion; empty if the command exists or none is given."""
+    """Return a message with a suggestion for a command that does not exist; empty if the command exists or if there is no
+    command."""
     name = next(iter(argv), "")
     if name.startswith("-") or name in ("", *COMMANDS):
         return ""
@@ -106,8 +108,7 @@ def _misspelt(argv: Sequence[str]) -> str:
 
 
 def _unknown(words: Sequence[str], arguments: argparse.Namespace) -> str:
-    """A message for an argument that a command does not take, with a suggestion.  ``words``: unknown arguments, of which
-    the first is reported."""
+    """Return a message with a suggestion for the first of several unknown arguments."""
     command = "chunkflow" if arguments.command is None else f"chunkflow {arguments.command}"
     name = words[0].partition("=")[0]
     if not name.startswith("-"):
@@ -138,13 +139,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    """A help formatter with lines of at most PROSE_WIDTH characters, even on wider terminals."""
-    columns = shutil.get_terminal_size().columns - 2  # like argparse
+    """Return a help formatter with lines of at most PROSE_WIDTH characters, even on wider terminals."""
+    columns = shutil.get_terminal_size().columns - 2  # like argparse's default width
     return argparse.RawDescriptionHelpFormatter(prog, width=max(40, min(columns, PROSE_WIDTH)))
 
 
 def _listed() -> str:
-    """The commands by audience, one line per command."""
+    """Return a list of the commands by audience, with one line per command."""
     parts = []
     for title, names in AUDIENCES.items():
         parts.append("\n".join([f"{title}:", *(f"  {name:10} {COMMANDS[name].summary}" for name in names)]))

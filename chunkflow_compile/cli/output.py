@@ -29,8 +29,8 @@ def say(arguments: argparse.Namespace, text: str) -> None:
 
 
 def write_json(arguments: argparse.Namespace, body: object) -> None:
-    """Write JSON to the destination given by ``--json``, if it is set.  ``body``: a value, or a string that is already
-    JSON."""
+    """Write JSON to the destination given by ``--json``, if the option is set.  ``body``: a value to convert to JSON, or
+    a string that is JSON already."""
     text = body if isinstance(body, str) else as_json(body)
     if arguments.json == STDOUT:
         print(text, end="")
@@ -42,7 +42,8 @@ def write_json(arguments: argparse.Namespace, body: object) -> None:
 
 
 def called(*words: str) -> str:
-    """The command line of another command, ready to paste: the program is called in the same way as for this command."""
+    """Return a command line that the user can copy.  It calls the program in the same way as the user has called it.
+    ``words``: the arguments."""
     script = Path(sys.argv[0])
     if script.stem != "chunkflow":
         program = [sys.executable, "-m", "chunkflow_compile.cli.main"]
@@ -53,8 +54,8 @@ def called(*words: str) -> str:
 
 
 def save_traceback() -> str:
-    """Write the traceback of the current exception to a new file and return its path.  If that fails, return the option
-    that shows the traceback."""
+    """Write the traceback of the current exception to a new file and return its path.  If the file cannot be written,
+    return the option that shows the traceback."""
     text = traceback.format_exc()
     try:
         with tempfile.NamedTemporaryFile("w", prefix="chunkflow-trace-", suffix=".txt", delete=False) as file:

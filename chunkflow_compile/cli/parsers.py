@@ -1,4 +1,4 @@
-"""The commands, their help pages and their arguments.  Does not import torch, so that ``--help`` is fast."""
+"""The commands, their help pages and their arguments.  This module does not import torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .arguments import (
     add_split,
 )
 
-# Measured steps per arm.
+# The number of measured steps per arm.
 _DEMO_STEPS = 3
 _BENCH_STEPS = 6
 SIMULATED = (*POLICIES, *ONLY_PREDICTED)
@@ -36,9 +36,9 @@ SIMULATED = (*POLICIES, *ONLY_PREDICTED)
 
 @dataclass(frozen=True)
 class Command:
-    """A command, run by the module of the same name.  ``arguments``: function that adds its arguments to a parser.
-    ``summary``: its line in the list of commands.  ``description``, ``epilog``: texts of its help page before and after the
-    arguments."""
+    """A command.  The module with the name of the command runs it.  ``arguments``: a function that adds its arguments to
+    a parser.  ``summary``: its line in the list of commands.  ``description``, ``epilog``: the texts of its help page
+    before and after the arguments."""
 
     arguments: Callable[[ArgumentParser], None]
     summary: str
@@ -107,7 +107,7 @@ def _plan(parser: ArgumentParser) -> None:
 def _pipeline(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("pipeline", metavar="PIPELINE", help=", ".join(PUBLISHED))
-    parser.set_defaults(nodes=1, ulysses=1, cfg_parallel=1)  # the plan is for a single GPU
+    parser.set_defaults(nodes=1, ulysses=1, cfg_parallel=1)  # this command plans for a single GPU
     budget = "GPU memory for weights and activations, such as 12GiB (default: the minimum)"
     add("--memory", metavar="SIZE", help=budget)
     add_hardware(parser)
@@ -212,12 +212,12 @@ _NEWLINE = "\n"
 
 
 def _filled(text: str, indent: int = 2) -> str:
-    """``text`` wrapped for a help page."""
+    """Return a text wrapped for a help page."""
     return textwrap.fill(text, PROSE_WIDTH, initial_indent="  ", subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _listed(rows: Mapping[str, str], width: int) -> str:
-    """A list of names and descriptions, with the names in a column of ``width`` characters."""
+    """Return a list of names and descriptions as text.  ``width``: the width of the column of names in characters."""
     return _NEWLINE.join(_filled(f"{name:{width}} {said}", width + 3) for name, said in rows.items())
 
 

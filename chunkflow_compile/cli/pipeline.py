@@ -17,12 +17,12 @@ from chunkflow_compile.catalog.published import Published, published
 from chunkflow_compile.catalog.trace_cache import CacheEntry
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.hoist import split
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, Hoist
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.report.generation import Limits, draw_generation, generation_answer, generation_tables
 from chunkflow_compile.report.perfetto import generation_events
 from chunkflow_compile.report.pictures import check_picture
@@ -93,7 +93,7 @@ def _components(
     hoist: Hoist,
     progress: Progress,
 ) -> Iterator[Component]:
-    """The phases of a generation, in order."""
+    """Yield the components of a pipeline in the order of their phases."""
     for encoder in pipeline.encoders:
         with progress.phase(f"tracing {encoder.name}"):
             encoded, build = asdict(encoder), encoder.model_and_inputs
@@ -107,7 +107,7 @@ def _components(
         traced = replace(trace_entry(key).get(call), fused=fused)
         cut = make_cut(traced)
     halves, nbytes = split(traced) if hoist else None, [weight.nbytes for weight in cut.problem.weights]
-    for expert in range(pipeline.experts):  # each expert runs its share of the steps
+    for expert in range(pipeline.experts):  # each expert runs in a part of the steps
         mine = steps // pipeline.experts + (expert < steps % pipeline.experts)
         name = "transformer" + (f"_{expert + 1}" if expert else "")
         yield Component(
@@ -123,14 +123,13 @@ def _components(
         decoded = {"decoder of": asdict(pipeline), "sizes": asdict(sizes)}
         decode = partial(pipeline.vae_and_latents, sizes)
         cost = kept_cost(decoded, partial(eager_cost, decode, torch.bfloat16, "decode"))
-    # a decoder that caches frames runs once per chunk of frames
+    # a decoder that decodes chunks of frames, one after the other, is called once per chunk
     vae = _component("vae", cost, cost.passes)
     yield replace(vae, seconds=cost.seconds(hardware) / cost.passes, tileable=not pipeline.tiled)
 
 
 def kept_cost(key: Mapping[str, Any], count: Callable[[], EagerCost]) -> EagerCost:
-    """The cost of an eager call from the cache.  If it is not cached, it is counted and stored.  ``count``: counts the
-    cost."""
+    """Return the cost of an eager call from the cache.  If it is not cached, compute it with ``count`` and store it."""
     return CacheEntry(kind="cost", key=key, write=asdict, read=lambda body: EagerCost(**body)).get(count)
 
 

@@ -1,4 +1,4 @@
-"""``chunkflow plan``: makes a plan and predicts its cost, without weights and without a GPU."""
+"""``chunkflow plan``: makes a plan and predicts the time and memory of a step, without weights and without a GPU."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def _curve(arguments: argparse.Namespace) -> int:
 
 
 def _plans_of_step(target: PlannedModel) -> Iterator[Point]:
-    """Plans for the program that a step runs.  If products are hoisted, memory includes the rows, and the time includes the
-    share for computing them."""
+    """Yield the points of plans for the program that runs in every step.  If products are hoisted, memory includes the
+    rows, and the time includes a forward's share of computing the rows."""
     settings, hoisted = target.settings_of_step, target.hoisted
     for point in plans_along(target.problem, target.hardware, settings.chunk_bytes, settings.arena):
         if hoisted is None:
@@ -109,20 +109,23 @@ def _plans_of_step(target: PlannedModel) -> Iterator[Point]:
 
 
 def _points(target: PlannedModel, plans: Iterator[Point]) -> list[Point]:
-    """The points of the curve of memory against step time."""
+    """Return the points of the curve of memory against step time.  ``plans``: the points of all plans."""
     chunk_bytes = target.settings.chunk_bytes
     chunks = sum(chunk_count(w.nbytes, chunk_bytes) for w in target.raw.weights if w.keep is None)
-    progress = tqdm(plans, unit="plan", total=2 * chunks, leave=False, disable=None)  # an upper bound
+    progress = tqdm(
+        plans, unit="plan", total=2 * chunks, leave=False, disable=None
+    )  # an upper bound of the number of plans
     return on_grid(progress, chunk_bytes)
 
 
 def _cells(step_s: float, points: list[Point]) -> list[str]:
-    """The time of a forward, and its ratio to a forward with all weights resident and uncompressed."""
+    """Return the cells with the time of a forward, and with its ratio to the time of a forward with all weights resident
+    and uncompressed."""
     return [seconds(step_s), f"{step_s / points[-1].resident_step_s:.3f}"]
 
 
 def _few(points: list[Point]) -> Iterator[Point]:
-    """About thirty points, including the first and the last, for the table.  The picture shows all points."""
+    """Yield about thirty points for the table, including the first and the last point.  The picture shows all points."""
     step = max(1, len(points) // 30)
     yield from points[:-1:step]
     yield points[-1]

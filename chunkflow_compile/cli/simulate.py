@@ -29,7 +29,7 @@ from .output import say, write_json
 from .parsers import SIMULATED
 from .target import PlannedModel, load_target, note_rates
 
-# Policies that do not support packed weights, or weights sharded over peers (--peers).
+# The policies that support neither packed weights nor weights sharded over peers (--peers).
 _RAW = ("resident", *ONLY_PREDICTED)
 
 
@@ -77,15 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _able(target: PlannedModel) -> list[Policy | OnlyPredicted]:
-    """The policies in :data:`SIMULATED` that are available for this model, number of ranks and goal, and differ in their
-    predictions."""
+    """Return the policies in :data:`SIMULATED` that are available for this model, number of ranks and goal.  The policy
+    host-yield is left out, because its prediction is the same as for layerwise."""
     budget = target.settings.goal.memory is not None
-    without = {HOST_YIELD, *(() if budget else ("layerwise-prefix",))}  # the latter needs a budget
+    without = {HOST_YIELD, *(() if budget else ("layerwise-prefix",))}  # layerwise-prefix needs a budget
     return [p for p in SIMULATED if p not in (without | set(SHARDED if why_not(target.raw, target.degree) else ()))]
 
 
 def _arm(target: PlannedModel, policy: Policy | OnlyPredicted) -> tuple[ArmRecord, Prediction | Timeline]:
-    """The predicted record of a step with a policy, and the prediction for a call."""
+    """Return the predicted record of a step with a policy, and the prediction for a call."""
     if policy == "distributed-layerwise" or policy == "fsdp" or policy == "group-offload":
         step = (
             play_group_offload(target.raw, target.hardware)
@@ -93,8 +93,8 @@ def _arm(target: PlannedModel, policy: Policy | OnlyPredicted) -> tuple[ArmRecor
             else play_sharded(policy, target.raw, target.hardware, target.degree)
         )
         return step.record(target.raw.total_bytes, target.forwards), step.timeline
-    # The flag of host-yield only delays copies that the host has not issued yet, and a host that runs ahead has already
-    # issued them.
+    # Predict host-yield like layerwise: its flag delays only copies that the host has not issued yet, and a host that runs
+    # ahead has issued all of them.
     plan = _plan(target, "layerwise" if policy == "host-yield" else policy)
     assert plan.predicted is not None
     total, hoisted = sum(weight.nbytes for weight in plan.weights), target.hoisted
@@ -110,12 +110,12 @@ def _arm(target: PlannedModel, policy: Policy | OnlyPredicted) -> tuple[ArmRecor
 
 
 def _is_raw(target: PlannedModel, policy: Policy | OnlyPredicted) -> bool:
-    """Whether a policy runs the whole model, without hoisting, with uncompressed and unsharded weights."""
+    """Whether a policy is planned without hoisting and with uncompressed and unsharded weights."""
     return policy in _RAW or (target.hoisted is not None and policy != "chunkflow")
 
 
 def _plan(target: PlannedModel, policy: Policy) -> Plan:
-    """The plan of a policy, for the goal of the command if the policy has a goal."""
+    """Return the plan of a policy.  It is made for the command's goal if the policy has a goal."""
     goal = target.settings.goal
     if policy != "chunkflow":
         memory = goal.memory if policy in BUDGETED else None
@@ -124,7 +124,7 @@ def _plan(target: PlannedModel, policy: Policy) -> Plan:
 
 
 def _per_forward(arm: ArmRecord, forwards: int) -> ArmRecord:
-    """The record per forward.  ``arm``: record of a step.  ``forwards``: forwards per step."""
+    """Convert the record of a step to a record per forward.  ``forwards``: the number of forwards per step."""
     return replace(
         arm,
         step_s=(arm.step_s or 0.0) / forwards,
@@ -135,10 +135,10 @@ def _per_forward(arm: ArmRecord, forwards: int) -> ArmRecord:
 
 
 def _answer(record: ComparisonRecord, fits: Mapping[str, bool], memory: int | None) -> str:
-    """The result in a sentence: chunkflow, or the only policy, compared with the baseline.
+    """Return the result in a sentence that compares chunkflow, or the only simulated policy, with the baseline.
 
-    ``record``: times and bytes per forward.  ``fits``: whether each policy fits in the budget ``memory``; empty without a
-    budget.
+    ``record``: the times and bytes per forward.  ``fits``: for each policy, whether it fits in the budget ``memory``;
+    empty without a budget.
     """
     name = "chunkflow" if "chunkflow" in record.arms else next(iter(record.arms))
     arm, resident = record.arms[name], record.arms.get("resident")
@@ -152,8 +152,8 @@ def _answer(record: ComparisonRecord, fits: Mapping[str, bool], memory: int | No
 
 
 def _taken(target: PlannedModel, policy: Policy | OnlyPredicted, arm: ArmRecord) -> int:
-    """The bytes with a policy that count against the budget, as in place.py.  They include activations if the budget of the
-    goal covers them."""
+    """Return the bytes that a policy needs within the budget, counted as in place.py.  They include activations if the
+    budget covers activations."""
     problem = target.raw if _is_raw(target, policy) else target.problem
     live = target.settings.goal.counted(problem.live_bytes)
     return (arm.weights_device_bytes or 0) + problem.unpacked_bytes + live
@@ -162,7 +162,7 @@ def _taken(target: PlannedModel, policy: Policy | OnlyPredicted, arm: ArmRecord)
 def _policy_columns(
     calls: Mapping[str, Prediction | Timeline], fits: Mapping[str, bool], memory: int | None
 ) -> dict[str, dict[str, object]]:
-    """Additional columns of the table.  ``fits``, ``memory``: see _answer."""
+    """Return additional columns of the table.  ``fits``, ``memory``: see :func:`_answer`."""
     columns: dict[str, dict[str, object]] = {}
     base = "resident" if "resident" in calls else "layerwise"
     if base in calls:

@@ -1,4 +1,4 @@
-"""Evaluates the arguments that the planning commands share: a model, its sizes, a machine, a goal."""
+"""Evaluate the arguments that the planning commands share: a model, its sizes, a machine, a goal."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.catalog.trace_cache import CacheEntry
 from chunkflow_compile.catalog.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, Options
+from chunkflow_compile.passes.cutting import choose_cut, groups_for
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers
@@ -26,9 +27,9 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import Hoisting, HoistingFigures, hoisting_of
 from chunkflow_compile.passes.names import OnPeers
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, groups_for, make_plan
 from chunkflow_compile.passes.placement.exchanging import GroupChoice
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.plan_tables import hoisting_sentence
 from chunkflow_compile.report.record import prose
@@ -42,9 +43,9 @@ from .output import save_traceback
 
 
 class Problems(NamedTuple):
-    """The problems of a model.  ``problem``: problem of the graph that runs in every step.  ``raw``: problem of the whole
-    model, with no weight packed, sharded or hoisted.  ``hoisted``: figures of hoisting, or None.  ``why_groups``: reason for
-    the number of groups of heads, empty if the number was given."""
+    """The problems of a model.  ``problem``: the problem of the graph that runs in every step.  ``raw``: the problem of
+    the whole model, without packed or sharded weights and without hoisting.  ``hoisted``: the figures of hoisting, or
+    None.  ``why_groups``: the reason for the number of groups of heads; empty if the user has given this number."""
 
     problem: Problem
     raw: Problem
@@ -54,12 +55,13 @@ class Problems(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """A model and the machine for which it is planned.  ``forwards``: calls of the model per denoising step and rank.
+    """A model and the machine for which it is planned.  ``forwards``: the number of calls of the model per denoising step
+    and rank.
 
-    ``trace``: function that traces the model, or reads an earlier trace from the cache.  ``key``: everything that a trace
-    depends on, or None if that is unknown, as for a user's own model.  ``cfg_parallel``: 2 if each branch of
-    classifier-free guidance runs on separate ranks.  ``regional``: whether its blocks are compiled separately and run as a
-    cycle.  ``host_memory``: maximum bytes of its weights in host memory, or None for no limit.
+    ``trace``: a function that traces the model, or reads an earlier trace from the cache.  ``key``: everything that the
+    trace depends on, or None if this is unknown, as for a user's own model.  ``cfg_parallel``: 2 if each branch of
+    classifier-free guidance runs on separate ranks, otherwise 1.  ``regional``: whether blocks are compiled separately
+    and run as a cycle.  ``host_memory``: the maximum bytes of weights in host memory, or None.
     """
 
     title: str
@@ -78,8 +80,9 @@ class PlannedModel:
 
     @cached_property
     def cut(self) -> Cut:
-        """The cut to plan.  It takes a second for 10,000 nodes, and longer if weights have to be selected.  Raises
-        ChunkflowError if weights must be packed or sharded over peers and no weight can be."""
+        """The cut to plan.  Cutting takes a second for 10,000 nodes, and longer if it has to choose the weights to pack
+        or to shard.  Raises ChunkflowError if weights must be packed and no weight can be packed, or if they must be
+        sharded and no weight can be sharded."""
         hoisting = self.hoisting
         cut = (
             choose_cut(self.traced, self.settings_of_cut)
@@ -96,12 +99,12 @@ class PlannedModel:
     @cached_property
     def hoisting(self) -> Hoisting | None:
         """The two halves of the model, or None if nothing is hoisted.  Raises ChunkflowError if products must be hoisted
-        and none can be."""
+        and no product can be hoisted."""
         return hoisting_of(self.traced, self.settings_of_cut)
 
     @cached_property
     def _groups(self) -> GroupChoice | None:
-        """The chosen number of groups of heads, or None if the number is given."""
+        """The chosen number of groups of heads and the reason for it, or None if the user has given the number."""
         return groups_for(self.traced, self.settings) if self.settings.goal.exchange_groups == "auto" else None
 
     @property
@@ -123,7 +126,7 @@ class PlannedModel:
 
     @cached_property
     def kept(self) -> Problems | None:
-        """The cached problems, with which nothing has to be traced or cut, or None."""
+        """The cached problems, or None.  If there are cached problems, the model need not be traced or cut."""
         return None if self._entry is None else self._entry.find()
 
     @cached_property
@@ -148,7 +151,7 @@ class PlannedModel:
 
     @cached_property
     def raw(self) -> Problem:
-        """The problem of the whole model, with no weight packed, sharded or hoisted."""
+        """The problem of the whole model, without packed or sharded weights and without hoisting."""
         return self._where_it_runs(self._found.raw)
 
     @property
@@ -158,11 +161,12 @@ class PlannedModel:
 
     @property
     def why_groups(self) -> str:
-        """Why exchanges are in as many groups as they are, empty if that is given."""
+        """The reason for the number of groups of heads; empty if the user has given this number."""
         return self._found.why_groups
 
     def _where_it_runs(self, problem: Problem) -> Problem:
-        """The problem as the command wants it to run: divided into blocks, or with weights on the SSD."""
+        """Return a problem that is divided into blocks with --regional, and that has weights on the SSD with
+        --host-memory."""
         if self.regional:
             problem = problem.in_blocks
             if not problem.regions:
@@ -180,8 +184,8 @@ class PlannedModel:
         return self.settings.hardware
 
     def plan(self, problem: Problem | None = None, **other: Any) -> Plan:
-        """The plan for the goal of the command.  ``problem``: another form of the problem.  ``other``: settings that
-        differ."""
+        """Return a plan for the command's goal.  ``problem``: the problem to plan, by default :attr:`problem`.
+        ``other``: settings that replace the command's settings."""
         problem = problem or self.problem
         settings = self.settings_of_step if problem is self.problem else self.settings
         plan = make_plan(problem, replace(settings, **other), inside=self.regional)
@@ -189,8 +193,8 @@ class PlannedModel:
 
     @property
     def settings_of_step(self) -> Settings:
-        """The settings for planning the problem.  They take the memory of the rows into account and reserve memory for the
-        preamble."""
+        """The settings for planning the graph that runs in every step.  If products are hoisted, they count the memory of
+        the rows and reserve memory for the preamble."""
         if self.hoisted is None:
             return self.settings
         return replace(self.settings, outside=self.hoisted.outside, arena=self.hoisted.arena)
@@ -220,7 +224,8 @@ class PlannedModel:
         return prose(f"{self.title}; {self.where}, {self.calls}{without}")
 
     def heading_of(self, preamble: bool) -> str:
-        """The heading for output about the preamble, or about the graph that a step runs (main, if products are hoisted)."""
+        """Return the heading for output about one graph.  ``preamble``: whether this is the preamble; otherwise, it is
+        the graph that runs in every step, which is main if products are hoisted."""
         if self.hoisted is None:
             return self.heading
         half = "the preamble" if preamble else "main"
@@ -228,7 +233,8 @@ class PlannedModel:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """The arguments as options of the backend, including a machine.  Raises ChunkflowError if an argument is invalid."""
+    """Convert the arguments to options of the backend, including a hardware profile.  Raises ChunkflowError if an
+    argument is invalid."""
     choose_hardware(arguments)
     return Options(
         memory=arguments.memory,
@@ -248,10 +254,11 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool = False) -> PlannedModel:
-    """Check the arguments, then trace, as one phase of ``progress``.  It takes up to a minute for a large model, or a
-    second if the trace is cached.  ``graph``: whether the command needs the graph in addition to the problem.
+    """Check the arguments, and then trace the model as one phase of ``progress``.  Tracing takes up to a minute for a
+    large model, or a second if the trace is cached.  ``graph``: whether the command needs the graph in addition to the
+    problem.
 
-    Raises ChunkflowError for bad arguments or a model that cannot be traced.
+    Raises ChunkflowError if an argument is invalid or if the model cannot be traced.
     """
     if arguments.ulysses < 1 or (arguments.forwards is not None and arguments.forwards < 1):
         raise ChunkflowError("--ulysses and --forwards must be at least 1.")
@@ -295,7 +302,8 @@ def load_target(arguments: argparse.Namespace, progress: Progress, graph: bool =
 
 
 def _peers(hardware: Hardware, arguments: argparse.Namespace) -> OnPeers:
-    """Whether weights may be sharded over the devices of the ranks.  Raises ChunkflowError if they must be and cannot.
+    """Return whether to shard weights over the devices of the ranks.  Raises ChunkflowError if sharding is required and
+    not possible.
 
     If sharding is optional and impossible, prints a note on stderr.
     """
@@ -308,13 +316,13 @@ def _peers(hardware: Hardware, arguments: argparse.Namespace) -> OnPeers:
     return False
 
 
-# The title, the calls per step, a function that traces the model, and everything that the result depends on, or None if
-# that is unknown.
+# The title, the number of calls per step, a function that traces the model, and everything that the trace depends on
+# (None if this is unknown).
 Model = tuple[str, int, Callable[[], Traced], "Mapping[str, Any] | None"]
 
 
 def _own(arguments: argparse.Namespace, min_bytes: int) -> Model:
-    """A user's own model."""
+    """Return a user's own model."""
     if arguments.quantize is not None:
         raise ChunkflowError("--quantize is for presets: quantise the model in your own function.")
     for name in sizes_given(arguments):
@@ -328,7 +336,7 @@ def _own(arguments: argparse.Namespace, min_bytes: int) -> Model:
 
 
 def _preset(arguments: argparse.Namespace, min_bytes: int) -> Model:
-    """A preset."""
+    """Return the model of a preset."""
     model, quantize = preset(arguments.model).under(arguments.cfg_parallel), arguments.quantize
     sizes = replace(model.sizes, **sizes_given(arguments))
     model.shape(sizes)
@@ -342,14 +350,14 @@ def _preset(arguments: argparse.Namespace, min_bytes: int) -> Model:
 def preset_call(
     model: Preset, degree: int, sizes: OutputSizes, *more: Any
 ) -> tuple[Mapping[str, Any], Callable[[], Traced]]:
-    """Everything that a trace of a preset depends on, and the function that traces it.  ``more``: further arguments of
-    ``Preset.trace``."""
+    """Return everything that the trace of a preset depends on, and a function that traces the preset.  ``more``: further
+    arguments of ``Preset.trace``."""
     key = {"model": asdict(model), "degree": degree, "sizes": asdict(sizes), "more": more}
     return key, partial(model.trace, degree, sizes, *more)
 
 
 def trace_entry(key: Mapping[str, Any]) -> CacheEntry[Traced]:
-    """The cache entry of a traced graph."""
+    """Return the cache entry for a traced graph."""
     return CacheEntry(kind="trace", key=key, write=body_of, read=traced_from)
 
 
@@ -366,7 +374,7 @@ def _problems(bodies: Sequence[Any]) -> Problems:
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
-    """Raise ChunkflowError if an option of a model is set although a plan file determines it."""
+    """Raise ChunkflowError if the user has set an option that the given plan file determines."""
     parser = argparse.ArgumentParser()
     add_model(parser, or_blocks=True)
     for name, default in vars(parser.parse_args(["plan.json"])).items():
@@ -378,7 +386,7 @@ def refuse_options(arguments: argparse.Namespace) -> None:
 
 
 def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[PlannedModel, Plan]:
-    """Trace, cut and plan: two phases of ``progress``."""
+    """Trace and cut a model, and plan it.  These are two phases of ``progress``."""
     target = load_target(arguments, progress)
     with progress.phase("planning"):
         note_rates(target)
@@ -386,7 +394,7 @@ def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Pl
 
 
 def note_rates(target: PlannedModel) -> None:
-    """Print a note on stderr if the machine has no rate for a dtype of the model."""
+    """Print a note on stderr if the hardware profile has no rate for a dtype in the model."""
     name, rates = target.hardware.name, target.hardware.gemm_flops
     missing = sorted({r.cost.dtype for r in target.problem.regions if r.cost.flops} - set(rates))
     if missing:
@@ -395,7 +403,8 @@ def note_rates(target: PlannedModel) -> None:
 
 
 def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
-    """Calls of the model per step and rank.  Raises ChunkflowError if CFG parallelism does not divide the calls of a step."""
+    """Return the number of calls of the model per step and rank.  Raises ChunkflowError if CFG parallelism cannot divide
+    the calls of a step."""
     ranks: int = arguments.cfg_parallel
     calls: int = arguments.forwards or default
     if ranks not in (1, BRANCHES):
@@ -413,8 +422,8 @@ def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
 
 
 def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
-    """Trace a model.  If it fails, raises ChunkflowError with the cause in a sentence and writes the full traceback to a
-    file.
+    """Trace a model.  If tracing fails, write the full traceback to a file and raise ChunkflowError with the cause in a
+    sentence.
 
     The output of the model is redirected to stderr, because stdout is only for tables or JSON.
     """
@@ -433,7 +442,8 @@ def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
 
 
 def _cause(error: Exception) -> str:
-    """The most useful line of an error: Dynamo's reason, or the first line of the error raised inside the model."""
+    """Return the most useful line of an error: Dynamo's reason, or the first line of the error raised inside the
+    model."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for start in ("got ", "Explanation: "):
         if reason := next((line for line in lines if line.startswith(start)), None):

@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _stalls_sentence(lanes: Lanes) -> str:
-    """A sentence on the stalls.  It is needed because the picture enlarges the middle by default, and stalls are often at
-    the ends."""
+    """Return a sentence on the stalls.  By default, the picture enlarges the middle of the step, but stalls are often at
+    its ends, so the picture may not show them clearly."""
     if not lanes.stalls:
         return "compute waits for no weight"
     waited = sum(s.end - s.start for s in lanes.stalls)
@@ -54,8 +54,8 @@ def _stalls_sentence(lanes: Lanes) -> str:
 
 
 def _plan_shown(arguments: argparse.Namespace, progress: Progress) -> tuple[str, Plan, HoistingFigures | None]:
-    """The title of the picture, which names the model; the plan; and the figures of hoisting, because the picture does not
-    show hoisted weights."""
+    """Return the title of the picture, the plan, and the figures of hoisting or None.  The figures are printed, because
+    the picture does not show hoisted weights."""
     if arguments.model.endswith(".json"):
         refuse_options(arguments)
         plan = read_plan(arguments.model)

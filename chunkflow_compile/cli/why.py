@@ -1,11 +1,11 @@
-"""``chunkflow why``: explains the plan for one weight."""
+"""``chunkflow why``: explains what a plan does with one weight, and why."""
 
 from __future__ import annotations
 
 import argparse
 from functools import partial
 
-from chunkflow_compile.passes.pipeline import make_plan
+from chunkflow_compile.passes.planning import make_plan
 from chunkflow_compile.report.story import Story, changes, find_weight, story_of
 from chunkflow_compile.weights.progress import Progress
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _in_step(target: PlannedModel, name: str, progress: Progress) -> Story:
-    """The story of a weight that a step reads."""
+    """Return the story of a weight that is read in every step."""
     weight = find_weight(target.problem, name)
     with progress.phase("planning"):
         note_rates(target)
@@ -36,7 +36,7 @@ def _in_step(target: PlannedModel, name: str, progress: Progress) -> Story:
 
 
 def _in_preamble(target: PlannedModel, name: str, progress: Progress) -> Story:
-    """The story of a hoisted weight."""
+    """Return the story of a hoisted weight, which only the preamble reads."""
     with progress.phase("planning"):
         hoisting = target.hoisting
     assert hoisting is not None

@@ -16,13 +16,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chunkflow_compile.passes.cutting import groups_for
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.passes.graph.exchanges import NoGroups
 from chunkflow_compile.passes.graph.head_groups import in_head_groups
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import ExchangeGroups
-from chunkflow_compile.passes.pipeline import Settings, groups_for
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.weights.groups import Group, StoreEnded, group_named, numbers
 from chunkflow_compile.weights.rounds import cause_of
 

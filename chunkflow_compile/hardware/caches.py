@@ -29,7 +29,8 @@ FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # Minimum of free bytes.  A kernel for a GPU takes less space.  The first kernel for the CPU takes 150 MB, mostly for a
 # precompiled header.
 _LEAST_BYTES = 32 << 20
-# A library that is younger than this, in seconds, may still be being linked; linking takes less than a second.
+# A library that is younger than this (in seconds) may be incomplete, because it is still being linked.  Linking takes
+# less than a second.
 _LINKING_S = 10.0
 FIX = f"set {FOLDER_VARIABLE} to a folder that can be written"
 
@@ -73,7 +74,7 @@ def compile_cache() -> Folder:
         if temporary.fault:
             return temporary
         path = os.path.join(temporary.path, _own_name())
-    return _looked_at(os.path.abspath(path))
+    return _tested_folder(os.path.abspath(path))
 
 
 def use_compile_cache() -> Folder:
@@ -154,7 +155,7 @@ def warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def _looked_at(path: str) -> Folder:
+def _tested_folder(path: str) -> Folder:
     """Return the folder at ``path``, after testing whether Inductor can write and run libraries there."""
     try:
         os.makedirs(path, exist_ok=True)

@@ -16,7 +16,7 @@ from .stopwatch import Stopwatch
 
 # Number of collectives per measurement.  They take a few hundred milliseconds, during which other work runs
 # concurrently.  The number is fixed, because all ranks must make the same number of calls.
-ROUNDS_BESIDE = 40
+EXCHANGES = 40
 _TIMEOUT = timedelta(minutes=2)
 
 

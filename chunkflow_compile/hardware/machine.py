@@ -85,8 +85,8 @@ class Machine:
     temporary: Folder
 
     def host_copies(self, ranks: int) -> int:
-        """Return how many copies of a model ``ranks`` ranks, one per GPU, keep in host memory: one per NUMA node of
-        their GPUs (``node_of`` in weights/node.py)."""
+        """Return the number of copies of a model that ``ranks`` ranks keep in host memory, if each rank uses one GPU:
+        one copy per NUMA node of these GPUs (``node_of`` in weights/node.py)."""
         return max(1, len({gpu.numa for gpu in self.gpus[:ranks]})) if self.numa_nodes > 1 else 1
 
 

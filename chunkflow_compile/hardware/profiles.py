@@ -16,7 +16,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 
 from .caches import user_cache, warn_once
-from .scaled import Properties, alike, scaled
+from .scaled import Properties, scaled, similar_profile
 from .siblings import SIBLINGS
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def default_profile(device: torch.device) -> str:
     known = profile_of_card(properties.name)
     if known is None:
         warnings.warn(
-            f"No hardware profile is of {properties.name}: plans use {alike(properties)}, scaled by what its driver tells of "
-            "it. Run chunkflow calibrate once on this machine.",
+            f"No hardware profile is of {properties.name}: plans use {similar_profile(properties)}, scaled by what its "
+            "driver tells of it. Run chunkflow calibrate once on this machine.",
             stacklevel=2,
         )
     return known or (SCALED if device.index is None else f"{SCALED}:{device.index}")
@@ -124,7 +124,7 @@ def _scaled(name: str) -> Hardware:
     if number and int(number) >= count:
         raise ChunkflowError(f"hardware={name!r}: this machine has {count} cards, of which 0 is the first.")
     properties: Properties = torch.cuda.get_device_properties(int(number) if number else torch.cuda.current_device())
-    return scaled(properties, _read_built_in(alike(properties)))
+    return scaled(properties, _read_built_in(similar_profile(properties)))
 
 
 def load_profile(name: str | Path) -> Hardware:

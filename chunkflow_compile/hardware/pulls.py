@@ -31,7 +31,7 @@ from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import take
 
 from .contention import LEAST_SLOWDOWN, MIB, compute_slowdown, contended_seconds, factor, median_seconds
-from .lockstep import ROUNDS_BESIDE, all_to_all, gathered, process_group, rank_device, rounds
+from .lockstep import EXCHANGES, all_to_all, gathered, process_group, rank_device, rounds
 
 # Bytes of the weight that is pulled: more than fits in a cache, so that no pull reads from a cache.
 _WEIGHT = 256 * MIB
@@ -48,15 +48,15 @@ class Pulls:
 
     ``seconds``: the time on the slowest rank.  ``nbytes``: the size of a chunk.  ``from_others``: the bytes of a chunk
     that come from other ranks.
-    ``beside``: the factor by which collectives slow pulls, and the factor by which pulls slow collectives; None if not
-    measured.  ``compute``: the factor by which pulls slow compute.
+    ``exchange_slowdowns``: the factor by which collectives slow pulls, and the factor by which pulls slow collectives;
+    None if not measured.  ``compute_slowdown``: the factor by which pulls slow compute.
     """
 
     seconds: float
     nbytes: float
     from_others: float
-    beside: tuple[float, float] | None
-    compute: float
+    exchange_slowdowns: tuple[float, float] | None
+    compute_slowdown: float
 
     def rate(self, memory_rate: float, chunk_s: float) -> int:
         """Return the bytes/s of pulls from other ranks for which :meth:`Hardware.pull_seconds` equals the measured time
@@ -124,17 +124,17 @@ def pulls_of(
     own_s = statistics.median(seconds[dist.get_rank()] for seconds in found) / calls
     factors = []
     if exchange is not None:
-        uncontended_s = own_s, median_seconds(device, exchange, ROUNDS_BESIDE)
-        contended_s = contended_seconds(device, exchange, ROUNDS_BESIDE, pull)
+        uncontended_s = own_s, median_seconds(device, exchange, EXCHANGES)
+        contended_s = contended_seconds(device, exchange, EXCHANGES, pull)
         factors = [factor(*pair) for pair in zip(contended_s, uncontended_s, strict=True)]
     factors.append(compute_slowdown(device, barrier=dist.barrier, copy=pull))
-    *beside, compute = map(max, zip(*gathered(device, factors), strict=True))
+    *slowdowns, compute = map(max, zip(*gathered(device, factors), strict=True))
     return Pulls(
         seconds=statistics.median(map(max, found)) / calls,
         nbytes=pieces.numel() / len(chunks),
         from_others=pieces.from_others / len(chunks),
-        beside=(beside[0], beside[1]) if beside else None,
-        compute=compute,
+        exchange_slowdowns=(slowdowns[0], slowdowns[1]) if slowdowns else None,
+        compute_slowdown=compute,
     )
 
 
@@ -179,9 +179,13 @@ def pull_figures(found: Pulls | str, hardware: Hardware, ranks: int) -> Iterator
     if why := replace(hardware, peer_bandwidth=rate).why_no_peers(ranks):
         rate, how = 0, f"0, because {why}"
     yield "peer_bandwidth", rate, how
-    pull, collective = (2.0, 2.0) if found.beside is None else found.beside
+    pull, collective = (2.0, 2.0) if found.exchange_slowdowns is None else found.exchange_slowdowns
     assumed = "not measured, collectives of one process only: a fair share"
-    yield "pull_slowdown", round(pull, 2), "beside an all-to-all of 16 MiB" if found.beside else assumed
-    yield "collective_pull_slowdown", round(collective, 2), "beside pulls of all ranks" if found.beside else assumed
-    compute = found.compute if found.compute >= LEAST_SLOWDOWN else 1.0
+    yield "pull_slowdown", round(pull, 2), "beside an all-to-all of 16 MiB" if found.exchange_slowdowns else assumed
+    yield (
+        "collective_pull_slowdown",
+        round(collective, 2),
+        "beside pulls of all ranks" if found.exchange_slowdowns else assumed,
+    )
+    compute = found.compute_slowdown if found.compute_slowdown >= LEAST_SLOWDOWN else 1.0
     yield "compute_pull_slowdown", round(compute, 2), "an MLP beside pulls of all ranks"

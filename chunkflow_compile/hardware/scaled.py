@@ -43,14 +43,14 @@ _LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
 }
 
 
-def alike(properties: Properties) -> str:
+def similar_profile(properties: Properties) -> str:
     """Return the name of the profile to scale for a GPU: a profile of the same architecture, or of the newest older
     architecture."""
     return _nearest(properties)[0]
 
 
 def scaled(properties: Properties, like: Hardware) -> Hardware:
-    """Return an estimated profile of a GPU.  ``like``: the profile that :func:`alike` names.
+    """Return an estimated profile of a GPU.  ``like``: the profile that :func:`similar_profile` names.
 
     The PCIe bandwidth is taken from ``like``, and the rates are scaled by the properties of the GPU.  The connection to
     other GPUs is not known, so it is assumed to be PCIe.

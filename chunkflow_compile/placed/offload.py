@@ -32,7 +32,6 @@ from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.groups import Group, group_of, group_to_share_in
 from chunkflow_compile.weights.guards import detach_guards
 from chunkflow_compile.weights.host_buffer import buffer_of
-from chunkflow_compile.weights.host_store import give_back
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, keep_dtype
@@ -40,6 +39,7 @@ from chunkflow_compile.weights.modules import hooks_of
 from chunkflow_compile.weights.node import node_of, report_absence
 from chunkflow_compile.weights.packed import packed_like
 from chunkflow_compile.weights.peers import Peers
+from chunkflow_compile.weights.restoring import restore_weight
 from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def offload(
         raise
     asks, name = {"peers": peers, "share": group_to_share_in(share, target) is not None}, type(root).__name__
     if group is None and not asks["share"] and (world := group_of()) is not None:
-        world.count_apart(name, asks)
+        world.record_unshared(name, asks)
     node = node_of(share, target, asks, name)
     with contextlib.nullcontext() if node is None else node:
         together = None
@@ -302,7 +302,7 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
         # the weights of a copied model, and weights that were assigned after the last call
         for leaf in [*leaves_of(unwrap(model))]:
             if isinstance(leaf, HostWeight):
-                give_back(leaf, target or leaf.device, GpuStagings())
+                restore_weight(leaf, target or leaf.device, GpuStagings())
     return model
 
 

@@ -28,7 +28,7 @@ from chunkflow_compile.weights.checkpoint import Mappings
 from chunkflow_compile.weights.guards import Guards
 from chunkflow_compile.weights.host_buffer import buffer_of, store_of
 from chunkflow_compile.weights.host_memory import give_free_memory_back
-from chunkflow_compile.weights.host_store import HostStore, no_room_for
+from chunkflow_compile.weights.host_store import HostStore
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
@@ -36,6 +36,7 @@ from chunkflow_compile.weights.locks import ProcessLock
 from chunkflow_compile.weights.node import Node
 from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.progress import moving
+from chunkflow_compile.weights.restoring import no_room_for
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.hoisted import Preamble

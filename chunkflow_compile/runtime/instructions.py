@@ -152,7 +152,8 @@ class _Compiler:
         self._issue(finish_issue(target, completion, target.ended[index], recorded))
 
     def _window_of(self, collective: int) -> int:
-        """The window to which the duration of a collective is added: that of the first region after its end."""
+        """The index of the window to which the duration of a collective is added: the window before the first region that
+        runs after its end."""
         return min(self._target.program.problem.collectives[collective].until, self._windows - 1)
 
     def flush(self) -> None:

@@ -1,5 +1,5 @@
-"""Simulation: the timeline of a program, or the phases of a pipeline, predicted for a hardware profile.
+"""Simulation: predict the timeline of a program or the phases of a pipeline for a hardware profile.
 
-arms.py simulates a program, group_offload.py the group offload of diffusers, sharded.py the methods of other systems on
-several ranks.  generation.py plans a whole pipeline.  Neither weights nor a device are needed.
+arms.py simulates a program, group_offload.py simulates the group offload of diffusers, and sharded.py simulates how other
+systems use several ranks.  generation.py plans a whole pipeline.  Neither weights nor a device are needed.
 """

@@ -1,4 +1,4 @@
-"""Simulates a program node by node; the predicted step of a method without a program."""
+"""Simulate the program of a plan, and record the predicted step of a method that has no program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkflow_compile.report.record import ArmRecord
 
 
 def play_program(program: Program, hardware: Hardware, timings: Timings | None = None) -> Timeline:
-    """Simulate a program node by node, independently of the prediction in its plan."""
+    """Simulate a program operation by operation, independently of the prediction in its plan."""
     simulator = Simulator(program.problem, hardware, program.plan.chunk_bytes, timings)
     step = program.ops
     return simulator.play(joined(step) if program.plan.joins else step)
@@ -21,16 +21,18 @@ def play_program(program: Program, hardware: Hardware, timings: Timings | None =
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedStep:
-    """A predicted call.  ``timeline``: simulated times.  Its ``exposed_s`` is the time in which compute waits for weights,
-    whether they are copied or gathered, and its ``collective_s`` includes gathers.  ``device_bytes``: bytes of weights on
-    the device of each rank.  ``moved_bytes``: bytes that each device receives."""
+    """A predicted call.  ``timeline``: the simulated times.  In it, ``exposed_s`` is the time in which compute waits for
+    weights that are copied or gathered, and ``collective_s`` includes the gathers of weights.  ``device_bytes``: the
+    maximum bytes of weights on the device of each rank.  ``moved_bytes``: the bytes of weights that are copied or
+    gathered to each device."""
 
     timeline: Timeline
     device_bytes: int
     moved_bytes: int
 
     def record(self, total_bytes: int, calls: int) -> ArmRecord:
-        """The record of a step.  ``total_bytes``: bytes of all weights.  ``calls``: calls per step."""
+        """Return the record of a step.  ``total_bytes``: the bytes of all weights.  ``calls``: the number of calls per
+        step."""
         return ArmRecord(
             step_s=self.timeline.step_s * calls,
             exposed_h2d_s=self.timeline.exposed_s * calls,

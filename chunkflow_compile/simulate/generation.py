@@ -1,4 +1,5 @@
-"""A generation of a whole pipeline, planned without weights: the device memory of each phase, with four methods."""
+"""Plan a generation of a whole pipeline without weights.  The result is the device memory and the time of each phase with
+four methods."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
+from chunkflow_compile.passes.cutting import choose_cut, whole_blocks
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.hoist import Halves
@@ -14,9 +16,9 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import plan_halves
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Hoist, Pack, Split
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan, whole_blocks
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.splitting import split_into, splits
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
 from chunkflow_compile.report.plan_tables import slices_notes
@@ -24,11 +26,12 @@ from chunkflow_compile.units import enough, size
 
 from .group_offload import play_group_offload, round_trip_s
 
-# Two of the methods, with the functions of diffusers that they stand for. Model offload copies a whole component to the
-# device and back.
+# Two of the methods, each with the function of diffusers that enables it.  Model offload copies a whole component to the
+# device, and back after its last call.
 MODEL_OFFLOAD = "model offload (enable_model_cpu_offload)"
 GROUP_OFFLOAD = "group offload, two blocks (enable_group_offload)"
-# Whether the weights of a component can be compressed in its smallest form, by its option ``pack``.
+# For each value of the option ``pack``, whether the weights of the smallest plan are compressed.  With "auto", both forms
+# are tried.
 _PACKS: Mapping[Pack, Sequence[bool]] = {False: (False,), True: (True,), "auto": (False, True)}
 
 
@@ -36,11 +39,11 @@ _PACKS: Mapping[Pack, Sequence[bool]] = {False: (False,), True: (True,), "auto":
 class Component:
     """A component of a pipeline.
 
-    ``weights``: bytes of all its weights.  ``small``: bytes of its weights that stay on the device while other components
-    run.  ``activations``: activation bytes of an eager call, or None for a compiled call, where the live values of the
-    regions are counted.  ``calls``: consecutive calls per generation.  ``cut``: finest cut of the compiled graph, or None
-    if it runs eagerly.  ``seconds``: time of an eager call.  ``pack``: whether its plans may compress weights.  ``hoist``:
-    whether its plans may hoist.  ``halves``: halves of its graph, or None if it cannot be hoisted.  ``split``: see Goal.
+    ``weights``: the bytes of all weights.  ``small``: the bytes of the weights that stay on the device while other
+    components run.  ``activations``: the bytes of activations in an eager call; None to count the live values of compiled
+    regions instead.  ``calls``: the number of consecutive calls per generation.  ``cut``: the finest cut of the compiled
+    graph, or None if the component runs eagerly.  ``seconds``: the duration of an eager call.  ``pack``, ``hoist``: the
+    options of these names.  ``halves``: the halves of the graph, or None if nothing can be hoisted.  ``split``: see Goal.
     ``tileable``: see PhaseMemory."""
 
     name: str
@@ -57,12 +60,14 @@ class Component:
     tileable: bool = False
 
     def goal(self, room: int) -> Goal:
-        """The goal for planning it.  ``room``: bytes for weights and activations."""
+        """Return the goal for planning the component.  ``room``: the bytes that are available for weights and
+        activations."""
         memory = max(0, room - (self.activations or 0))
         return Goal(memory=memory, activations=self.activations is None, pack=self.pack, split=self.split)
 
     def alive(self, problem: Problem | None) -> int:
-        """Bytes of activations in a call.  ``problem``: problem of the compiled call, or None if it runs eagerly."""
+        """Return the bytes of activations in a call.  ``problem``: the problem of the compiled call, or None for an eager
+        call."""
         if self.activations is not None:
             return self.activations
         assert problem is not None, "it is compiled"
@@ -70,9 +75,9 @@ class Component:
 
 
 def generations(components: Sequence[Component], hardware: Hardware, budget: int) -> Mapping[str, Generation]:
-    """The same generation with all weights on the device, with diffusers' model offload, with its group offload, and
-    planned by chunkflow.  ``budget``: GPU memory in bytes for the last one.  Raises ChunkflowError if it is below the
-    minimum."""
+    """Return the phases of a generation by method: with all weights on the device, with diffusers' model offload, with
+    diffusers' group offload, and with ChunkFlow.  ``budget``: ChunkFlow's budget in bytes.  Raises ChunkflowError if it
+    is below the minimum."""
     total = sum(c.weights for c in components)
     rate = hardware.shared_by(1).copy_rate
     resident = Settings(hardware=hardware, goal=Goal(policy="resident"))
@@ -86,7 +91,7 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
 
     def blocks(c: Component) -> PhaseMemory:
         phase = replace(_phase(c, resident), host=c.weights)
-        if c.cut is None:  # not planned block by block: copied to the device and back as a whole
+        if c.cut is None:  # without a cut, the component is copied to the device and back as a whole
             return replace(phase, loading_s=moved_s[c.name])
         step = play_group_offload(c.cut.problem, hardware)
         return replace(phase, weights=step.device_bytes, seconds=step.timeline.step_s, plan=None)
@@ -97,7 +102,7 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
         if c.cut is None and c.weights + c.alive(None) > room:
             raise _too_little(c, components, hardware, budget)
         settings = Settings(hardware=hardware, goal=c.goal(room))
-        # "auto" is decided on forms with whole blocks
+        # choose_cut decides "auto" with whole blocks; if that does not fit, try the two forms one by one
         packs = (c.pack, False, True) if c.pack == "auto" else (c.pack,)
         found, refused = list[PhaseMemory](), list[ChunkflowError]()
         for pack in packs:
@@ -114,7 +119,7 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
         else:
             raise _too_little(c, components, hardware, budget) from refused[0]
         phase = min(found, key=lambda p: p.loading_s + p.calls * p.seconds)
-        # the first call of a phase is a cold start
+        # the first call of a phase is a cold start, which copies the weights that later calls find on the device
         loading_s = phase.loading_s + min(phase.weights, c.weights) / rate
         return replace(phase, weights=phase.weights + others, loading_s=loading_s)
 
@@ -127,7 +132,7 @@ def generations(components: Sequence[Component], hardware: Hardware, budget: int
 
 
 def _planned(c: Component, settings: Settings) -> PhaseMemory:
-    """A phase without hoisting: each call runs the whole component."""
+    """Plan a phase without hoisting."""
     if c.cut is None:
         return replace(_phase(c, settings), host=c.weights)
     cut = choose_cut(c.cut.traced, settings)
@@ -135,8 +140,8 @@ def _planned(c: Component, settings: Settings) -> PhaseMemory:
 
 
 def _hoisted(c: Component, settings: Settings) -> PhaseMemory:
-    """A phase with hoisting: the rows for all its calls are computed before it.  Raises ChunkflowError if they do not fit
-    in the budget."""
+    """Plan a phase with hoisting.  The rows for all calls are computed before the first call.  Raises ChunkflowError if
+    they do not fit in the budget."""
     assert c.halves is not None
     hoisting = plan_halves(c.halves, settings)
     cut = choose_cut(c.halves.main, hoisting.main)
@@ -147,12 +152,12 @@ def _hoisted(c: Component, settings: Settings) -> PhaseMemory:
 
 
 def least_budget(components: Sequence[Component], hardware: Hardware) -> int:
-    """The minimum budget with which all components run, in bytes."""
+    """Return the minimum budget with which all components run, in bytes."""
     return max(_needed(c, _small_of_others(c, components), hardware) for c in components)
 
 
 def _small_of_others(component: Component, components: Sequence[Component]) -> int:
-    """Bytes of the small weights of the other components."""
+    """Return the bytes of the small weights of all other components."""
     return sum(other.small for other in components if other is not component)
 
 
@@ -161,7 +166,8 @@ def _needed(component: Component, others: int, hardware: Hardware) -> int:
 
 
 def _least(c: Component, hardware: Hardware) -> tuple[int, int]:
-    """The minimum bytes of weights and activations with which a component runs, and its bytes of activations."""
+    """Return the minimum bytes of weights and activations with which a component runs, and how many of these bytes are
+    activations."""
     if c.cut is None:
         return c.weights + c.alive(None), c.alive(None)
     forms = [packed(cut, packable(cut)) if pack else cut for cut in _cuts(c, hardware) for pack in _PACKS[c.pack]]
@@ -170,8 +176,8 @@ def _least(c: Component, hardware: Hardware) -> tuple[int, int]:
 
 
 def _cuts(c: Component, hardware: Hardware) -> list[Cut]:
-    """The cuts of a component that its option ``split`` allows: the finest one, the one with whole blocks, and those with
-    slices."""
+    """Return the cuts of a component that its option ``split`` allows: the finest cut, the cut with whole blocks, and
+    cuts with slices."""
     assert c.cut is not None, "it is compiled"
     if c.activations is not None:
         return [c.cut]
@@ -184,7 +190,7 @@ def _cuts(c: Component, hardware: Hardware) -> list[Cut]:
 def _too_little(
     component: Component, components: Sequence[Component], hardware: Hardware, budget: int
 ) -> ChunkflowError:
-    """The error of a component for which a budget is too small; it states the minimum for all components."""
+    """Return the error for a component that does not fit in the budget.  It states the minimum for all components."""
     others = _small_of_others(component, components)
     least, alive = _least(component, hardware)
     needed, every = budget_for(others + least), least_budget(components, hardware)
@@ -196,7 +202,7 @@ def _too_little(
 
 
 def _phase(component: Component, settings: Settings) -> PhaseMemory:
-    """A phase, planned with ``settings`` unless it runs eagerly."""
+    """Return a phase.  It is planned with ``settings`` if the component has a cut."""
     weights, seconds, plan, problem = component.weights, component.seconds, None, None
     if component.cut is not None:
         problem = component.cut.problem

@@ -1,6 +1,7 @@
 """diffusers' group offload, predicted: ``enable_group_offload(offload_type="block_level", use_stream=True)``.
 
-``chunkflow bench`` runs it as an alternative.  In diffusers 0.42 (``hooks/group_offloading.py``), it works as follows:
+``chunkflow bench`` runs it as an alternative.  In diffusers 0.42 (``hooks/group_offloading.py``), group offload works as
+follows:
 
 * Each group with a stream contains one block, whatever ``num_blocks_per_group`` says.  A block is a module of a ModuleList or
   Sequential that is a direct child of the model.  Blocks of nested lists, as in text encoders, do not count.
@@ -11,10 +12,10 @@
   copies do not overlap with the previous call.
 
 The compute time is taken from the compiled program: blocks are compiled one by one (``compile_repeated_blocks``), and the
-loss of fusion across blocks is not counted.  Host time for hooks and guards is not counted either; it matters if it exceeds
-the compute and copy time of a block.  Both would make a step longer, so this is the best case.  With
-``record_stream=True``, copies may run more than two blocks ahead.  This does not shorten a step with equal blocks, and it
-needs more device memory.
+loss of fusion across blocks is not counted.  Host time for hooks and guards is not counted either; it matters if it
+exceeds the compute and copy time of a block.  Both would make a step longer, so the prediction is a lower bound.  With
+``record_stream=True``, copies may run more than two blocks ahead.  If all blocks are equal, this does not shorten a step,
+and it needs more device memory.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .arms import PlayedStep
 
 
 def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
-    """Simulate a call of a problem with group offload, with blocks compiled one by one."""
+    """Simulate a call with group offload and with blocks that are compiled one by one."""
     blocks = [b for b in block_regions(problem) if _is_group(problem.regions[b[0]].block)]
     groups = _groups(problem, blocks)
     sizes = [sum(w.nbytes for w in group) for group in groups]
@@ -65,13 +66,14 @@ def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
 
 
 def _copied(group: Sequence[Weight], block: int) -> Iterator[Op]:
-    """The copies of a block, and the event that its compute waits for."""
+    """Yield the copies of a block, and the event that the compute of this block waits for."""
     yield from (Copy("copy", w.name, 0, 1, 0) for w in group)
     yield Record("copy", block)
 
 
 def round_trip_s(nbytes: int, hardware: Hardware) -> float:
-    """Seconds for copying a module to the device and back with ``module.to``, as diffusers does without a stream."""
+    """Return the seconds to copy a module to the device and back with ``module.to``, which diffusers uses without a
+    stream."""
     return nbytes / hardware.pageable_bandwidth + nbytes / hardware.new_pages_bandwidth
 
 
@@ -81,7 +83,8 @@ def _is_group(block: str) -> bool:
 
 
 def _groups(problem: Problem, blocks: list[tuple[int, int]]) -> list[list[Weight]]:
-    """For each block, the weights that only this block reads, each copied from host memory as a whole."""
+    """Return, for each block, the weights that only this block reads.  Each weight is copied from host memory as a
+    whole."""
     home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}
     groups: list[list[Weight]] = [[] for _ in blocks]
     for weight in problem.weights:

@@ -1,18 +1,19 @@
-"""Predictions for other systems that shard the weights of a model over the ranks.  These systems are simulated only, never
-run.
+"""Predictions for other systems that shard the weights of a model over the ranks.  ChunkFlow only simulates these
+methods.
 
-``distributed-layerwise``: the distributed layerwise offload (DLO) of vLLM-Omni for Ulysses ranks (issue 5396, pull request
-5397).  Each rank has 1/N of every block in host memory.  When a block begins, each rank copies its shard of the next block,
-and then the ranks all-gather it.  ``fsdp``: shards on the devices (``fully_shard`` in torch; HSDP in vLLM-Omni, pull
-request 1339).  When a block begins, the ranks all-gather the next block.
+``distributed-layerwise``: the distributed layerwise offload (DLO) of vLLM-Omni for Ulysses ranks (issue 5396, pull
+request 5397).  Each rank has 1/N of every block in host memory.  When a block begins, each rank copies its shard of the
+next block to the device, and then the ranks all-gather the shards.  ``fsdp``: each device keeps a shard of every block
+(``fully_shard`` in torch; HSDP in vLLM-Omni, pull request 1339).  When a block begins, the ranks all-gather the next
+block.
 
-Both keep two slots, each for a whole block.  No block is resident; weights outside blocks are.  The last block fetches the
-first one.  A gather is simulated as a collective: it has the latency of a collective, N - 1 shards arrive at each rank over
-the same interconnect, and it is queued with the collectives of the model, because collectives of several communicators must
-not run at the same time.  A gather is queued when a block begins (``fsdp``) or when the shard of the rank has arrived
-(``distributed-layerwise``).  This is the best case: on the communicator of Ulysses, a gather that is issued before its
-shard has arrived would delay the exchanges after it.  The copies on the device before and after a gather are not counted,
-nor is host time.
+Both methods keep two slots, each for a whole block.  Weights outside blocks are resident; blocks are not.  The last block
+fetches the first block for the next call.  A gather is simulated as a collective: it has the latency of a collective, and
+N - 1 shards arrive at each rank over the same interconnect.  It is queued with the collectives of the model, because
+collectives of several communicators must not run at the same time.  A gather is queued when a block begins (``fsdp``) or
+when the rank's shard has arrived (``distributed-layerwise``).  This is the best case: if a gather were issued on the
+communicator of Ulysses before its shard has arrived, it would delay the exchanges after it.  Neither copies on the device
+before and after a gather nor host time are counted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from .arms import PlayedStep
 
 
 def why_not(problem: Problem, ranks: int) -> str:
-    """A sentence on why the weights of a problem cannot be sharded over ``ranks`` ranks; empty if they can."""
+    """Return a sentence on why the weights of a problem cannot be sharded over ``ranks`` ranks; empty if they can be
+    sharded."""
     if ranks < 2:
         return "It splits each block among ranks, and there is one only: give --ulysses 2 or more."
     if not any(_block_bytes(problem)):
@@ -41,8 +43,8 @@ def why_not(problem: Problem, ranks: int) -> str:
 
 
 def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int) -> PlayedStep:
-    """Simulate a call of a problem whose blocks are sharded over ``ranks`` ranks.  Raises ChunkflowError if that is not
-    possible, see :func:`why_not`."""
+    """Simulate a call of a problem whose blocks are sharded over ``ranks`` ranks.  Raises ChunkflowError if the weights
+    cannot be sharded, see :func:`why_not`."""
     if why := why_not(problem, ranks):
         raise ChunkflowError(f"Policy {way} is not for this model on so many ranks. {why}")
     blocks = block_regions(problem)
@@ -65,7 +67,7 @@ def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int)
     ops = list[Op]()
     for op in Scheduler(played, DEFAULT_CHUNK_BYTES).step({}):
         if isinstance(op, Start) and op.collective >= given:
-            continue  # issued when the block before its block begins, or when its shard has arrived
+            continue  # a gather is issued when the previous block begins, or when its shard has arrived
         if isinstance(op, Run) and op.region in begins:
             after = (begins.index(op.region) + 1) % len(begins)
             copy = Copy("copy", f"shard_{after}", 0, 1, op.region, next_step=not after)
@@ -82,12 +84,12 @@ def play_sharded(way: Sharded, problem: Problem, hardware: Hardware, ranks: int)
 
 
 class _Gathering(Playback):
-    """A simulated step in which compute waits for gathers.  If the shard of a gather is copied first, the gather is issued
-    when the copy has arrived."""
+    """Simulates a step in which compute waits for gathers.  If the shard of a gather must be copied first, the gather is
+    issued when the copy has arrived."""
 
     def __init__(self, simulator: Simulator, step: Step, shard_of: Mapping[int, str]) -> None:
-        """``shard_of``: for the index of each gather, the shard that it waits for; empty if the shard is already on the
-        device."""
+        """``shard_of``: for the index of each gather, the name of the shard whose copy it waits for; empty if the shard
+        is on the device already."""
         super().__init__(simulator, step, spans=False)
         self.shard_of = shard_of
         self.gather_of = {shard: gather for gather, shard in shard_of.items()}
@@ -109,7 +111,7 @@ class _Gathering(Playback):
 
 
 def _block_bytes(problem: Problem) -> list[int]:
-    """For each block, the bytes of the weights that only this block reads."""
+    """Return, for each block, the bytes of the weights that only this block reads."""
     home = {k: b for b, (first, last) in enumerate(block_regions(problem)) for k in range(first, last + 1)}
     sizes = [0] * len(block_regions(problem))
     for weight in problem.weights:

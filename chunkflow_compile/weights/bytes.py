@@ -54,18 +54,18 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors share one storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
-def same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same view of the same memory."""
     same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
     return same and one.data_ptr() == other.data_ptr()
 
 
-def place_of(host: torch.Tensor) -> Any:
+def as_array(host: torch.Tensor) -> Any:
     """Return the memory of a dense, non-empty host tensor as a ctypes array that keeps the tensor alive."""
     place: Any = (ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())
     place.host = host

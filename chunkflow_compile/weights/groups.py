@@ -99,19 +99,19 @@ class Group:
                         self.store.delete_key(each)
         return values
 
-    def count_apart(self, model: str, asks: Mapping[str, Any]) -> None:
+    def record_unshared(self, model: str, asks: Mapping[str, Any]) -> None:
         """Record that this rank places a model of class ``model`` without other ranks, so that ranks that wait for this
         one stop waiting.
 
         ``asks``: the arguments with which this rank called ``offload``, for errors on the other ranks.  Errors of the
         store are ignored, because this rank does not need it.
         """
-        place = _apart(model, self.rank)
+        place = _unshared_key(model, self.rank)
         with contextlib.suppress(StoreEnded), reached():
             self.store.set(f"{place}/asks", json.dumps(asks))
             self.store.add(f"{place}/count", 1)
 
-    def placed_apart(self, model: str, ranks: Collection[int]) -> tuple[int, dict[str, Any]] | None:
+    def find_unshared(self, model: str, ranks: Collection[int]) -> tuple[int, dict[str, Any]] | None:
         """Find the first of ``ranks`` that has placed models of class ``model`` without other ranks more often than
         this rank.
 
@@ -119,11 +119,11 @@ class Group:
         count is set to the count of that rank, so that the next call does not find the same placements.
         """
         with reached():
-            mine = self._count(_apart(model, self.rank))
+            mine = self._count(_unshared_key(model, self.rank))
             for rank in ranks:
-                place = _apart(model, rank)
+                place = _unshared_key(model, rank)
                 if (more := self._count(place) - mine) > 0:
-                    self.store.add(f"{_apart(model, self.rank)}/count", more)
+                    self.store.add(f"{_unshared_key(model, self.rank)}/count", more)
                     return rank, json.loads(self.store.get(f"{place}/asks"))
         return None
 
@@ -140,7 +140,7 @@ class Group:
         return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
 
 
-def _apart(model: str, rank: int) -> str:
+def _unshared_key(model: str, rank: int) -> str:
     """Return the store key under which a rank counts the models of one class that it has placed without other ranks.
     Ranks that are in different groups use the same key."""
     return f"chunkflow/apart/{hashlib.sha256(model.encode()).hexdigest()[:16]}/{rank}"
@@ -174,8 +174,8 @@ def group_to_share_in(share: Any, device: torch.device) -> Group | None:
     """Return the group whose ranks share weights that are placed for ``device``, or None.
 
     ``share``: True, False, a process group, or None.  None selects the default process group if ``device`` is a GPU,
-    and otherwise no group.  If None finds no group for a GPU although the machine runs several ranks, the reason is
-    logged.
+    and otherwise no group.  If the default process group cannot be used although the machine runs several ranks, the
+    reason is logged.
     Raises ChunkflowError if sharing was requested explicitly and there is no such group.
     """
     if share is False or (share is None and device.type != "cuda"):

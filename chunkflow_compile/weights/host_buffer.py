@@ -49,20 +49,22 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Source
-from chunkflow_compile.private_torch import core
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
-from .bytes import alias, flat_bytes, in_one_memory, part_of, place_of
+from .bytes import alias, flat_bytes, part_of, share_storage
 from .limits import no_room
 from .locks import ProcessLock
 from .mapping import close_pages
+from .memory_uses import MemoryUses
 from .packed import Packed
 from .pieces import Pieces
 from .pinning import HostReader, Pins
+from .resident_copy import ResidentCopy
 from .source import Bytes
 from .staging import GpuStagings
 from .store import Export, Store
+from .weight_token import WeightToken
 
 
 class Form(Enum):
@@ -71,25 +73,6 @@ class Form(Enum):
     RAW = "raw, for good"
     COMPRESSIBLE = "raw, and may be compressed"
     COMPRESSED = "compressed"
-
-
-class WeightToken:
-    """A token that lives as long as the weight that holds it as an attribute.
-
-    Weak references point to the token and not to the weight, because torch.utils.swap_tensors raises an error for tensors
-    that have weak references.
-    ``state``: an object that is replaced after each change of the buffer, except changes that the version of the host
-    tensor records.  The attribute is deleted when the weight leaves its store.
-    """
-
-    def __init__(self) -> None:
-        self.state = object()
-
-    def change(self) -> None:
-        self.state = object()
-
-    def leave_store(self) -> None:
-        self.__dict__.pop("state", None)
 
 
 class HostBuffer:
@@ -123,19 +106,15 @@ class HostBuffer:
         self.form = Form.COMPRESSED if self.backing.compressed else raw
         # held while the form of the values is read or changed
         self._lock = ProcessLock()
-        # held during a whole write; ``_lock`` is not
+        # held during a whole write, unlike ``_lock``
         self._writing = ProcessLock()
-        # references of programs to the raw memory
-        self._copied_from = weakref.WeakValueDictionary[int, Any]()
         # whether code compiled by other backends has used the memory
         self.exposed = False
-        # storage references of this buffer and of the weight, see ``core.storage_uses``
-        self._uses = 0
+        self._uses = MemoryUses()
         self._store: Store | None = None
         self._token: Callable[[], WeightToken | None] = lambda: None
-        self._writes: torch.Tensor | None = None  # shares only the version counter with the weight
-        self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
-        self._resident_in: weakref.WeakSet[object] = weakref.WeakSet()  # arenas whose programs read the resident copy
+        self._writes: torch.Tensor | None = None  # a tensor that has only the version counter of the weight
+        self._resident_copy = ResidentCopy()
         self._pins = Pins()
 
     def enter(
@@ -157,25 +136,11 @@ class HostBuffer:
         self._store, self._token = store, weakref.ref(token)
         self._writes = alias(weight)
         self._writes.__dict__.clear()
-        self._uses = self._own_uses(weight.host)
-
-    def _own_uses(self, view: torch.Tensor) -> int:
-        """Return how many of the references that ``core.storage_uses`` counts are from this buffer and from a weight
-        whose host tensor is ``view``.
-
-        These are the two host tensors, the tensors of which they are views, and the storage object that
-        ``core.storage_uses`` creates itself.
-        """
-        tensors = (self.host, view, self.host._base, view._base)
-        return 1 + len({id(tensor) for tensor in tensors if tensor is not None})
+        self._uses.count_own(self.host, weight.host)
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
         """Whether the memory is a whole storage that only a weight with the host tensor ``view`` uses."""
-        return self._is_whole and core.storage_uses(self.host) <= self._own_uses(view) and not self._copied_from
-
-    @property
-    def _is_whole(self) -> bool:
-        return self.host.untyped_storage().nbytes() == self.host.nbytes
+        return self._uses.is_only(self.host, view)
 
     def leave(self) -> None:
         """Remove this buffer from its store: its weight is in no placed model any more."""
@@ -256,10 +221,7 @@ class HostBuffer:
             return in_file
         if self.compressed or not self.host.nbytes:
             return flat_bytes(self.stored)
-        place = place_of(self.host)
-        self._copied_from[id(place)] = place
-        # a tensor with a separate storage, so that it does not count as a use of the weight
-        return torch.frombuffer(place, dtype=torch.uint8)
+        return self._uses.lend(self.host)
 
     @property
     def nbytes(self) -> int:
@@ -269,8 +231,7 @@ class HostBuffer:
     @property
     def on_device(self) -> torch.Tensor | None:
         """The copy on the store's device that programs read, or None if there is none with the current values."""
-        version, ref = self._resident or (None, None)
-        return None if ref is None or version != self.version else ref()
+        return self._resident_copy.at(self.version)
 
     def resident(self, stagings: GpuStagings, arena: object) -> torch.Tensor:
         """Return a copy of the values on the store's device.  All programs that read the weight as resident share this
@@ -280,27 +241,18 @@ class HostBuffer:
         no program of another arena reads it.
         """
 
-        # read before the values: a write during the copy makes the copy outdated
-        current, version = self.on_device, self.version
-        stale = None if self._resident is None else self._resident[1]()
-        only_here = not self._resident_in - {arena}
-        self._resident_in.add(arena)
-        if current is not None:
+        version = self.version  # read before the values: a write during the copy makes the copy outdated
+        self._resident_copy.add_reader(arena)
+        if (current := self._resident_copy.at(version)) is not None:
             return current
         self.check()
-        if stale is not None and only_here:
-            with torch.inference_mode(stale.is_inference()), torch.no_grad():
-                renewed = stale.copy_(self.stored)
-        else:
-            renewed = stagings.brought(self.stored, self.store.device, copy=True)
-        self._resident = version, weakref.ref(renewed)
-        return renewed
+        return self._resident_copy.renew(version, arena, self.stored, self.store.device, stagings)
 
     def check(self) -> None:
         """Raise ChunkflowError if the host tensor is a mapping of a file that has changed.
 
-        A weight that was written, for example through a tensor of a state_dict, is checked as well, because its other
-        pages are still read from the file.
+        A weight that was written, for example through a tensor of a state_dict, is checked as well, because its
+        unwritten pages are still read from the file.
         """
         self.backing.check()
 
@@ -333,7 +285,7 @@ class HostBuffer:
         """Return the values of a view of the host tensor in separate memory.  Raises as :meth:`values`."""
         values = self.values(view)
         whole = values.untyped_storage().nbytes() == view.nbytes
-        return values if whole and not in_one_memory(values, view) else values.clone()
+        return values if whole and not share_storage(values, view) else values.clone()
 
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
         """Return a view of the values for a state_dict.  Writes to it are writes to the weight; see :meth:`settle`.
@@ -465,14 +417,14 @@ class HostBuffer:
         with self._paused():
             self.sync_copies()
             raw = self.backing
-            if self._in_use and self._store is not None:
+            if self._uses.any(self.host) and self._store is not None:
                 self._store.end_programs()  # running programs refer to the memory from which they copy
-            able = self.fill is None and not self._in_use and raw.where is Where.OWN
+            able = self.fill is None and not self._uses.any(self.host) and raw.where is Where.OWN
             packed = Packed.of(self.host) if able else None
             if packed is not None:
                 self.unpin()
                 self._set_backing(packed)
-                if self._in_use:  # an op of another thread has begun to use the memory
+                if self._uses.any(self.host):  # an op of another thread has begun to use the memory
                     self._set_backing(raw)
                 else:
                     close_pages(self.host)
@@ -513,13 +465,9 @@ class HostBuffer:
         with self._lock():
             if self.compressed != backing.compressed:
                 self._set_form(Form.COMPRESSED if backing.compressed else Form.RAW)
-                self._resident, self.pieces = None, None
+                self._resident_copy.drop()
+                self.pieces = None
             self.backing = backing
-
-    @property
-    def _in_use(self) -> bool:
-        """Whether a program, a view, or an op of another thread uses the memory, so that its pages must be kept."""
-        return core.storage_uses(self.host) > self._uses or bool(self._copied_from)
 
     @property
     def is_lent(self) -> bool:
@@ -527,7 +475,7 @@ class HostBuffer:
 
         Always False if the weight is only a part of its storage, because the other parts have their own users.
         """
-        return not self.compressed and self._is_whole and core.storage_uses(self.host) > self._uses
+        return not self.compressed and self._uses.has_views(self.host)
 
     def on_storage_replaced(self) -> None:
         """Warn before a tensor in host memory replaces this weight, if the weight is on the SSD and the weights of the

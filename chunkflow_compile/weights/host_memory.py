@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .bytes import as_weight, cast_on_this_thread, copy_host_bytes, flat_bytes
-from .mapping import for_copies
+from .mapping import advise_for_copies
 from .staging import GpuStagings
 
 # Number of elements that are cast at a time.
@@ -31,7 +31,7 @@ def empty_pages(like: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages = torch.frombuffer(memory, dtype=torch.uint8)[: like.nbytes]
-    for_copies(pages)
+    advise_for_copies(pages)
     return as_weight(pages, like)
 
 
@@ -63,8 +63,8 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
 
 
 def give_free_memory_back() -> None:
-    """Return freed memory from the allocator to the system.  The allocator may keep half the size of a model in freed
-    memory after the model was loaded."""
+    """Return freed memory from the allocator to the system.  After a model was loaded, the allocator may hold freed
+    memory of half the size of the model."""
 
     with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -18,19 +17,18 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 from .backing import Where
-from .bytes import same_place
+from .bytes import is_same_view
 from .counts import Counts
 from .exchange import become
 from .host_buffer import HostBuffer
 from .host_weight import HostWeight, like
 from .leaves import leaves_of, named_leaves
-from .limits import HostMemory, PinAllowance, host_memory, local_ranks, no_room
+from .limits import HostMemory, PinAllowance, host_memory, local_ranks
 from .loader import WeightLoader
 from .node import Node
 from .peers import Peers
-from .pieces import Pieces
-from .pinning import HostReader
 from .progress import moving
+from .restoring import restore_weight
 from .staging import GpuStagings
 from .store import Export
 
@@ -91,7 +89,7 @@ class HostStore:
     def _kept(self) -> list[HostBuffer]:
         """All buffers of the store, oldest first, including buffers of weights that were replaced or dropped."""
 
-        buffers = (ref() for ref in self._buffers.keyrefs())  # any thread may call keyrefs
+        buffers = (ref() for ref in self._buffers.keyrefs())  # ``keyrefs`` is thread-safe
         return [buffer for buffer in buffers if buffer is not None]
 
     @property
@@ -121,7 +119,7 @@ class HostStore:
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight) and names[0] not in loader:
                 buffer = tensor.buffer  # in the store already if ``tensor`` is a view of a weight of this store
-                if buffer.compressed and not same_place(tensor.host, buffer.host):
+                if buffer.compressed and not is_same_view(tensor.host, buffer.host):
                     buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
                 return
@@ -164,7 +162,6 @@ class HostStore:
         origin: torch.device,
         grad: torch.Tensor | None = None,
     ) -> None:
-        """Add the buffer of a weight to the store."""
         buffer = weight.buffer
         buffer.enter(self, names, origin, host, weight, grad)
         self._total += 0 if buffer in self._buffers else host.nbytes
@@ -199,10 +196,10 @@ class HostStore:
                             buffer.unpack(leaving=True, lazily=True)
                         elif buffer.backing.where is Where.SHARED:
                             buffer.make_private(lazily=True)
-                    give_back(weight, target, stagings)
+                    restore_weight(weight, target, stagings)
                 elif buffer.compressed:
                     buffer.unpack(leaving=True)
-                buffer.unpin()  # not earlier, because pinned memory is copied faster
+                buffer.unpin()  # unpinned only now, because copies from pinned memory are faster
                 buffer.leave()
                 moved(buffer.nbytes)
             self._buffers.clear()
@@ -216,8 +213,9 @@ class HostStore:
 
         Such a weight may have been written through a pointer, a NumPy array or a collective, which no version counter
         records.  A weight is not counted if the kernel reports that its pages were not written; see
-        :meth:`HostBuffer.settle`.  Warns once if such tensors are still in use.  When no tensor shares the memory of a
-        weight any more, for example after a model was saved, the weight uses its pieces again if they have its values.
+        :meth:`HostBuffer.settle`.  Warns once if such tensors are still in use.  After no tensor shares the memory of a
+        weight any more, for example after a model was saved, programs read the pieces of the weight again, provided
+        that the pieces have the values of the weight.
         Raises ChunkflowError if there is not enough memory for the written values.
         """
 
@@ -383,72 +381,3 @@ class HostStore:
             "host memory; in a container, raise its memory limit.",
             stacklevel=2,
         )
-
-
-def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | None) -> bool:
-    """Pin the host memory of weights, see :meth:`HostBuffer.pin`.  Returns whether ``device`` can read all weights
-    directly.
-
-    ``budget``: the limit on pinned bytes per store; None for as much as the machine allows.
-    Ranks that share memory all pin the same weights: those at the beginning of ``buffers``, up to the limit.  Each rank
-    starts with a different weight, because the kernel may fail to pin pages that two ranks pin at the same time.
-    """
-    shared = [buffer.store.rank_and_count for buffer in buffers if buffer.store.rank_and_count is not None]
-    place, ranks = min(shared) if shared else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
-    todo = [buffer for buffer in buffers if not buffer.pinned]
-    stores = {buffer.store for buffer in todo} if device.name == "cuda" else ()
-    allowances = {store: store.pin_allowance(budget) for store in stores}
-    without = {b for b in todo if b.store in allowances and b.should_pin and not allowances[b.store].take(b.nbytes)}
-    fit = [buffer for buffer in todo if buffer not in without]
-    first = len(fit) * place // ranks
-    with moving("pinning", sum(buffer.nbytes for buffer in todo)) as pinned:
-        for buffer in (*fit[first:], *fit[:first], *without):
-            buffer.pin(device, buffer not in without)
-            pinned(buffer.nbytes)
-    for buffer in todo:
-        if buffer in without and buffer.store.pins:  # only for the first of them, which disables pinning for its store
-            buffer.store.disable_pinning(buffer, allowances[buffer.store].why)
-    return all(buffer.pinned or isinstance(buffer.bytes_now, Pieces) for buffer in buffers)
-
-
-@contextlib.contextmanager
-def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error inside the context into a ChunkflowError that names the weight ``name``, which is
-    being restored."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ChunkflowError(
-            f"There is no room on {device} for {name} ({size(nbytes)}): it and the weights not restored yet "
-            "stay where they are. Free memory on the device and call restore again, or call restore(model, 'cpu')."
-        ) from error
-
-
-def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -> None:
-    """Turn a weight into an ordinary tensor on ``device``.
-
-    Raises ChunkflowError if the weight does not fit, or if it is in a checkpoint that has changed; the weight is then
-    left unchanged.
-    """
-    buffer = weight.buffer
-    with torch.inference_mode(False), torch.no_grad():
-        buffer.check()
-        if device.type == "cpu":
-            if buffer.compressed:
-                buffer.unpack(leaving=True)
-            if buffer.backing.where is Where.SHARED:
-                buffer.make_private()  # an ordinary tensor may be written at any time
-            if buffer.backing.in_scratch_file and (cause := no_room(weight.host.nbytes)) is not None:
-                raise ChunkflowError(
-                    f"There is no room in host memory for {buffer.name} ({size(weight.host.nbytes)}): {cause}. It and the "
-                    "weights not restored yet stay where they are. Free host memory and call restore again."
-                )
-        with no_room_for(buffer.name, weight.host.nbytes, device):
-            # an ordinary tensor may outlive the placement, and must not keep a scratch file
-            values = weight.host if device.type == "cpu" else weight.values_on_host
-            plain = stagings.brought(values, device, copy=buffer.backing.in_scratch_file)
-        grad = buffer.grad if buffer.backs(weight) else None
-        become(weight, weight.plain(plain))
-        weight.__dict__.pop("token", None)
-        if grad is not None:
-            weight.grad = grad.to(device)

@@ -19,43 +19,23 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.private_torch import core
-from chunkflow_compile.private_torch.dynamo import InstructionTranslator, ShortenTraceback
 
-from .bytes import in_one_memory, ordinary, same_place
+from .bytes import is_same_view, ordinary, share_storage
+from .declared import on_fetched, written_by
 from .exchange import STATE
 from .host_buffer import HostBuffer
-from .undeclared import cannot_be_seen, declares, on_copies, wait_for_collective
-
-_LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
-_LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
-_LIBRARY.impl("fetch", lambda host, device: host.to(device, copy=True), "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "chunkflow::fetch", lambda host, device: torch.empty_like(host, device=device), lib=_LIBRARY
-)
-# The op that copies host memory to the device in the graphs of other backends.
-FETCH = torch.ops.chunkflow.fetch.default
+from .tracing import FETCH, OURS, traces_for_us, tracing_backend
+from .undeclared import cannot_be_seen, declares, on_copies
+from .unsupported import CompiledViewError, refusal, refuse
 
 _aten = torch.ops.aten
 # Ops that return views without declaring it in their schemas.
 _VIEWS = {_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
 # Ops whose results need the conjugate or negative bit, which a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
-# Ops that write without reading, so that nothing has to be fetched.
-_FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
-
-# The name of ChunkFlow's backend.
-_OURS = "chunkflow"
 # All attributes of a HostWeight.  Unlike the others, "token" stays with the tensor when its values are exchanged.
 _OWN = {*STATE, "token"}
-
-
-class CompiledViewError(ChunkflowError, ShortenTraceback):
-    """A ChunkflowError that is raised while Dynamo traces; Dynamo passes it on unchanged."""
-
-    def __init__(self, said: str) -> None:
-        super().__init__(said, first_useful_frame=None)
 
 
 class HostWeight(torch.Tensor):
@@ -97,8 +77,8 @@ class HostWeight(torch.Tensor):
         return weight
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
-        backend = _traced_by()
-        if backend != _OURS:
+        backend = tracing_backend()
+        if backend != OURS:
             if backend is not None:
                 self.buffer.warn_of_compiler(backend)
             return ["raw_host"], self.device
@@ -114,7 +94,7 @@ class HostWeight(torch.Tensor):
         inner: Mapping[str, torch.Tensor], device: torch.device, size: Sequence[int], stride: Sequence[int]
     ) -> Any:
         (host,) = inner.values()
-        if isinstance(host, FakeTensor) and _is_for_us():
+        if isinstance(host, FakeTensor) and traces_for_us():
             offset = host.storage_offset()  # a DTensor that contains the weight has the same offset
             with host.fake_mode, core.view_tracking(False):
                 room = torch.empty(offset + host.numel(), dtype=host.dtype, device=device)
@@ -138,10 +118,10 @@ class HostWeight(torch.Tensor):
             if func is _aten._to_copy.default and type(first.host) is torch.Tensor:
                 return first._converted(kwargs)
         if refused or cannot_be_seen(func):
-            _refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
+            refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
         if not declares(func) and not _traced(args, kwargs):
             return on_copies(cls, func, args, kwargs)
-        written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
+        written = [x for x in written_by(func, args, kwargs) if isinstance(x, HostWeight)]
         with contextlib.ExitStack() as held:
             # in this order, so that two threads never deadlock
             for weight in sorted(written, key=lambda w: w.buffer.order):
@@ -151,7 +131,7 @@ class HostWeight(torch.Tensor):
                 written[0].host.copy_(source)
                 written[0].buffer.count_write()
                 return written[0]
-            return _fetched(func, args, kwargs, written)
+            return on_fetched(cls, func, args, kwargs, written)
 
     @property
     def writes(self) -> int:
@@ -192,7 +172,7 @@ class HostWeight(torch.Tensor):
     def _alias(self, host: torch.Tensor) -> Any:
         """Wrap ``host``, the result of a view op, as a weight.  Its buffer is the same if ``host`` is a view, and a new
         one if the op has copied the values, which some view ops do."""
-        same = in_one_memory(host, self.host)
+        same = share_storage(host, self.host)
         return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
@@ -283,17 +263,17 @@ class HostWeight(torch.Tensor):
         =================================  ==========================  =====================
         """
         if value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter, HostWeight):
-            _refuse(self, f"data of type {type(value).__name__} and layout {value.layout}")
+            refuse(self, f"data of type {type(value).__name__} and layout {value.layout}")
         if isinstance(value, HostWeight) and value.device == self.device:
             host, buffer = value.host, value.buffer
         else:
             host, buffer = value.detach().to("cpu"), None
-        if buffer is self.buffer and same_place(host, self.host):
+        if buffer is self.buffer and is_same_view(host, self.host):
             return  # p.data += x has already written to the memory
-        if buffer is None and same_place(host, self.host) and self.buffer.backs(self):
+        if buffer is None and is_same_view(host, self.host) and self.buffer.backs(self):
             # a tensor of the weight's own state_dict
             return
-        # another view of the same memory, perhaps of only a part
+        # whether ``value`` is another view of the same memory, perhaps of only a part of it
         part = buffer is self.buffer
         if part:
             self.buffer.unpack()
@@ -349,45 +329,26 @@ class HostWeight(torch.Tensor):
         return False
 
     def data_ptr(self) -> NoReturn:
-        _refuse(self, "data_ptr()")
+        refuse(self, "data_ptr()")
 
     def storage(self) -> NoReturn:
-        _refuse(self, "storage()")
+        refuse(self, "storage()")
 
     def share_memory_(self) -> NoReturn:
-        _refuse(self, "share_memory_()")
+        refuse(self, "share_memory_()")
 
     def __dlpack__(self, **_: Any) -> NoReturn:
-        _refuse(self, "DLPack")
+        refuse(self, "DLPack")
 
     @property
     def __cuda_array_interface__(self) -> NoReturn:
-        raise AttributeError(_refusal(self, "__cuda_array_interface__"))  # hasattr is False
-
-
-def _traced_by() -> str | None:
-    """Return the name of the backend for which Dynamo is tracing in this thread.  Return None if Dynamo is not tracing,
-    or is tracing for torch.export, which executes nothing."""
-    try:
-        output = InstructionTranslator.current_tx().output
-    except AttributeError:  # Dynamo is not tracing in this thread
-        return None
-    backend = output.compiler_fn
-    return None if output.export else getattr(backend, "compiler_name", getattr(backend, "__name__", "a function"))
-
-
-def _is_for_us() -> bool:
-    """Whether Dynamo is tracing for ChunkFlow in this thread.
-
-    A program gets each weight as an ordinary tensor on the device, so the trace contains such a tensor, too.  A tensor
-    subclass in the trace would not work with loops (``while_loop``) and ``flex_attention``.
-    """
-    return _traced_by() == _OURS
+        raise AttributeError(refusal(self, "__cuda_array_interface__"))  # so that hasattr returns False
 
 
 # Two getters for code that looks for changes of many weights in every call.  Both raise AttributeError for a tensor
-# that is in no store.  ``mark_of`` returns an object that is replaced after each change of a weight, except changes
-# that ``host._version`` or, if the buffer is ``exposed``, the weight's own ``_version`` records.
+# that is in no store.  ``mark_of`` returns an object that is replaced when a weight changes.  Two types of changes do
+# not replace it: changes that ``host._version`` records, and, if the buffer is ``exposed``, changes that the weight's
+# own ``_version`` records.
 mark_of = attrgetter("token.state")
 # ``state_of`` returns the buffer, its form, and the three counters whose sum is ``writes``.
 state_of = attrgetter("buffer", "buffer.form", "buffer.written", "host._version", "_version")
@@ -408,61 +369,9 @@ def like(tensor: torch.Tensor, weight: HostWeight) -> Any:
     return replacement
 
 
-def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[HostWeight]) -> Any:
-    """Run an op on the fetched values of its weights, and copy the new values of the ``written`` weights to host
-    memory."""
-    values: dict[int, torch.Tensor] = {}
-    outs = {id(x) for name, value in kwargs.items() if name.startswith("out") for x in pytree.tree_leaves(value)}
-    others = (args, [value for name, value in kwargs.items() if not name.startswith("out")])
-    read = {id(x) for x in pytree.tree_leaves(others)} if outs else set()
-
-    def fetch(weight: HostWeight) -> torch.Tensor:
-        if id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor:
-            # a separate tensor, because the op may resize it
-            value = torch.empty_like(weight.host, device=weight.device)
-            values[id(weight)] = value.copy_(weight.fetch()) if id(weight) in read else value
-        if id(weight) not in values:
-            fills = func in _FILLS and type(weight.host) is torch.Tensor
-            values[id(weight)] = weight.host if fills else weight.fetch()
-        return values[id(weight)]
-
-    positional, named = pytree.tree_map_only(HostWeight, fetch, (tuple(args), dict(kwargs)))
-    result = func(*positional, **named)
-    wait_for_collective(func, [values[id(weight)] for weight in written])
-    for weight in written:
-        if values[id(weight)].shape != weight.shape:
-            _refuse(weight, f"out= of shape {list(values[id(weight)].shape)}")
-    for weight in written:
-        if not in_one_memory(values[id(weight)], weight.host):
-            weight.host.copy_(values[id(weight)])
-        weight.buffer.count_write()
-    given = {id(values[id(weight)]): weight for weight in written}
-    return pytree.tree_map_only(torch.Tensor, lambda t: given.get(id(t), t), result)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the tensors that an op writes, according to its schema."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
 def _traced(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     given = pytree.tree_leaves((args, kwargs))
     return any(isinstance(x, HostWeight) and type(x.host) is not torch.Tensor for x in given)
-
-
-def _refusal(weight: HostWeight, what: str) -> str:
-    return (
-        f"{what} needs the memory of {weight.buffer.name} on {weight.device}, but ChunkFlow keeps this weight in host "
-        "memory: use weight.cpu() or model.state_dict(), which return ordinary tensors, or call "
-        "chunkflow_compile.restore(model) first."
-    )
-
-
-def _refuse(weight: HostWeight, what: str) -> NoReturn:
-    raise ChunkflowError(_refusal(weight, what))
 
 
 @contextlib.contextmanager

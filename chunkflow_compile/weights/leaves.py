@@ -19,8 +19,8 @@ from .host_weight import HostWeight
 def stream_inside() -> bool:
     """Whether the inner tensors of a tensor subclass can be offloaded.
 
-    Before torch 2.13 they cannot be offloaded: AOTAutograd then unwraps the subclasses among the inputs of each call,
-    and not the subclasses that it found during tracing.
+    False before torch 2.13: AOTAutograd there unwraps the subclasses among the inputs of each call, and not the
+    subclasses that it found during tracing.
     """
     return TorchVersion(torch.__version__) >= "2.13"
 

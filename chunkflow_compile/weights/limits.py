@@ -102,7 +102,7 @@ def no_room(nbytes: int) -> str | None:
     """
     memory = host_memory()
     reserve = min(memory.reserve, nbytes)
-    if nbytes + reserve <= memory.free or not memory.total:  # without total, /proc/meminfo could not be read
+    if nbytes + reserve <= memory.free or not memory.total:  # ``total`` is 0 if /proc/meminfo cannot be read
         return None
     grows = "" if memory.by else f" (where memory grows as it is used, {VARIABLE}=64GiB says how much there will be)"
     return f"{size(memory.free)} are free{memory.by}, and {size(reserve)} must stay free{grows}"

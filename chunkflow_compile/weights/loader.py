@@ -21,7 +21,7 @@ from .host_memory import empty_pages, fill, near_cpus
 from .limits import check_room, host_memory
 from .mapping import close_pages, whole_pages
 from .node import Node
-from .packed import Packed, address_space, do_not_fit, fits, pack_into
+from .packed import Packed, address_space, fits, mark_unfit, pack_into
 from .sharing import LoadRequest, SharedPages
 from .staging import GpuStagings
 
@@ -79,7 +79,7 @@ class WeightLoader:
         self._unchecked = 0
         self._shared: SharedPages | None = None
         try:
-            self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
+            self._weights = {name: self._request(name, tensor) for name, tensor in weights}
             if node is not None:
                 self._shared = SharedPages(node, [w for w in self._weights.values() if not w.stays])
             read = [
@@ -88,8 +88,9 @@ class WeightLoader:
             self._after = dict(pairwise(read))
             copied = [w for w in self._weights.values() if self._takes_memory(w)]
             self._todo = sum(w.takes for w in copied)
-            self._twice = max((w.for_a_moment for w in copied), default=0)  # weights are placed one after the other
-            check_room(self._todo + self._twice)
+            # the maximum and not the sum, because weights are placed one after the other
+            self._temporary = max((w.takes_temporarily for w in copied), default=0)
+            check_room(self._todo + self._temporary)
         except BaseException as error:
             self.close(error)
             raise
@@ -149,7 +150,7 @@ class WeightLoader:
         weight, values = self._weights[name], alias(tensor)
         if self._shared.same(name, values):
             return self._in_shared_memory(self._shared, weight, values)
-        return self._unplanned(weight, values)
+        return self._unshared(weight, values)
 
     def report(self) -> None:
         """Log on all ranks which weights differ."""
@@ -161,18 +162,18 @@ class WeightLoader:
         and its values do not fit in the packed form."""
         backing = shared.backing(weight.name)
         if weight.source.compressed and not fits(backing.host):
-            # the shared memory has only the size of the packed form
-            return self._unplanned(replace(weight, source=replace(weight.source, values=0)), values)
+            # the shared memory is too small for the unpacked values
+            return self._unshared(replace(weight, source=replace(weight.source, values=0)), values)
         self._kept.add(weight.name)
         if weight.source.compressed:
             backing = Packed(address_space(weight.like), backing)
         return HostBuffer(backing.host, backing)
 
-    def _unplanned(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
+    def _unshared(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
         """Return private memory for a weight that other ranks share.  Raises ChunkflowError if it does not fit in host
         memory."""
         if not weight.source.file:
-            check_room(weight.takes + weight.for_a_moment if weight.source.compressed else weight.takes)
+            check_room(weight.takes + weight.takes_temporarily if weight.source.compressed else weight.takes)
         return self._private(weight, values)
 
     def _private(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
@@ -196,7 +197,7 @@ class WeightLoader:
         if self._shared is not None:
             self._shared.leave(self._kept)
 
-    def _wanted(self, name: str, tensor: torch.Tensor) -> LoadRequest:
+    def _request(self, name: str, tensor: torch.Tensor) -> LoadRequest:
         values, dtype = alias(tensor), self._dtype_of(name, tensor)
         like = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device="meta")
         source = Source(file=name in self._on_drive, values=like.nbytes if name in self._packs else 0)
@@ -223,7 +224,7 @@ class WeightLoader:
             self._unchecked += weight.nbytes
             if self._unchecked >= _CHECKED:
                 self._unchecked = 0
-                check_room(self._todo + self._twice)
+                check_room(self._todo + self._temporary)
             self._todo -= weight.takes
 
     def _stored(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
@@ -238,7 +239,7 @@ class WeightLoader:
         """Pack a weight that ranks share.  If the values do not fit in the packed form, mark the memory for the other
         ranks."""
         if not pack_into(packed, self._filled(weight, values), self._cpus):
-            do_not_fit(packed)
+            mark_unfit(packed)
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
         """Return pages with the values of a weight.  If another weight is to be packed after this one, start to read
@@ -256,7 +257,7 @@ class WeightLoader:
         """Return new pages with the values of a weight.  ``values``: the values; not needed if the weight is in a
         file."""
 
-        # because ``_thread`` does not inherit the modes of its caller
+        # ``_thread`` does not inherit the modes of its caller
         with torch.inference_mode(False), torch.no_grad():
             host = empty_pages(weight.like)
             self._fill(host, weight, values)
@@ -270,7 +271,6 @@ class WeightLoader:
 
     @cached_property
     def _scratch(self) -> Scratch:
-        """The scratch file of this rank."""
         shared = self._shared or ()
         own = [w for w in self._weights.values() if w.source.file and not w.stays and w.name not in shared]
         return Scratch.made(sum(whole_pages(w.nbytes) for w in own))

@@ -40,7 +40,7 @@ def memory_file(name: str, nbytes: int) -> Descriptor:
     """Create a memfd: shared memory in the form of a file without a name.  No process can change its size."""
     memory = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(memory.number, nbytes)
-    # so that no rank can truncate it while another rank reads it
+    # fix the size, so that no rank can truncate the memory while another rank reads it
     fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return memory
 
@@ -49,7 +49,7 @@ def reopened(path: str, identity: tuple[int, int]) -> Descriptor:
     """Open the file at a path for reading and writing.  Raises OSError if the file cannot be opened, or if its
     ``identity`` (device and inode number) differs."""
 
-    # checked first, because opening an unknown pipe or terminal may have side effects
+    # check before opening, because opening an unknown pipe or terminal may have side effects
     if identity_of(os.stat(path)) != identity:
         raise OSError(errno.ESTALE, "another file")
     opened = Descriptor(os.open(path, os.O_RDWR))
@@ -70,7 +70,7 @@ def prefer_huge_pages(pages: torch.Tensor) -> None:
     _libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)
 
 
-def for_copies(pages: torch.Tensor) -> None:
+def advise_for_copies(pages: torch.Tensor) -> None:
     """Advise the kernel about private memory from which a GPU is going to copy."""
     prefer_huge_pages(pages)
     if [int(part) for part in re.findall(r"\d+", platform.release())[:2]] < _FORKS_COPY_PINNED:
@@ -152,7 +152,7 @@ def open_pages(host: torch.Tensor) -> None:
     reports an error."""
     if _libc().mprotect(host.data_ptr(), whole_pages(host.nbytes), _ACCESS):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    for_copies(host)
+    advise_for_copies(host)
 
 
 def own_memory(host: torch.Tensor, owned: set[int]) -> None:

@@ -97,7 +97,7 @@ def rendezvous(
     apart: list[tuple[int, dict[str, Any]]] = []
 
     def has_gone_apart(missing: list[int]) -> bool:
-        if model is not None and (found := group.placed_apart(model, missing)) is not None:
+        if model is not None and (found := group.find_unshared(model, missing)) is not None:
             apart.append(found)
         return bool(apart)
 
@@ -135,8 +135,8 @@ def rendezvous(
 
 
 def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
-    """Return the ranks that share weights with this rank, and this rank.  Log why other ranks of this machine do
-    not."""
+    """Return this rank and the ranks that share weights with it.  Log why other ranks of this machine do not share with
+    it."""
     places = {rank: [record[of] for of in ("machine", "namespace", "near")] for rank, record in records.items()}
     mine = places[group.rank]
     here = [rank for rank in group.ranks if places[rank][0] == mine[0]]

@@ -31,7 +31,7 @@ from chunkflow_compile.passes.packing import Layout, Run, pack, unpack_into
 from chunkflow_compile.units import size
 
 from .backing import Backing, Where
-from .bytes import as_weight, flat_bytes, place_of, same_bits
+from .bytes import as_array, as_weight, flat_bytes, same_bits
 from .drive import Scratch
 from .host_memory import empty_pages, running_on
 from .limits import no_room
@@ -77,7 +77,7 @@ class Packed(Backing):
         like = packed_like(host)
         if no_room(like.nbytes) is not None:
             return None
-        with _plainly():
+        with _ordinary_mode():
             packed = empty_pages(like)
         return Packed(host, Backing(packed)) if pack_into(packed, host) else None
 
@@ -113,7 +113,7 @@ class Packed(Backing):
         """Return a copy of the open pages.  Raises ChunkflowError if the copy does not fit in host memory."""
         if (cause := no_room(self.host.nbytes)) is not None:
             raise ChunkflowError(_no_memory(name, self.host, cause))
-        with _plainly():
+        with _ordinary_mode():
             return self.host.clone()
 
     def exported(self, name: str) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Packed(Backing):
 
         if self.is_open_here:  # called by a signal handler in the middle of a write
             return self._copied(name)
-        with self._lock(), _plainly():
+        with self._lock(), _ordinary_mode():
             memory = None if self._exported is None else self._exported()
             if memory is None:
                 exported = _at(self.host)
@@ -171,7 +171,7 @@ class Packed(Backing):
 
     def _differs(self) -> bool:
         """Whether the open pages were written and now differ from the packed values."""
-        with _plainly():
+        with _ordinary_mode():
             if not written_pages(flat_bytes(self.host)):
                 return False
             # too little memory to compare the values, but enough to pack them
@@ -243,7 +243,7 @@ class Packed(Backing):
 def _at(host: torch.Tensor) -> torch.Tensor:
     """Return a tensor at the address of ``host`` with a separate storage, whose lifetime shows whether the tensor is
     still in use."""
-    return as_weight(torch.frombuffer(place_of(host), dtype=torch.uint8), host)
+    return as_weight(torch.frombuffer(as_array(host), dtype=torch.uint8), host)
 
 
 def _this_thread() -> tuple[int, int]:
@@ -271,13 +271,13 @@ def unpacked(name: str, packed: torch.Tensor, like: torch.Tensor) -> torch.Tenso
     return values
 
 
-def do_not_fit(packed: torch.Tensor) -> None:
+def mark_unfit(packed: torch.Tensor) -> None:
     """Mark memory for packed values as unusable, because the values did not fit in it."""
     packed[-1] = _DO_NOT_FIT
 
 
 def fits(packed: torch.Tensor) -> bool:
-    """Whether memory for packed values was filled, and not marked by :func:`do_not_fit`."""
+    """Whether memory for packed values was filled, and not marked by :func:`mark_unfit`."""
     return int(packed[-1]) != _DO_NOT_FIT
 
 
@@ -304,7 +304,7 @@ def _threads(numel: int, cpus: frozenset[int] = frozenset()) -> Iterator[Run]:
     """A context that yields a function like ``map``, for packing or unpacking ``numel`` values.  It uses several
     threads, or the calling thread if there are few values."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), -(-numel // _SERIAL))
-    with _plainly():
+    with _ordinary_mode():
         if threads < 2:
             with running_on(cpus):
                 yield map
@@ -319,7 +319,7 @@ def _near(cpus: frozenset[int], work: Callable[[int], Any], item: int) -> Any:
 
 
 @contextlib.contextmanager
-def _plainly() -> Iterator[None]:
+def _ordinary_mode() -> Iterator[None]:
     """A context for ordinary ops on host tensors, whatever state the caller is in: inference mode, a trace, or a default
     device."""
     with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):

@@ -136,7 +136,7 @@ class Peers:
         then on.
         Raises ChunkflowError, on all ranks, if a rank fails in its first call, runs out of memory, or has ended.
         """
-        if not (self._node.meets or self._node.forked):
+        if not (self._node.takes_part or self._node.forked):
             return
         try:
             found = self._node.agree({b.name: [b.nbytes, b in wanted] for b in buffers}, _PATIENCE_S)
@@ -148,7 +148,7 @@ class Peers:
             return
         except BaseException as error:
             self._node.fail(error)
-            if not (self._node.meets or self._node.forked):
+            if not (self._node.takes_part or self._node.forked):
                 self.pending.clear()
             raise
         self.pending -= {name for each in found for name in each}
@@ -206,7 +206,7 @@ class Peers:
         """Shard weights that have the same size on all ranks.  Returns the names of the weights that are not sharded
         because their values differ."""
 
-        versions = [buffer.version for buffer in buffers]  # read before the values
+        versions = [buffer.version for buffer in buffers]  # read before the values, so that a later write is noticed
         sizes = [piece_bytes(buffer.nbytes, self.ranks) for buffer in buffers]
         held = zip(*(memory.split(sizes) for memory in self._memories(buffers, sizes)), strict=True)
         sharded = [
@@ -333,7 +333,7 @@ def _leave(node: Node, pending: set[str]) -> None:
         with contextlib.suppress(ChunkflowError):
             node.leave("has dropped its model")
 
-    if pending and node.meets:
+    if pending and node.takes_part:
         aside(leave)
 
 

@@ -74,14 +74,15 @@ class Rounds:
         self._open = True
         self._round = 0
         # the type of this rank's record in the round
-        self._said = _NOTHING
+        self._record_type = _NOTHING
         # an error that this rank is raising and has reported to the others
-        self._told: BaseException | None = None
+        self._reported_error: BaseException | None = None
         self._busy = False
 
     @property
-    def meets(self) -> bool:
-        """Whether rounds take place: as far as this rank knows, no rank has ended or left.  False in a forked child."""
+    def takes_part(self) -> bool:
+        """Whether this rank takes part in rounds: as far as this rank knows, no rank has ended or left.  False in a
+        forked child."""
         return self._open and not self.forked
 
     @property
@@ -108,20 +109,20 @@ class Rounds:
         if error is not None:
             self.fail(error)
             raise failed(self.task, self.rank, cause_of(error)) from error
-        return self._meet(value, self._timeout_s, _ENDED)
+        return self._run_round(value, self._timeout_s, _ENDED)
 
     def agree(self, value: Any, patience_s: float) -> list[Any]:
         """All-gather as :meth:`gather`, for ranks that arrive at different times.  A rank that has no record after
         ``patience_s`` seconds is late, unless it is in a :meth:`busy` context.  Raises Left on all ranks if one of them
         is late or has left."""
-        return self._meet(value, min(patience_s, self._timeout_s), _LATE)
+        return self._run_round(value, min(patience_s, self._timeout_s), _LATE)
 
     def fail(self, error: BaseException) -> None:
         """Let the other ranks raise ``error`` in the current round, or in the next round if the current one is already
         decided.  Does not wait for the other ranks."""
-        if not self.meets or self._knows(error):
+        if not self.takes_part or self._is_reported(error):
             return
-        self._told = error
+        self._reported_error = error
         with self._reached():
             self._pass_known_failure()
             ours = json.dumps((_FAILED, {self.rank: cause_of(error)}))
@@ -133,11 +134,11 @@ class Rounds:
 
     def leave(self, why: str) -> None:
         """Stop taking part in rounds.  Does not wait for the other ranks, which raise Left."""
-        if self.meets:
+        if self.takes_part:
             with self._reached():
                 self._pass_known_failure()
-                # the other ranks raise a reported failure in this round, and find the record below in the next round
-                self._round += self._said == _FAILED
+                # a failure that this rank has reported ends this round, so the record below belongs to the next one
+                self._round += self._record_type == _FAILED
                 self._set(str(self.rank), {_LEFT: why})
         self._open = False
 
@@ -149,7 +150,7 @@ class Rounds:
         If the work raises an error, the other ranks raise the same error in that round, unless a later call of this
         rank takes part in the round first.
         """
-        if not self.meets or self._busy:
+        if not self.takes_part or self._busy:
             yield
             return
         self._busy = True
@@ -158,16 +159,16 @@ class Rounds:
                 self._store.set(f"busy/{self.rank}", "1")
             yield
             # withdraw the failure of an earlier call, because this call needed no round and succeeded
-            if self._said == _FAILED and self.meets:
-                self._say(_NOTHING, "")
+            if self._record_type == _FAILED and self.takes_part:
+                self._set_record(_NOTHING, "")
         except BaseException as error:
-            if self.meets and not self._knows(error):
+            if self.takes_part and not self._is_reported(error):
                 with contextlib.suppress(ChunkflowError):  # the original error is more important
-                    self.fail(error) if self._said == _VALUE else self._say(_FAILED, cause_of(error))
+                    self.fail(error) if self._record_type == _VALUE else self._set_record(_FAILED, cause_of(error))
             raise
         finally:
-            self._busy, self._told = False, None
-            if self.meets:
+            self._busy, self._reported_error = False, None
+            if self.takes_part:
                 with contextlib.suppress(ChunkflowError), self._reached():
                     self._store.set(f"busy/{self.rank}", "")
 
@@ -179,15 +180,15 @@ class Rounds:
                 self.fail(error)
         self._open = False
 
-    def _knows(self, error: BaseException | None) -> bool:
+    def _is_reported(self, error: BaseException | None) -> bool:
         """Whether the other ranks know about an error, or about an error that caused it."""
         while error is not None:
-            if isinstance(error, RankFailed | Left) or error is self._told:
+            if isinstance(error, RankFailed | Left) or error is self._reported_error:
                 return True
             error = error.__cause__ or error.__context__
         return False
 
-    def _meet(self, value: Any, patience_s: float, late: str) -> list[Any]:
+    def _run_round(self, value: Any, patience_s: float, late: str) -> list[Any]:
         """Run a round and return the values of all ranks.  ``late``: the type of the decision if a rank is missing
         after ``patience_s``."""
         if self.forked:
@@ -195,11 +196,11 @@ class Rounds:
                 f"This process was forked from rank {self.rank} of a process group and is none of its ranks, which the "
                 "weights need here: call chunkflow_compile.restore(model) in it, or start it before the model is placed."
             )
-        self._told = None
+        self._reported_error = None
         while self._open:
             with self._reached():
                 self._pass_known_failure()
-                records, how, of = self._decided({_VALUE: value}, patience_s, late)
+                records, how, of = self._wait_for_decision({_VALUE: value}, patience_s, late)
                 self._next()
             if how == _VALUE:
                 return [records[rank][_VALUE] for rank in self.ranks]
@@ -214,19 +215,19 @@ class Rounds:
             raise Left(f"{numbers(of.keys())} {why}")
         raise RankFailed(f"The weights are not {self.task}: one of {numbers(self.ranks)} has ended, or has left.")
 
-    def _decided(
+    def _wait_for_decision(
         self, mine: Mapping[str, Any], patience_s: float, late: str
     ) -> tuple[dict[int, Any], str, dict[int, str]]:
         """Add this rank's record to the round, and wait for the decision.  Return the records by rank, the type of the
         decision, and rank -> cause for the ranks that caused the decision."""
         records, waiting, pause = dict[int, Any](), self._waiting(patience_s, late), _PAUSE_S
-        self._said = _VALUE
+        self._record_type = _VALUE
         self._set(str(self.rank), mine)
         while (decision := self._get(_DECISION)) is None:
             found = {rank: self._get(str(rank)) for rank in self.ranks if rank not in records}
             records |= {rank: record for rank, record in found.items() if record}
             absent = [rank for rank in self.ranks if rank not in records]
-            if (proposed := _of_records(records, absent) or waiting(absent)) is None:
+            if (proposed := _possible_decision(records, absent) or waiting(absent)) is None:
                 time.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST_PAUSE_S)
             else:
@@ -265,16 +266,16 @@ class Rounds:
         known = {rank: [*self._processes[rank]] for rank in ranks if self._processes[rank]}
         return next((rank for rank, process in known.items() if process_of(process[0]) != process), None)
 
-    def _say(self, how: str, why: str) -> None:
+    def _set_record(self, how: str, why: str) -> None:
         """Set or replace this rank's record in the current round."""
         with self._reached():
             self._pass_known_failure()
             self._set(str(self.rank), {how: why} if how != _NOTHING else {})
-            self._said = how
+            self._record_type = how
 
     def _pass_known_failure(self) -> None:
         """Go on to the next round if the current round was decided by the failure of this rank."""
-        if self._said == _FAILED and self._get(_DECISION) is not None:
+        if self._record_type == _FAILED and self._get(_DECISION) is not None:
             self._next()
 
     def _next(self) -> None:
@@ -284,7 +285,7 @@ class Rounds:
                 for what in (*map(str, self.ranks), _DECISION, "read"):
                     self._store.delete_key(self._key(what))
         self._round += 1
-        self._said = _NOTHING
+        self._record_type = _NOTHING
 
     def _key(self, what: str) -> str:
         return f"{self._round}/{what}"
@@ -310,7 +311,7 @@ class Rounds:
             raise
 
 
-def _of_records(records: Mapping[int, Any], absent: Sequence[int]) -> Any:
+def _possible_decision(records: Mapping[int, Any], absent: Sequence[int]) -> Any:
     """Return the decision that the records of a round permit, or None if the round cannot be decided yet."""
     for how in _FAILED, _LEFT:
         if of := {rank: record[how] for rank, record in records.items() if how in record}:
@@ -324,7 +325,7 @@ def process_of(number: int) -> list[int]:
     with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
         if state not in "ZX":
-            return [number, int(fields[18])]  # its start time
+            return [number, int(fields[18])]  # the start time of the process
     return []
 
 
@@ -342,6 +343,6 @@ def _ended(task: str, rank: int, why: str) -> RankFailed:
 def cause_of(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
-    if (inner := getattr(error, "inner_exception", None)) is not None:  # from a failed compilation
+    if (inner := getattr(error, "inner_exception", None)) is not None:  # Dynamo wraps the error of a failed compilation
         return cause_of(inner)
     return str(error) if isinstance(error, ChunkflowError) else first_line(error)

@@ -73,7 +73,7 @@ class LoadRequest:
         return max(0, self.nbytes - self.frees)
 
     @property
-    def for_a_moment(self) -> int:
+    def takes_temporarily(self) -> int:
         """Bytes of host memory that the weight takes only while it is moved.  For a packed weight they include the
         unpacked values of this weight and of the next one."""
         return min(self.nbytes, self.frees) + 2 * self.source.values
@@ -116,7 +116,7 @@ class SharedPages:
         whole = sum(w.shard is None for w in wanted)  # the number of unsharded weights, which all ranks should have
         reports = node.gather([whole, [(kind, w.origin) for kind, w in mine.items()]])
         sources = [dict(each) for _, each in reports]
-        # in the order of the first rank, without weights that another rank lacks or has in another size
+        # weights that a rank lacks or has in another size are not shared; the order is the first rank's
         kinds = [k for k in sources[0] if all(k in each for each in sources) and mine[k].nbytes]
         common = [mine[k] for k in kinds]
         if 2 * len([w for w in common if w.shard is None]) < max(count for count, _ in reports):
@@ -143,7 +143,7 @@ class SharedPages:
         places = self._places(weights)
         if self._node.leads:
             # a weight frees its present memory once it is written, so only one weight at a time is in memory twice
-            check_room(sum(w.takes for w in weights) + max(w.for_a_moment for w in weights))
+            check_room(sum(w.takes for w in weights) + max(w.takes_temporarily for w in weights))
         descriptor = self._node.share(memory_file("chunkflow-weights", places[-1]) if self._node.leads else None)
         pages = map_file(descriptor, places[-1], mmap.MAP_SHARED)
         if pages is None:
@@ -220,7 +220,7 @@ class SharedPages:
                     "rank %s has other values than rank %s in %s, and keeps its own copy of them",
                     rank,
                     self._node.ranks[0],
-                    _some_of(names),
+                    _first_names(names),
                 )
 
     def leave(self, kept: Collection[str]) -> None:
@@ -229,7 +229,7 @@ class SharedPages:
             self._pages.pop(name).leave()
 
 
-def _some_of(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

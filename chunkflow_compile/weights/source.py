@@ -54,7 +54,8 @@ class WeightFile:
         return self._opened
 
     def read(self, target: torch.Tensor, offset: int) -> None:
-        """Fill a host tensor (uint8) from ``offset``.  Raises ChunkflowError if the read fails or the file has changed."""
+        """Fill a host tensor (uint8) with the bytes of the file from ``offset`` on.  Raises ChunkflowError if the read
+        fails or the file has changed."""
         self._fill(self.descriptor.number, memory_of(target), offset, offset, target.numel())
 
     def read_direct(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:

@@ -87,7 +87,7 @@ class GpuStagings:
     def __init__(self) -> None:
         self._made: dict[torch.device, Staging] = {}
 
-    def brought(self, host: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
+    def copied_to(self, host: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
         """Copy a dense host tensor to a device.  If the device is the CPU, return the tensor itself, unless ``copy`` is
         True.
 

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import in_one_memory, same_bits
+from .bytes import same_bits, share_storage
 
 _aten = torch.ops.aten
 # Namespaces of ops whose schemas declare every write.
@@ -110,7 +110,7 @@ def _take(weight: Any, copy: torch.Tensor) -> None:
 def _copy(weight: Any) -> torch.Tensor:
     """Return the values on the device, in separate memory."""
     values: torch.Tensor = weight.fetch()
-    return values.clone() if in_one_memory(values, weight.host) else values
+    return values.clone() if share_storage(values, weight.host) else values
 
 
 def _is_a(name: str, value: Any) -> bool:

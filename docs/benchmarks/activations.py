@@ -2,8 +2,8 @@
 
     python docs/benchmarks/activations.py           # writes the table of docs/activations.md; traces two models
 
-Measured activations are the peak of torch's allocator less the weights on the device.  Predicted ones are ``live_bytes``
-of the finest cut, and of the cut with whole blocks.  Needs no network and no GPU.
+Measured activations are the peak of torch's allocator minus the weights on the GPU.  Predicted activations are
+``live_bytes`` of two cuts: the finest one, and the one with whole blocks.  The script needs no network and no GPU.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from tabulate import tabulate
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut, whole_blocks
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.pipeline import Settings, make_cut, whole_blocks
+from chunkflow_compile.passes.planning import Settings
 
 BENCHMARKS = Path(__file__).parent
 PAGE = BENCHMARKS.parent / "activations.md"
-# The script writes what lies between these two lines of the page.
+# The script replaces the text between these two lines of the page.
 BEGIN, END = "<!-- measured: docs/benchmarks/activations.py -->\n", "<!-- end -->\n"
 GPUS = {"h100": "H100", "h200": "H200"}
 MIB = 1 << 20
-# Arms of ChunkFlow, of which it is known how many bytes of weights are on the device.
+# The arms whose records contain the bytes of weights on the device.
 ARMS = ("resident", "layerwise", "chunkflow")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """An arm of a case.  Bytes of activations: ``measured``, ``finest`` of the finest cut, ``blocks`` of whole blocks."""
+    """The activations of one arm of a case, in bytes.  ``finest``, ``blocks``: predictions for the finest cut and for the
+    cut with whole blocks."""
 
     gpu: str
     workload: Workload
@@ -47,14 +49,14 @@ class Row:
 
 
 def measured(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The arms of a record, and the bytes of activations of each."""
+    """Yield each arm of a record with its measured activations in bytes."""
     for arm, found in record["arms"].items():
         if arm.partition("@")[0] in ARMS:
             yield arm, record["peak_bytes"][arm] - found["weights_device_bytes"]
 
 
 def predicted(workload: Workload) -> tuple[int, int]:
-    """Bytes of activations of the finest cut, and of whole blocks."""
+    """Return the predicted activations in bytes: for the finest cut, and for the cut with whole blocks."""
     known = replace(preset(workload.model), timestep=workload.timestep)
     finest = make_cut(transformer_traced(known, workload.sizes, 1))
     blocks = whole_blocks(finest, Settings(hardware=load_profile("h100-nvlink")))
@@ -71,7 +73,7 @@ def rows(folder: Path = BENCHMARKS) -> Iterator[Row]:
 
 
 def table(rows: Iterator[Row]) -> str:
-    """A line for each arm; the ratios are predicted divided by measured."""
+    """Return a table with one row per arm.  Ratios are predicted divided by measured activations."""
     return tabulate(
         [
             (
@@ -92,7 +94,7 @@ def table(rows: Iterator[Row]) -> str:
 
 
 def written(page: str, table: str) -> str:
-    """The page with this table.  Raises ChunkflowError if the page has no place for it."""
+    """The page with this table.  Raises ChunkflowError if the page lacks the lines around the table."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

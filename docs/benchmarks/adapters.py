@@ -1,4 +1,5 @@
-"""Changing LoRA adapters: ChunkFlow's slots and diffusers' hotswap, and slots on an emulated link.  Ten minutes on two cores.
+"""Measure swaps of LoRA adapters: with ChunkFlow's adapter slots, with diffusers' hotswap, and with slots on an emulated
+link.  Takes ten minutes on two cores.
 
 python docs/benchmarks/adapters.py --out docs/benchmarks/adapters.md
 """
@@ -35,14 +36,14 @@ WIDTH = SIZE.heads * SIZE.head_dim
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
 RANK = 64
 RANKS = (16, 4, 64, 32, 8, 16)
-# The rank of the slots on the emulated link.
+# The rank of the adapter slots in the measurement on the emulated link.
 LINK_RANK = 16
-# All weights would keep the link busy for this share of the resident step; and the budget, as a share of the weights of the
-# blocks: with six blocks, a smaller budget cannot hold two blocks at once.
+# The share of the resident step in which the emulated link would be busy if all weights were copied.
 LOAD = 0.7
+# The budget as a share of the blocks' weights.  With six blocks, a smaller budget cannot hold two blocks at once.
 BUDGET = 0.5
 CHUNK = 1 << 20
-# Calls before anything is measured, calls after each swap, and swaps.
+# The numbers of calls before the measurement, of calls after each swap, and of swaps.
 LEARNING = 8
 CALLS = 4
 SWAPS = 8
@@ -64,7 +65,7 @@ Measured on a CPU, with {SIZE.layers} Wan blocks of width {WIDTH} and LoRA adapt
 
 
 def adapter(model: nn.Module, seed: int, rank: int) -> dict[str, torch.Tensor]:
-    """Random weights of an adapter, named as in its file.  ``model``: without layers of PEFT."""
+    """Return random weights of an adapter, with the names of an adapter file.  ``model``: a model without PEFT layers."""
     rng, state = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
     for name, layer in model.named_modules():
         if name.startswith("blocks.") and name.endswith(TARGETS) and isinstance(layer, nn.Linear):
@@ -75,7 +76,8 @@ def adapter(model: nn.Module, seed: int, rank: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Arm:
-    """A compiled model.  ``swap``: loads an adapter.  ``graphs``: compiled graphs, counted over its calls."""
+    """A compiled model.  ``swap``: a function that loads the adapter with a given number.  ``graphs``: the number of
+    graphs that its calls compiled."""
 
     model: Any
     swap: Callable[[Any, int], None]
@@ -91,7 +93,7 @@ class Arm:
 
     @property
     def moved(self) -> int:
-        """Bytes that the newest call has copied."""
+        """The bytes that the latest call copied."""
         return sum(p.measurements[-1].moved_bytes for p in programs(self.model))
 
     def learn(self) -> None:
@@ -99,7 +101,7 @@ class Arm:
             self.call(seed)
 
     def measure(self, number: int) -> None:
-        """Calls on another adapter."""
+        """Swap the adapter, and time the calls that follow."""
         self.swap(self.model, number)
         self.first.append(self.call(number))
         self.steps += [self.call(number) for _ in range(CALLS)]
@@ -210,7 +212,7 @@ def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _nothing(model: Any, number: int) -> None:
-    """No adapter."""
+    """Swap nothing: this arm has no adapter."""
 
 
 def _choose(model: Any, number: int) -> None:

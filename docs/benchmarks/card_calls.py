@@ -1,12 +1,12 @@
-"""The public calls on a GPU: compile of a model, also as one CUDA graph, and of a pipeline, adapters, a cycle of two models,
-and the first step, cold and warm.
+"""Measure the public functions on a GPU: ``compile`` with and without CUDA graphs, ``apply``, adapters, a cycle of two
+models, and the first step with and without caches.
 
 python docs/benchmarks/card_calls.py --out calls.jsonl
 
-FLUX.1-dev and Wan2.2-TI2V-5B at full size, with random weights.  Each case is a separate process, and writes a line for each
-arm as it ends.  All cases except those of diffusers use one folder of caches, which is empty at first.  If the file exists,
-the run continues it.  Outputs are compared, bit for bit, with the outputs of the same compiled model with all weights on the
-GPU.
+The models are FLUX.1-dev and Wan2.2-TI2V-5B at full size, with random weights.  Each case runs in a separate process,
+which writes a line as soon as an arm ends.  The cases that run ChunkFlow share one cache folder, which is empty at first.
+If the output file exists, cases that have ended there are skipped.  Outputs are compared, bit for bit, with the outputs
+of the same compiled model with all weights on the GPU.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ from chunkflow_compile.report.first_step import first_step_phases
 FLUX, WAN = "flux.1-dev", "wan2.2-ti2v-5b"
 SIZES = {FLUX: OutputSizes(height=1024, width=1024), WAN: OutputSizes(height=704, width=1280, frames=33)}
 SMALL = Size(layers=4, singles=4, heads=4, head_dim=64, frames=2, height=8, width=8, text=8)
-# Budgets, as shares of the bytes of all weights: the smallest is a little more than layerwise needs for FLUX.
-# Small models have no room for the next block there.
+# Budgets, as shares of the bytes of all weights.  The smallest one is a little more than the policy layerwise needs for
+# FLUX.  For small models it would be too small to hold the next block.
 SHARES, SMALL_SHARES = (0.82, 0.065), (0.82, 0.6)
 PACKED_SHARES = (0.065, 0.46)
 CYCLE_SHARES, SMALL_CYCLE_SHARES = (0.8, 0.2), (0.8, 0.6)
-# The budget of a pipeline in addition to half of its weights.
+# The bytes that are added to half of the weights for the budget of a pipeline.
 ACTIVATIONS, SMALL_ACTIVATIONS = 2 << 30, 4 << 20
-# Steps in a row, with other inputs each; rows; samples of the host; calls until blocks run as a cycle, after each new plan.
+# STEPS: steps per timing, each with different inputs.  ROWS: timings.  SAMPLES: samples of the host time.  LEARNING: calls
+# after a new plan until the blocks run as a cycle.
 STEPS, ROWS, SAMPLES, LEARNING = 4, 3, 5, 5
 RANK, TARGETS = 16, ("to_q", "to_k", "to_v")
-# Seconds for a process to begin in, and its model to be made.
+# The minimum time in seconds to start a process and build its model.  With less time left, no case is started.
 LEAST = 40.0
 Figures = dict[str, Any]
 State = dict[str, torch.Tensor]
@@ -69,7 +70,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on the GPU, and the inputs of its steps.  ``options``: options for ChunkFlow."""
+    """A model on the GPU, and the inputs of each step.  ``options``: options for ChunkFlow."""
 
     name: str
     model: nn.Module
@@ -86,7 +87,7 @@ class Subject:
 
 
 def make(name: str, small: bool) -> Subject:
-    """The same weights and inputs in every process."""
+    """Build a model.  Its weights and inputs are the same in every process."""
     torch.manual_seed(0)
     device = torch.device("cuda", 0)
     if small:
@@ -101,17 +102,18 @@ def make(name: str, small: bool) -> Subject:
 
 
 def measured(subjects: Sequence[Subject]) -> Figures:
-    """A step calls each of them.  Milliseconds on the GPU, in groups of ``STEPS``, and on the host; bytes that it copies."""
+    """Return the figures of a step, which calls each subject once: milliseconds on the GPU and on the host, bytes copied,
+    and peak memory."""
 
     def step(number: int) -> None:
         for subject in subjects:
             subject.step(number)
 
-    _mark(subjects, sys.maxsize)  # a plan may be made from their times
+    _mark(subjects, sys.maxsize)  # measure these calls, because ChunkFlow may plan again from their times
     for number in range(LEARNING):
         step(number)
-    _mark(subjects, 0)  # marks take time
-    for number in range(2):  # a call that is one CUDA graph is recorded again
+    _mark(subjects, 0)  # measure nothing from here on, because timed events slow a step down
+    for number in range(2):  # the first call without measurement may record a CUDA graph
         step(number)
     torch.cuda.reset_peak_memory_stats()
     rows = []
@@ -147,29 +149,30 @@ def _moved(subjects: Sequence[Subject]) -> int:
 
 
 def outputs(subjects: Sequence[Subject]) -> list[torch.Tensor]:
-    """Of each step, in host memory."""
+    """Return the outputs of each step, in host memory."""
     return [subject.step(number).cpu() for number in range(STEPS) for subject in subjects]
 
 
 def digest(found: Sequence[torch.Tensor]) -> str:
-    """Of all bits.  Raises AssertionError if some are no numbers."""
+    """Return a digest of all bits.  Raises AssertionError if a value is infinite or not a number."""
     if not all(bool(output.isfinite().all()) for output in found):
         raise AssertionError("outputs are not finite")
     return hashlib.sha256(b"".join(o.contiguous().view(torch.uint8).numpy().tobytes() for o in found)).hexdigest()
 
 
 def equal(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether two lists of outputs are equal, bit for bit."""
     return digest(found) == digest(right)
 
 
 def graphs() -> int:
-    """That this process has compiled."""
+    """Return the number of graphs that this process has compiled."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def first_step(subject: Subject, **options: Any) -> Figures:
-    """Compile by kind, and call once: seconds, and what torch's timer of compilations has counted of them."""
+    """Compile a model by block type and call it once; return the durations of placement, of the first call, and of its
+    phases."""
     begin = time.perf_counter()
     chunkflow_compile.compile(subject.model, device="cuda", **{**subject.options, **options})
     placed = time.perf_counter()
@@ -185,7 +188,7 @@ def first_step(subject: Subject, **options: Any) -> Figures:
 
 
 def by_kind(name: str, small: bool) -> Iterator[Figures]:
-    """``compile``: with all weights on the GPU, then other plans for the same compiled blocks."""
+    """Measure ``compile`` with all weights on the GPU, and then with smaller budgets for the same compiled blocks."""
     subject = make(name, small)
     yield {"arm": "first step", **first_step(subject, policy="resident")}
     yield {"arm": "resident", **measured([subject]), "digest": digest(outputs([subject]))}
@@ -200,8 +203,8 @@ def by_kind(name: str, small: bool) -> Iterator[Figures]:
 
 
 def graph(name: str, small: bool) -> Iterator[Figures]:
-    """``compile(cudagraphs=True)``: a step is one graph, beside the same program issued op by op, also after a weight was
-    written."""
+    """Measure ``compile(cudagraphs=True)``.  Outputs are compared with the same program without a CUDA graph, before and
+    after a weight was changed."""
     subject = make(name, small)
     yield {"arm": "first step", **first_step(subject, policy="resident", cudagraphs=True)}
     for share in (None, *(SMALL_SHARES if small else SHARES)):
@@ -209,7 +212,7 @@ def graph(name: str, small: bool) -> Iterator[Figures]:
             replan(subject.model, weight_memory=int(share * subject.weights))
         same = []
         for _ in range(2):
-            _mark([subject], sys.maxsize)  # measured calls are issued op by op
+            _mark([subject], sys.maxsize)  # while calls are measured, they do not run as a CUDA graph
             right = outputs([subject])
             _mark([subject], 0)
             subject.step(0)
@@ -229,12 +232,13 @@ def graph(name: str, small: bool) -> Iterator[Figures]:
 
 
 def second(name: str, small: bool) -> Iterator[Figures]:
-    """The first step in a process that finds the caches of ``compile``; in a rehearsal, the one case that uses Triton."""
+    """Measure the first step with the caches that the case ``compile`` left.  In a rehearsal, this is the only case that
+    uses Triton."""
     yield {"arm": "first step", **first_step(make(name, small), policy="resident", lowering="inductor")}
 
 
 def repeated(name: str, small: bool) -> Iterator[Figures]:
-    """Diffusers' ``compile_repeated_blocks``: torch.compile of each block, with all weights on the GPU."""
+    """Measure diffusers' ``compile_repeated_blocks``, with all weights on the GPU."""
     subject, begin = make(name, small), time.perf_counter()
     subject.model.compile_repeated_blocks(fullgraph=True, dynamic=False)  # type: ignore[operator]
     subject.model(**subject.inputs[0])
@@ -244,7 +248,7 @@ def repeated(name: str, small: bool) -> Iterator[Figures]:
 
 
 def applied(name: str, small: bool) -> Iterator[Figures]:
-    """``apply``: a pipeline with half of the weights and room for activations."""
+    """Measure ``apply`` on a pipeline, with a budget for half of the weights and for activations."""
     subject = make(name, small)
     largest, begin = _largest(subject), time.perf_counter()
     memory = subject.weights // 2 + (SMALL_ACTIVATIONS if small else ACTIVATIONS)
@@ -253,7 +257,7 @@ def applied(name: str, small: bool) -> Iterator[Figures]:
     pipe(subject.inputs)
     torch.cuda.synchronize()
     figures = {"place_s": placed - begin, "compile_s": time.perf_counter() - placed, "graphs": graphs()}
-    pipe(subject.inputs)  # planned again from what the first has taken
+    pipe(subject.inputs)  # planned again, with the activations that the first call measured
     figures |= measured([subject])
     figures["digest"] = digest([first(output).cpu() for output in pipe(subject.inputs)])
     begin = time.perf_counter()
@@ -263,12 +267,13 @@ def applied(name: str, small: bool) -> Iterator[Figures]:
 
 
 def _largest(subject: Subject) -> torch.Tensor:
-    """A copy of the largest weight, in host memory."""
+    """Return a copy of the largest weight, in host memory."""
     return max(subject.model.parameters(), key=lambda p: p.nbytes).detach().cpu()
 
 
 def adapters(name: str, small: bool) -> Iterator[Figures]:
-    """``enable_adapters``: two LoRA adapters are loaded and swapped, which compiles nothing, with and without streaming."""
+    """Measure ``enable_adapters``: load two LoRA adapters and swap them, with and without streaming.  Swaps should
+    compile nothing."""
     subject = make(name, small)
     model: Any = subject.model
     states = [_adapter(model, seed) for seed in range(2)]
@@ -301,7 +306,7 @@ def adapters(name: str, small: bool) -> Iterator[Figures]:
 
 
 def _adapter(model: nn.Module, seed: int) -> State:
-    """Random weights of a LoRA adapter, as its file has them."""
+    """Return random weights of a LoRA adapter, with the names of an adapter file."""
     rng, state = torch.Generator().manual_seed(seed), State()
     for name, layer in model.named_modules():
         if name.endswith(TARGETS) and isinstance(layer, nn.Linear):
@@ -312,7 +317,8 @@ def _adapter(model: nn.Module, seed: int) -> State:
 
 
 def cycle(name: str, small: bool) -> Iterator[Figures]:
-    """Two models in one arena, each compiled by kind, called alternately: the blocks of both are one cycle."""
+    """Measure two models in one arena, called alternately.  Both are compiled by block type, and their blocks form one
+    cycle."""
     both, arena = [make(each, small) for each in (name, WAN if name == FLUX else FLUX)], Arena("cuda")
     for each in both:
         yield {"arm": f"first step of {each.name}", **first_step(each, policy="resident", arena=arena)}
@@ -320,7 +326,8 @@ def cycle(name: str, small: bool) -> Iterator[Figures]:
     right = outputs(both)
     for share in SMALL_CYCLE_SHARES if small else CYCLE_SHARES:
         for again in (False, True):
-            for each in both[:1] if again else both:  # the cycle of both
+            # both models share one cycle, so a plan from its measured times is made once
+            for each in both[:1] if again else both:
                 replan(each.model, **({"as_measured": True} if again else {"weight_memory": int(share * each.weights)}))
             arm, figures = f"{100 * share:.0f} %{', as measured' if again else ''}", measured(both)
             found = cycles(both[0].model)
@@ -329,7 +336,8 @@ def cycle(name: str, small: bool) -> Iterator[Figures]:
 
 
 def packed(name: str, small: bool) -> Iterator[Figures]:
-    """``compile(pack=True)`` and the same model raw, with the same memory and the same cuts; and the unpacking alone."""
+    """Measure ``compile(pack=True)`` and the same model without packing, with equal budgets and cuts.  Measure unpacking
+    alone, too."""
     arms, right = dict[str, Subject](), dict[float, list[torch.Tensor]]()
     for arm in ("raw", "packed"):
         subject = arms[arm] = make(name, small)
@@ -352,7 +360,8 @@ def _in_bfloat16(value: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacking(numel: int) -> Figures:
-    """Rate of bytes that are read and written, by Inductor's code, for weights that the caches of a card do not hold."""
+    """Measure Inductor's code for unpacking: its time, and the bytes that it reads and writes per second.  ``numel``:
+    number of values; at full size, they do not fit in the caches of the GPU."""
     stored = torch.zeros(Layout.of(numel).words, dtype=torch.int32)
     pack((0.02 * torch.randn(numel)).to(torch.bfloat16), stored)
     on_card = stored.cuda()
@@ -368,7 +377,7 @@ def _unpacking(numel: int) -> Figures:
     return {"unpack_ms": 1e3 * seconds, "moved_per_s": (on_card.nbytes + 2 * numel) / seconds}
 
 
-# The most important first.
+# The functions that run the cases.  ORDER lists the cases, the most important first.
 CASES: dict[str, Callable[[str, bool], Iterator[Figures]]] = {
     "compile": by_kind,
     "graph": graph,
@@ -398,19 +407,20 @@ def add(out: Path, case: str, model: str, **figures: Any) -> None:
 
 
 def one(case: str, model: str, out: Path, small: bool) -> None:
-    """A case, in this process."""
+    """Run a case in this process."""
     torch.set_grad_enabled(False)
     right = next((line["digest"] for line in lines(out) if line["model"] == model and "digest" in line), None)
     for figures in CASES[case](model, small):
         if "digest" in figures:
-            right = right or figures["digest"]  # of the first plan that was measured, in the process of ``compile``
+            right = right or figures["digest"]  # the digest of the first plan that the case ``compile`` measured
             figures["equal"] = figures["digest"] == right
         add(out, case, model, **figures)
     add(out, case, model, ended=True)
 
 
 def run_all(out: Path, seconds: float, small: bool, chosen: Sequence[str]) -> int:
-    """Each case that has not ended, in a process of its own; 1 if one failed, 3 if time was up."""
+    """Run each case that has not ended, in a separate process.  Return 1 if a case failed, 3 if time was up before a
+    case, otherwise 0."""
     start, status = time.monotonic(), 0
     done = {(line["case"], line["model"]) for line in lines(out) if line.get("ended")}
     with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:

@@ -1,9 +1,10 @@
-"""Time of models of a few blocks at full width on a GPU, by type of kernel, compared with the prediction.
+"""Measure models with a few blocks of full width on a GPU, by type of kernel, and compare the times with predictions.
 
 python docs/benchmarks/card_models.py --measure models.jsonl                          on a GPU
 python docs/benchmarks/card_models.py --measured models.jsonl --hardware PROFILE > models.md
 
-Each case writes a line as it ends.  A step is a call of the model: the median of seven, between two events.
+The script writes a line for each case as soon as it ends.  A step is a call of the model; its time is the median of seven
+calls, each measured between two CUDA events.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from tabulate import tabulate
 
 from chunkflow_compile.catalog.presets import OutputSizes, Preset, preset
 from chunkflow_compile.catalog.sizes import Timestep
-from chunkflow_compile.hardware.calibrate import BACKENDS
+from chunkflow_compile.hardware.device_figures import BACKENDS
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.problem import Problem
 
 STEPS = 7
-# Part of a kernel's name -> its kind: names of cuBLAS, cuDNN, CUTLASS and FlashAttention.
+# Parts of the names of kernels from cuBLAS, cuDNN, CUTLASS and FlashAttention, by type of kernel.
 _ATTENTION = ("flash", "fmha", "sdpa", "attention")
 _PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitk", "conv", "cublas")
 KINDS = ("products", "attention", "other")
@@ -40,9 +41,11 @@ KINDS = ("products", "attention", "other")
 
 @dataclass(frozen=True)
 class Case:
-    """A preset with so many ``blocks`` of each kind.  ``kernel``: of attention, empty for the one that torch takes.
+    """A preset with fewer blocks.  ``blocks``: for each block type, the name of its configuration parameter and the
+    number of blocks.  ``kernel``: the attention kernel; empty for the one that torch chooses.
 
-    ``timestep``: its form in the call, which is not the pipeline's in some cases that were measured.
+    ``timestep``: whether a call passes one timestep per sample or per token.  In some measured cases, this differs from
+    the pipeline.
     """
 
     model: str
@@ -58,7 +61,7 @@ class Case:
         return replace(known, config={**known.config, **self.blocks}, timestep=self.timestep)
 
 
-# The sizes at which the H100 was measured.
+# The models and sizes that were measured on the H100.
 _MODELS: tuple[tuple[str, dict[str, int], OutputSizes], ...] = (
     ("flux.1-dev", {"num_layers": 4, "num_single_layers": 8}, OutputSizes(height=1024, width=1024)),
     ("qwen-image", {"num_layers": 8}, OutputSizes(height=1024, width=1024, text=64)),
@@ -78,7 +81,8 @@ CASES = tuple(
 
 
 def measure(case: Case, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a step, of its kernels by kind, and of the host until it has issued them; the number of kernels."""
+    """Measure a case: milliseconds of a step, of its kernels by type, and of the host to issue them, and the number of
+    kernels."""
     from torch.nn.attention import sdpa_kernel
     from torch.profiler import ProfilerActivity, profile
 
@@ -162,7 +166,8 @@ def _name(found: Mapping[str, Any]) -> str:
 
 
 def _timestep(found: Mapping[str, Any]) -> Timestep:
-    """Files of earlier runs do not record it: they have one per sample."""
+    """Return the form of the timestep in a line of measurements.  Files of earlier runs do not contain this form; they
+    used one timestep per sample."""
     form: Timestep = found.get("timestep", "sample")
     return form
 
@@ -172,7 +177,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def predicted(problem: Problem, machine: Hardware) -> dict[str, float]:
-    """Milliseconds by kind, and of the whole step; the number of kernels."""
+    """Return the predicted milliseconds by type of kernel and of the whole step, and the number of kernels."""
     costs = [region.cost for region in problem.regions]
     gemms = sum(c.gemm_seconds(machine) for c in costs)
     attention = sum(c.attention_seconds(machine) for c in costs)

@@ -1,11 +1,11 @@
-"""Other sizes by kind, and step time with all weights resident, compared with torch.compile.
+"""Measure how a model compiled by block type handles new input sizes, and compare resident step times with torch.compile.
 
     python docs/benchmarks/compile_and_step.py [--blocks 40] [--out docs/benchmarks/compile_and_step.md]
 
-first_step.py measures the time of the first step.
-Sizes: ten resolutions in turn, then other batch sizes, by kind, with a budget of half of the weights.  Measures the time of
-each call and counts compiled graphs, in a separate process with empty caches.
-Step time: all arms in one process, steps interleaved in random order, medians and spread.
+The script first_step.py measures the time of the first step.  The first section runs ten resolutions one after the other,
+and then other batch sizes, with a budget of half of the weights.  It measures the time of each call and counts compiled
+graphs, in a separate process with empty caches.  The second section measures step times: all arms run in one process, and
+their steps alternate in random order.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ import chunkflow_compile
 from chunkflow_compile import cycles
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend.block_kinds import between_hooks, parts_of, repeated_blocks
-from chunkflow_compile.passes import pipeline
+from chunkflow_compile.passes import planning as plan_making
 
-# So that the weights of narrow blocks count as large.
+# The options of a resident model.  ``min_bytes`` is small, so that the weights of narrow blocks count as large.
 RESIDENT = {"policy": "resident", "min_bytes": 4096}
-# Batch, height and width of the latents: ten resolutions, and then other batch sizes.
+# The batch size and the height and width of the latents, for ten resolutions and for other batch sizes.
 RESOLUTIONS = [
     (2, *size)
     for size in ((8, 12), (16, 8), (16, 16), (12, 20), (24, 16), (20, 12), (8, 24), (12, 12), (16, 20), (28, 8))
@@ -94,9 +94,10 @@ def by_kind(model: nn.Module) -> Any:
 
 
 def same_by_torch(model: nn.Module) -> Any:
-    """The modules that ``by_kind`` compiles, compiled by torch.compile: the cost of calls by kind without ChunkFlow.
+    """Compile the modules that ``by_kind`` compiles, but with torch.compile.  This shows the cost of separate calls
+    without ChunkFlow.
 
-    Modules of torch itself, such as a Linear, are left out: Dynamo does not compile them separately.
+    Modules that torch defines, such as Linear, are left out, because Dynamo does not compile them separately.
     """
     blocks = repeated_blocks(model)
     compiled = between_hooks(blocks, RESIDENT["min_bytes"])
@@ -133,10 +134,12 @@ def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
 
 
 def measure_sizes(blocks: int) -> dict[str, Any]:
-    """The sizes, the resolutions and then the batches in two turns each, by kind, with a budget of half of the weights.
+    """Run each resolution twice and then each batch size twice, compiled by block type with a budget of half of the
+    weights.
 
-    Returns for each size: its label, seconds of its first call, of planning in it, and of its second call, graphs compiled so
-    far, and whether its outputs equal the outputs of a model that is compiled for that size alone.
+    Returns a row for each size: its label, the seconds of the first call, of planning in the first call, and of the
+    second call, the number of graphs compiled so far, and whether the outputs equal those from a model that is compiled
+    for this size alone.
     """
     size = Size(layers=blocks)
     model = small_model("wan", size)
@@ -169,23 +172,24 @@ def measure_sizes(blocks: int) -> dict[str, Any]:
 
 @contextmanager
 def planning() -> Iterator[list[float]]:
-    """The seconds of each plan that this thread makes inside."""
-    plan, took, thread = pipeline.make_plan, list[float](), threading.current_thread()
+    """Yield a list to which each plan made by this thread in the context adds its seconds."""
+    place, took, thread = plan_making.place, list[float](), threading.current_thread()
 
     def timed(*arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()
         try:
-            return plan(*arguments, **options)
+            return place(*arguments, **options)
         finally:
             if threading.current_thread() is thread:
                 took.append(time.perf_counter() - start)
 
-    with mock.patch.object(pipeline, "make_plan", timed):
+    with mock.patch.object(plan_making, "place", timed):
         yield took
 
 
 def size_table(rows: list[list[Any]]) -> str:
-    """One row for each size that compiles, and one for all sizes after it that do not."""
+    """Return a table with one row for each size that compiled graphs.  The sizes after it that compiled nothing share a
+    row."""
     cells = []
     for _, same in itertools.groupby(rows, key=lambda row: row[4]):
         first, *others = same
@@ -205,7 +209,7 @@ def _range(values: list[float], digits: int) -> str:
 
 
 def step_table(found: dict[str, dict[str, list[float]]]) -> str:
-    """``found``: seconds by arm, of each model."""
+    """Return the table of step times.  ``found``: for each model, the seconds of all steps by arm."""
     rows = []
     for arm in ARMS:
         row = [arm]

@@ -1,9 +1,9 @@
-"""Compares policies on an emulated link, in every regime; eight minutes on two cores.
+"""Compare policies on an emulated link, in every regime.  Takes eight minutes on two cores.
 
 python docs/benchmarks/contention.py --out docs/benchmarks/contention.md
 
-Writes the record of each regime next to the page, as JSON and as a picture, and the page from all records.
-``--page-only`` measures nothing, and makes the pictures and the page from the records.
+The script writes the record of each regime next to the page, as JSON and as a picture, and then makes the page from all
+records.  With ``--page-only`` it makes the pictures and the page from existing records and measures nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from chunkflow_compile.bench.summary import summarise
 from chunkflow_compile.report.pictures import draw_arms
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json
 
-# As many as fit in eight minutes; a step of compute-rich takes three times as long as the others'.
+# The numbers of steps that fit in eight minutes.  A step in the regime compute-rich takes three times as long as in other
+# regimes.
 STEPS = ("3", "compute-rich=2")
-# The regimes of the page, in its order.
+# The regimes on the page, in order.
 SHOWN = ("compute-rich", "contention", "contention-flux", "compute-poor", "shared-port")
 
 
@@ -80,7 +81,7 @@ def _draw(record: Record, path: Path) -> None:
 
 
 def _steps(given: Sequence[str]) -> dict[str, int]:
-    """Steps of each regime; what stands later wins."""
+    """Parse the numbers of steps per regime.  If several values apply to a regime, the last one counts."""
     found: dict[str, int] = {}
     for text in given:
         name, _, count = text.rpartition("=")
@@ -92,7 +93,8 @@ Record = Mapping[str, Any]
 
 
 def page(records: Mapping[str, Record]) -> str:
-    """The page.  ``records``: by regime, the output of ``chunkflow bench --json``, and how it was ``taken``."""
+    """Return the page.  ``records``: for each regime, the output of ``chunkflow bench --json``; the key ``taken``
+    describes the run."""
     took = ", ".join(f"{r['taken']['s']} s for {name}" for name, r in records.items())
     versions = ", ".join(dict.fromkeys(r["taken"]["torch"] for r in records.values()))
     commands = "\n".join(dict.fromkeys(r["taken"]["command"] for r in records.values()))
@@ -156,7 +158,7 @@ All arms, steps and predictions:
 
 
 def _ratio(record: Record, arm: str, base: str) -> float:
-    """As :meth:`BenchRecord.ratio`."""
+    """Return the ratio of the step times of two arms, as in :meth:`BenchRecord.ratio`."""
     return median(a / b for a, b in zip(record["steps_s"][arm], record["steps_s"][base], strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Separately compiled blocks compared with the model as one graph, on an emulated link: ten minutes on two cores.
+"""Compare separately compiled blocks with the model as one graph, on an emulated link.  Takes ten minutes on two cores.
 
 python docs/benchmarks/cycle.py --out docs/benchmarks/cycle.md
 """
@@ -36,12 +36,13 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.units import size
 
-# As the regime contention: the link would be busy for this share of the resident step if every weight streamed.
+# The share of the resident step in which the emulated link would be busy if all weights were copied, as in the regime
+# contention.
 LOAD = 0.7
 SIZE = {"heads": 8, "head_dim": 64, "text": 64, "height": 32, "width": 32}
 CHUNK = 1 << 20
 WARM = 2
-# Steps after which a cycle must have been planned.
+# The maximum number of steps until the blocks must run as a cycle.
 MOST_LEARNING = 60
 
 ABOUT = """\
@@ -134,7 +135,7 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
     models["blocks"].compile_repeated_blocks(backend="chunkflow", options=options)  # type: ignore[operator]
     for i in range(3):
         timed(runs["whole"], inputs[i])
-    apart = []  # the steps while the cycle is planned, without the first, which compiles
+    apart = []  # seconds of the steps before the cycle runs, except the first one, which compiles
     for i in range(MOST_LEARNING):
         took = timed(runs["blocks"], inputs[i % 8])
         if _all(bool(cycles(models["blocks"])), ranks):
@@ -164,7 +165,7 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
 
 
 def _agreed(seconds: float, ranks: int) -> float:
-    """The mean over the ranks."""
+    """Return the mean over all ranks."""
     if ranks == 1:
         return seconds
     told = torch.tensor(seconds)

@@ -1,9 +1,10 @@
-"""Weights on an SSD: half of a Wan model in host memory, on an emulated SSD and link; six minutes on two cores.
+"""Measure weights on an SSD: half of a Wan model is in host memory, the other half on an emulated SSD.  The PCIe link is
+emulated, too.  Takes six minutes on two cores.
 
     python docs/benchmarks/drive.py --out docs/benchmarks/drive.md
 
-The rate of the emulated SSD is such that reading the other half takes ``load`` times the resident step.  Reads are real, and
-then wait until the emulated SSD would have finished them.
+The rate of the emulated SSD is chosen so that reading the second half takes ``load`` times as long as the resident step.
+Reads are real; each then waits until the emulated SSD would have finished.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from chunkflow_compile.weights.host_buffer import buffer_of
 SIZE = Size(layers=24, frames=1, heads=8, head_dim=64, text=64, height=32, width=32)
 CHUNK = 1 << 20
 LOADS = (0.5, 0.9, 1.3, 2.0)
-# The share of the resident step for which the link would be busy if every weight were copied.
+# The share of the resident step in which the emulated link would be busy if all weights were copied.
 LINK_LOAD = 0.5
-# Steps of an arm in a round, and how many of them are timed: the others use up what was read while another arm ran.
+# The number of steps per arm and round, and how many of them are timed.  The steps before them use up the weights that
+# were read ahead while another arm ran.
 BURST, TIMED = 6, 2
 ARMS = {"chunkflow": {}, "layerwise": {"policy": "layerwise"}}
 PAGE = "Weights on an SSD"
@@ -121,16 +123,17 @@ def main() -> None:
 
 
 def read_so_far(model: nn.Module) -> int:
-    """Bytes that were read from the SSD."""
+    """Return the number of bytes read from the SSD so far."""
     buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
     return sum(file.read_bytes for file in {buffer.backing.bytes.file for buffer in buffers if buffer.source.file})
 
 
 def figures(model: nn.Module, step: float, compute: float, read: int) -> tuple[str, ...]:
-    """The cells of a row.  ``step``, ``compute``: seconds of a step and of the resident one.  ``read``: bytes per step."""
+    """Return the cells of a row.  ``step``, ``compute``: the seconds of a step and of the resident step.  ``read``: the
+    bytes read per step."""
     plan = programs(model)[-1].plan
     assert plan.predicted is not None
-    # the prediction for layerwise is made from the profile's rates, not from a run
+    # show no prediction for layerwise, because it is made from the rates of the profile instead of measured times
     ahead = f"{plan.predicted.step_s / step:.3f}" if plan.policy == "chunkflow" else ""
     return f"{step / compute:.2f}", ahead, size(read)
 

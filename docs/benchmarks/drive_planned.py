@@ -1,9 +1,9 @@
-"""Weights on an SSD, planned: one expert of Wan2.2 A14B on 1, 2 and 8 GPUs with three SSDs; three minutes.
+"""Plan weights on an SSD: one expert of Wan2.2 A14B on 1, 2 and 8 GPUs, with SSDs of three speeds.  Takes three minutes.
 
     python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive.md
 
-Nothing is run.  The ranks of a node share the memory and the SSD: all of them read the same bytes at the same time, so the
-SSD reads each byte once per step.
+The model does not run.  The ranks of a machine share host memory and the SSD.  All ranks read the same bytes at the same
+time, so each byte is read from the SSD once per step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tabulate import tabulate
 
 from chunkflow_compile.catalog.presets import PRESETS, OutputSizes
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import seconds
@@ -32,7 +32,8 @@ DEGREES = (1, 2, 8)
 DRIVES = (3e9, 7e9, 14e9)
 # The share of the weights of one expert in host memory.
 SHARE = 0.5
-# For weights on the device: half of a GPU of 24 GiB, so that half of the weights stream.  Activations take 2 GiB.
+# The budget for weights on the device.  It is half of the memory of a GPU with 24 GiB, so that half of the weights are
+# streamed.  Activations take another 2 GiB.
 BUDGET = 12 << 30
 CHUNK = 16 << 20
 

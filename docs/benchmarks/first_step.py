@@ -1,11 +1,11 @@
-"""Time of the first step with ChunkFlow, torch.compile and diffusers' compile_repeated_blocks, by one clock.
+"""Measure the time of the first step with ChunkFlow, torch.compile and diffusers' compile_repeated_blocks.
 
     python docs/benchmarks/first_step.py [--repeats 5] [--models wan-24,flux-19+38] [--out docs/benchmarks/first_step.md]
 
-Each run is a separate process: first with empty caches, then with the caches that the first process left, and once with empty
-caches and the artifacts that it saved (torch's mega-cache).  The arms of a model run in random order.  ChunkFlow streams: its
-budget is half of the bytes of the weights.  Phases are those of torch's own timer of compilations
-(torch._dynamo.utils.dynamo_timed), which also covers ChunkFlow's passes.
+Each run is a separate process.  The first process starts with empty caches, the second one with the caches that the first
+one left, and a third one with empty caches and the artifacts that the first one saved (torch's mega-cache).  The arms of
+a model run in random order.  ChunkFlow streams weights: its budget is half of the bytes of all weights.  The durations of
+phases are measured by torch.compile's own timer (torch._dynamo.utils.dynamo_timed), which ChunkFlow's passes use, too.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from torch import nn
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.report.first_step import first_step_phases
 
-# In narrow models, the weights count as large that have 1 MiB and more at full width: those of the blocks, of the embeddings
-# of time and text, and of modulated norms, but no rotary tables, patch embeddings or last projections.
+# With this limit, the same weights of a narrow model count as large as at full width with 1 MiB: the weights of blocks,
+# of the embeddings of time and text, and of modulated norms, but no rotary tables, patch embeddings or last projections.
 MIN_BYTES = 8192
 PLAIN, REPEATED = "torch.compile, whole", "diffusers, repeated blocks"
 WHOLE, BY_KIND = "chunkflow, whole", "chunkflow, by kind"
 ARMS = (PLAIN, REPEATED, WHOLE, BY_KIND)
-# What a process starts with: no caches, those of the process before it, or the artifacts that it saved.
+# The caches that a process starts with: none, the caches that the first process left, or the artifacts that it saved.
 COLD, SECOND, LOADED = "empty caches", "second process", "loaded"
-# torch.compile of the whole model takes minutes, so it and its counterpart run once.
+# The arms that run once.  torch.compile takes minutes for a whole model, and its counterpart runs as often.
 ONCE = (PLAIN, WHOLE)
 MODELS: Mapping[str, tuple[str, Size]] = {
     "wan-20": ("wan", Size(layers=20)),
@@ -50,9 +50,9 @@ MODELS: Mapping[str, tuple[str, Size]] = {
     "wan-60": ("wan", Size(layers=60)),
     "flux-19+38": ("flux", Size(layers=19, singles=38)),
 }
-# Seconds of a phase that the page names.
+# The minimum duration in seconds of the phases that the page lists.
 LEAST_S = 0.25
-# Model -> arm -> state of the caches -> one result per run.
+# Results by model, arm and state of the caches: one per run.
 Found = dict[str, dict[str, dict[str, list[dict[str, Any]]]]]
 BY_KIND_TEXT = """\
 {today}, torch {torch}, diffusers {diffusers}, {cores} CPU cores, no GPU; `make first-step`. [All runs](first_step.json).
@@ -80,12 +80,12 @@ WHOLE_TEXT = """\
 ```
 
 Here, Dynamo and AOTAutograd trace every block. In the first section, they trace one block of each block type."""
-# The names that torch's timer gives to its own compiler after Dynamo; with ChunkFlow, this is part of lowering.
+# The timers of torch's compiler stages after Dynamo.  With ChunkFlow, these stages are part of lowering.
 OF_TORCH = ("create_aot_dispatcher_function", "AOTAutogradCache.inductor_load")
 
 
 def compiled(arm: str, model: nn.Module) -> Any:
-    """A model, ready for its first call."""
+    """Return a model that is ready for the first call."""
     if arm == PLAIN:
         return torch.compile(model, fullgraph=True)
     if arm == REPEATED:
@@ -101,7 +101,9 @@ def compiled(arm: str, model: nn.Module) -> Any:
 
 
 def once(arm: str, name: str, saved: Path, state: str, started: float) -> dict[str, Any]:
-    """One process, which started then.  ``saved``: the file of artifacts that a cold process writes and another one loads."""
+    """Run one measurement in this process; return its figures.  ``saved``: a file of artifacts, which the process with
+    empty caches writes and a later process loads.  ``state``: the caches that this process starts with.  ``started``: the
+    time at which this process was started."""
     imports, begun = time.time() - started, time.perf_counter()
     family, size = MODELS[name]
     model, inputs = small_model(family, size), small_inputs(family, size, 0)
@@ -148,7 +150,7 @@ def peak_bytes() -> int:
 
 
 def measure(names: list[str], repeats: int, once_each: bool) -> Found:
-    """Model -> arm -> state of the caches -> one result per run."""
+    """Run all measurements in random order.  ``once_each``: whether to run the arms in ONCE, too."""
     order = [(n, a) for n in names for a in (REPEATED, BY_KIND) for _ in range(repeats)]
     order += [(n, a) for n in names for a in ONCE if once_each]
     random.Random(0).shuffle(order)
@@ -170,7 +172,7 @@ def measure(names: list[str], repeats: int, once_each: bool) -> Found:
 
 
 def phase_seconds(result: dict[str, Any]) -> dict[str, float]:
-    """Seconds of each phase; "other" is the time outside all phases."""
+    """Return the seconds of each phase.  The phase "other" is the time outside all other phases."""
     timer = result["timer"]
     found = dict(first_step_phases({name: [seconds] for name, seconds in timer.items()}))
     if "chunkflow.program" not in timer:
@@ -183,7 +185,8 @@ def medians(results: list[dict[str, Any]], of: Callable[[dict[str, Any]], float]
 
 
 def totals_table(arms_of: Found, arms: tuple[str, ...]) -> str:
-    """Seconds to the first output; in brackets the ratio to the first of two arms, in the last column the cold process's."""
+    """Return a table of the seconds until the first output.  In parentheses: the ratio to the first of the two arms.  The
+    last column shows the host memory of processes with empty caches."""
     rows = []
     states = [s for s in (COLD, SECOND, LOADED) if any(s in of[a] for of in arms_of.values() for a in arms if a in of)]
     for name, found in arms_of.items():
@@ -200,7 +203,8 @@ def totals_table(arms_of: Found, arms: tuple[str, ...]) -> str:
 
 
 def longest_phases(arm: Mapping[str, list[dict[str, Any]]]) -> str:
-    """The phases of an arm that take a quarter of a second or more, the longest first, by state of the caches."""
+    """Return the phases of an arm that take at least LEAST_S, for each state of the caches.  The longest phase comes
+    first."""
     text = []
     for state in (COLD, SECOND):
         results = [phase_seconds(r) for r in arm[state]]

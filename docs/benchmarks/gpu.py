@@ -1,9 +1,9 @@
-"""Benchmark on a GPU: models at full size with random weights; the arms take turns.
+"""Benchmark models of full size on a GPU, with random weights.  The arms take turns.
 
 python docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md
 
-The page is written again after each case, and every measured turn is written to a log next to it at once, so a script that
-is cut off loses no measurement.  A case for which no time is left is not run.
+The script writes the page after each case, and appends every measured turn to a log next to the page at once.  So an
+interrupted run loses no measurement.  A case is skipped if too little time is left.
 """
 
 from __future__ import annotations
@@ -47,17 +47,19 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
 
 OURS = (RESIDENT, "layerwise", "chunkflow")
-# Plain torch.compile twice: how far it differs from itself is the noise.  Group offload compiled, as chunkflow is.
+# The alternatives to ChunkFlow.  torch.compile runs twice, because the difference between the two arms shows the noise.
+# Group offload is compiled, like ChunkFlow.
 THEIRS = (INDUCTOR, INDUCTOR_AGAIN, GROUP_OFFLOAD_COMPILED)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model at one size, called as its pipeline calls it; a step of the benchmark is one forward.
+    """A model at one size, called as in its diffusers pipeline.  A step of the benchmark is one forward.
 
-    ``transport``: of two ranks on one card, by copy engines or by kernels; "processes" for one rank.
+    ``transport``: "processes" for one rank; otherwise, how one process on one GPU stands for two ranks, see bench/job.py.
 
-    ``seconds``: an estimate of compilation with empty caches and the first round: with less time left, it is not started.
+    ``seconds``: the estimated time to compile with empty caches and to run the first round.  The case is skipped if less
+    time is left.
     """
 
     model: str
@@ -72,13 +74,13 @@ class Case:
 
     @property
     def workload(self) -> Workload | None:
-        """None for a small model."""
+        """The calls of the model, or None for a small model."""
         known = PRESETS.get(self.model)
         return known and known.workload(replace(known.sizes, **self.sizes))
 
 
-# The most important first.  On a card of 500 TFLOP/s with a link of 50 GB/s, a forward of 5 or 12 billion weights takes
-# as long as their copy (F*) at some 10,000 tokens; the sizes are on both sides of that.
+# The cases, the most important first.  With 500 TFLOP/s and a PCIe bandwidth of 50 GB/s, a forward takes as long as the
+# copy of all weights at about 10,000 tokens.  The cases have more and fewer tokens than that.
 CASES = (
     Case("wan2.2-ti2v-5b", {"frames": 81}, (*OURS, *THEIRS), 250),
     Case("wan2.2-ti2v-5b", {"frames": 33}, (*OURS, BY_KIND, *THEIRS, REPEATED, APPLY), 340),
@@ -92,7 +94,7 @@ CASES = (
     # a step so short that the host may be the bottleneck
     Case("flux.1-dev", {"height": 512, "width": 512}, (RESIDENT, "chunkflow", GRAPH, INDUCTOR, INDUCTOR_GRAPH), 260),
 )
-# The same steps of the script on models of two blocks: they prove that it runs, and their figures mean nothing.
+# Cases for a rehearsal, with models of two blocks.  They test the script; their figures are meaningless.
 DRY_CASES = (
     Case("wan", {}, (*OURS, BY_KIND, GRAPH, *THEIRS, GROUP_OFFLOAD, APPLY), 0),
     Case("wan", {}, OWN_ARMS, 0, "loopback"),
@@ -150,7 +152,8 @@ def main() -> None:
 
 
 def _profile(device: torch.device, page: Path, given: Path | None) -> Hardware:
-    """The profile of the GPU, in a file next to the page."""
+    """Return the profile of the GPU, and write it to a file next to the page.  ``given``: the file of a profile, or None
+    to measure one."""
     mine = beside(page, "hardware.json")
     profile = calibrate(device, "this card", loopback=True) if given is None else load_profile(str(given))
     mine.write_text(profile.to_json())
@@ -160,7 +163,7 @@ def _profile(device: torch.device, page: Path, given: Path | None) -> Hardware:
 class Page:
     """The page and the files that it is made from.
 
-    ``status``: to exit with: 1 if a case failed, 3 if no time was left for one.
+    ``status``: the exit status: 1 if a case failed, or else 3 if a case was skipped, or else 0.
     """
 
     def __init__(self, out: Path, device: torch.device, dry: bool, append: bool) -> None:
@@ -179,13 +182,13 @@ class Page:
         self._write()
 
     def begin(self, case: Case) -> None:
-        """Until the case ends, the page shows the content of its log."""
+        """Begin a case.  Until it ends, the page shows the turns in the log."""
         with self.log.open("a") as file:
             file.write(json.dumps({"case": _title(case)}) + "\n")
         self._write()
 
     def has(self, case: Case) -> bool:
-        """Whether the case was measured by an earlier run, whose figures are kept."""
+        """Whether an earlier run measured the case.  Its figures are kept."""
         return bool(self._cases.get(_title(case), {}).get("record"))
 
     def add(self, case: Case, says: Sequence[str], record: object = None) -> None:
@@ -228,7 +231,7 @@ def _title(case: Case) -> str:
 
 
 def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
-    """The figures of this run that the case is meant to show."""
+    """Yield sentences with the most important figures of a case."""
     arms = found.record.arms
     mine = arms["chunkflow"].step_s or 0.0
     if INDUCTOR_AGAIN in arms:
@@ -253,7 +256,7 @@ def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
 
 
 def _ratio(found: BenchRecord, arm: str, base: str) -> str:
-    """The median ratio of two steps over the rounds, and the smallest and the largest."""
+    """Return the ratio of the step times of two arms as text: the median over the rounds, the minimum and the maximum."""
     ratios = found.ratios(arm, base)
     rounds = f"{len(ratios)} round{'s' * (len(ratios) > 1)}"
     return f"{found.ratio(arm, base):.3f} ({min(ratios):.3f} to {max(ratios):.3f} in {rounds})"

@@ -1,9 +1,9 @@
-"""The first two minutes on a GPU: properties of the machine, and the facts that ChunkFlow relies on.
+"""Measure, in about two minutes, the properties of a GPU machine that ChunkFlow relies on.
 
 python docs/benchmarks/gpu_card.py --out card.json
 
-Each part measures one thing and leaves its lines in the file at once.  A part that fails says so, and the next one runs.
-Called again with the same file, it runs the parts that have not passed.
+Each part measures one property and writes its findings to the file at once.  If a part fails, the script notes the error
+and continues with the next part.  If the file exists, only the parts that have not passed run.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from chunkflow_compile.weights.host_memory import empty_pages
 from chunkflow_compile.weights.limits import HostMemory, host_memory, meminfo
 
 GIB = 1 << 30
-# More than CUDA needs on a GPU for the contexts of this process and of one that watches it: about 0.5 GiB each.
+# More memory than the CUDA contexts of this process and of a monitoring process need, which take about 0.5 GiB each.
 _CONTEXT = 2 * GIB
-# Bytes of host memory that are touched before the machine is asked again how much it has.
+# The bytes of host memory that are written before the free memory is queried again.
 _STEP = 256 * MIB
-# The copy engine is shared fairly if a small copy beside a large one takes at most this many times as long as alone: twice
-# for half of the link, and half as much again for the turn of a piece of the large one.
+# Two copies share PCIe if a small copy takes at most this many times as long during a large copy as alone: twice as long
+# at half of the bandwidth, and half as long again to wait for a piece of the large copy.
 _SHARED = 3.0
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What the parts measure with.
+    """The parameters of the parts.
 
-    ``nbytes``: host memory of each kind of page.  ``grow``: bytes of host memory to touch.  ``side``: of the matrices.
-    ``computes``: whether kernels compute, which those of Triton do not on a stand-in for CUDA's runtime.
+    ``nbytes``: the bytes of host memory per type of page.  ``grow``: the bytes of host memory to write in :func:`grow`.
+    ``side``: the number of rows and columns of the matrices.  ``computes``: whether Triton and NCCL kernels compute;
+    False on a stand-in for CUDA's runtime.
     """
 
     device: torch.device
@@ -62,7 +63,7 @@ class Probe:
 
 
 def machine(probe: Probe) -> Iterator[str]:
-    """Versions, PCIe, and the host."""
+    """Yield versions, the PCIe generation, and properties of the host."""
     memory = host_memory()
     yield f"kernel {platform.release()}, Python {platform.python_version()}, {len(os.sched_getaffinity(0))} cores"
     yield f"torch {torch.__version__}, CUDA {torch.version.cuda}, compute capability {torch.cuda.get_device_capability()}"
@@ -83,7 +84,7 @@ def machine(probe: Probe) -> Iterator[str]:
 
 
 def grow(probe: Probe) -> Iterator[str]:
-    """Whether memory appears as it is touched, as on virtual machines that get it when they use it."""
+    """Find out whether the machine gets more memory when it writes to memory, as some virtual machines do."""
     reserve, before = host_memory().reserve, _told()
     pages, done, start = mmap.mmap(-1, max(probe.grow, _STEP)), 0, time.perf_counter()
     while done < probe.grow and host_memory().free > 2 * reserve:
@@ -102,7 +103,7 @@ def grow(probe: Probe) -> Iterator[str]:
 
 
 def group(probe: Probe, backend: str) -> Iterator[str]:
-    """A process group of one rank: its functional all-to-all returns its input."""
+    """Check that a functional all-to-all in a process group with one rank returns its input."""
     if backend == "nccl" and not probe.computes:
         yield "nccl: not run, its kernels do not compute here"
         return
@@ -120,7 +121,7 @@ def group(probe: Probe, backend: str) -> Iterator[str]:
 
 
 def copies(probe: Probe) -> Iterator[str]:
-    """Host to device by type of page and by size of copy, and the time to pin the pages."""
+    """Measure the rate of copies to the GPU by type of page and by size, and the time to pin pages."""
     target = torch.empty(probe.nbytes, dtype=torch.uint8, device=probe.device)
     stream = torch.cuda.Stream(probe.device)
     flat = torch.empty(probe.nbytes, dtype=torch.uint8)
@@ -152,16 +153,18 @@ def copies(probe: Probe) -> Iterator[str]:
 
 
 def queueing(probe: Probe) -> Iterator[str]:
-    """Whether a small copy, as of an input, waits until a large one of another stream ends."""
+    """Find out whether a small copy, such as the copy of an input, waits until a large copy on another stream ends."""
     big = torch.ones(min(512 * MIB, probe.nbytes), dtype=torch.uint8, pin_memory=True)
     small = torch.ones(4 * MIB, dtype=torch.uint8, pin_memory=True)
     into, there = torch.empty_like(big, device=probe.device), torch.empty_like(small, device=probe.device)
     weights, other = torch.cuda.Stream(), torch.cuda.Stream()
 
     def timed(pieces: int) -> tuple[float, float]:
-        """Milliseconds from before the large one until the small one ends, and until the large one ends.
+        """Return the milliseconds from the start of the large copy until the small copy ends, and until the large copy
+        ends.
 
-        Both from an event of the large one's stream: an event of the other stream waits for the engine as its copy does.
+        Both times begin at an event on the large copy's stream, because an event on the other stream would wait for the
+        copy engine.  ``pieces``: the number of copies into which the large copy is divided; 0 to leave it out.
         """
         with torch.cuda.stream(weights):
             first = _event()
@@ -194,7 +197,7 @@ def queueing(probe: Probe) -> Iterator[str]:
 
 
 def overlap(probe: Probe) -> Iterator[str]:
-    """Copies during matrix products, on streams from torch's pools."""
+    """Measure how well copies overlap with matrix products, on streams from torch's pools."""
     host = torch.ones(min(256 * MIB, probe.nbytes), dtype=torch.uint8, pin_memory=True)
     into = torch.empty_like(host, device=probe.device)
     shape = (probe.side, probe.side)
@@ -230,7 +233,7 @@ def overlap(probe: Probe) -> Iterator[str]:
 
 
 def marks(probe: Probe) -> Iterator[str]:
-    """What the calls of the executor cost the host, and a timed event the device."""
+    """Measure the host time of the CUDA calls that the executor makes, and the GPU time of a timed event."""
     stream, x = torch.cuda.Stream(), torch.zeros(1, device=probe.device)
     plain, timed = torch.cuda.Event(), torch.cuda.Event(enable_timing=True)
     small = torch.ones(4096, dtype=torch.uint8, pin_memory=True)
@@ -256,7 +259,7 @@ def marks(probe: Probe) -> Iterator[str]:
     found = []
     for marked in (False, True):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(400)]
-        for _ in range(2):  # the first fills caches
+        for _ in range(2):  # the first time fills caches
             torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # the queue fills meanwhile
             begin = _event()
             for each in events:
@@ -270,7 +273,8 @@ def marks(probe: Probe) -> Iterator[str]:
 
 
 def by_kernels(probe: Probe) -> Iterator[str]:
-    """An exchange as NCCL's without peer access: kernels write to pinned host memory, and read it.  Beside a copy."""
+    """Measure an exchange by kernels that write to pinned host memory and read from it, like NCCL without peer access.
+    It runs alone and during a copy."""
     from chunkflow_compile.hardware.kernel_copy import copy_by_kernel
 
     words = min(64 * MIB, probe.nbytes) // 8
@@ -329,7 +333,7 @@ def _event() -> torch.cuda.Event:
 
 
 def _told() -> HostMemory:
-    """What the machine itself says, whatever the environment says."""
+    """Return the host memory that the kernel reports, without the limits that environment variables set."""
     said = meminfo()
     return HostMemory(said.get("MemTotal", 0), said.get("MemAvailable", 0))
 
@@ -350,7 +354,8 @@ def _memfd(nbytes: int) -> torch.Tensor:
 
 
 def _rate(host: torch.Tensor, target: torch.Tensor, piece: int, stream: torch.cuda.Stream) -> float:
-    """GB/s of copies of ``piece`` bytes, one after another, of all of ``host`` twice; the second of two runs."""
+    """Return the GB/s of copies with ``piece`` bytes each.  Each of two runs copies ``host`` twice, and the second run is
+    timed."""
     parts = list(zip(target.split(piece), host.split(piece), strict=True))
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -363,7 +368,8 @@ def _rate(host: torch.Tensor, target: torch.Tensor, piece: int, stream: torch.cu
 
 
 def ready() -> torch.device:
-    """The first card, which no other process uses.  Raises ChunkflowError if there is none that can be measured."""
+    """Return the first GPU.  Raises ChunkflowError if there is no GPU, if another process uses it, or if diffusers is
+    missing."""
     device = check_device(torch.device("cuda", 0))
     if importlib.util.find_spec("diffusers") is None:
         raise ChunkflowError(
@@ -380,7 +386,8 @@ def ready() -> torch.device:
 
 
 def measure(probe: Probe, out: Path) -> list[str]:
-    """Run the parts that have not passed, and leave what they say in ``out`` after each; the names of those that failed."""
+    """Run the parts that have not passed, and write the findings to ``out`` after each part.  Return the names of the
+    parts that failed."""
     found = json.loads(out.read_text()) if out.exists() else {}
     for name, part in PARTS.items():
         if found.get(name, {}).get("passed"):

@@ -1,4 +1,5 @@
-"""The page of a GPU, from the files next to it: each part of a run adds to them, so a run that is cut off loses nothing.
+"""Make the page of a GPU from the files next to it.  Each part of a run adds to these files, so an interrupted run loses
+nothing.
 
 The files of the page gpu.md: gpu.json (cases), gpu_card.json (facts about the GPU), gpu_hardware.json (its profile),
 gpu_parts.json (how each part of make card ended), gpu_steps.jsonl (one line per measured turn), gpu_calls.jsonl (public
@@ -68,17 +69,17 @@ CANNOT_SHOW = """\
 
 
 def beside(page: Path, name: str) -> Path:
-    """The file of a page with this name, such as ``card.json``."""
+    """Return the path of a file that belongs to a page.  ``name``: such as ``card.json``."""
     return page.with_name(f"{page.stem}_{name}")
 
 
 def read(path: Path) -> Any:
-    """The content of a JSON file, {} if there is none."""
+    """Return the content of a JSON file, or {} if there is no file."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def write(page: Path) -> None:
-    """Write the page from the files that exist."""
+    """Write the page from the files that exist so far."""
     body = read(page.with_suffix(".json"))
     done = read(beside(page, "parts.json"))
     parts = [ABOUT]
@@ -99,7 +100,7 @@ def write(page: Path) -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON lines, none if there is no file."""
+    """Return the parsed lines of a file with one JSON value per line; empty if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -161,7 +162,8 @@ def _parts(done: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _begun(log: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of the last run of each case that was begun."""
+    """Return the turns in a log, by case.  If a case was started several times, only the turns of the last start
+    count."""
     found: dict[str, list[dict[str, Any]]] = {}
     title = ""
     for line in lines(log):
@@ -174,7 +176,7 @@ def _begun(log: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _cut_off(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The measurements of a case that did not end."""
+    """Yield lines about a case that did not end: the median time of each arm's measured turns."""
     yield f"Cut off after {len(steps)} measured turns of its arms{':' if steps else '.'}\n"
     arms = defaultdict(list)
     for step in steps:

@@ -1,9 +1,9 @@
-"""The first half hour on a card, in parts of at most nine minutes: make card.
+"""Run all measurements on a GPU, in parts of at most nine minutes each; half an hour in total (``make card``).
 
 python docs/benchmarks/gpu_parts.py --out card
 
-Each part leaves its figures in the folder as it goes, and the page is written anew after each.  Called again with the same
-folder, it runs the parts that have not passed.
+Each part writes its figures to the folder as soon as they are measured, and the page is written again after each part.
+If the script is called again with the same folder, it runs only the parts that have not passed.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-# Seconds of a part.
+# The maximum duration of a part in seconds.
 MOST = 540.0
-# Seconds between the request to end and the end.
+# The seconds that a process gets to end by itself before it is killed.
 _GRACE = 10.0
-# The public calls that are measured before the checks of graphs; the others come after the profile.
+# The cases of card_calls.py that run before graph_checks.py.  All other cases run after the profile is measured.
 FIRST_CALLS = ("compile flux.1-dev", "second process flux.1-dev", "apply flux.1-dev", "adapters flux.1-dev")
-# Ranks are processes of this machine, whose name may have no address.
+# All ranks run on this machine.  The loopback interface is used, because the machine's name may not resolve to an
+# address.
 _NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-# The stand-in for CUDA's runtime computes only where numbers are compared: one card, and no matrix of a calibration.
+# Settings for a rehearsal on the stand-in for CUDA's runtime: one GPU, and kernels that compute only if their results are
+# compared.
 _NO_COMPUTE = {"STAND_IN_DEVICES": "1", "STAND_IN_COMPUTE": "0"}
 _COMPUTE = {**_NO_COMPUTE, "STAND_IN_COMPUTE": "1"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """``command``: arguments of Python.  ``least``: with fewer seconds left, it is not started.  ``dry``: the environment of
-    a rehearsal."""
+    """A part of the run.  ``command``: the arguments of Python.  ``least``: the minimum seconds that must be left to
+    start the part.  ``dry``: environment variables for a rehearsal."""
 
     command: tuple[str, ...]
     least: float
@@ -55,7 +57,7 @@ class Part:
 
 
 def parts_of(page: Path, dry: bool, limit: float = MOST) -> dict[str, Part]:
-    """The parts by name, in their order: the most decisive first.  ``limit``: seconds for the next one."""
+    """Return the parts by name, the most important first.  ``limit``: the maximum seconds of the next part."""
     rehearsal = ("--dry-run",) if dry else ()
     profile = beside(page, "hardware.json")
     bench = (str(HERE / "gpu.py"), "--out", str(page), "--profile", str(profile), "--append", *rehearsal)
@@ -91,13 +93,15 @@ def parts_of(page: Path, dry: bool, limit: float = MOST) -> dict[str, Part]:
 
 
 def _workers() -> tuple[str, ...]:
-    """Tests at once, if pytest-xdist is there: eight processes leave a card of 80 GB its memory."""
+    """Return the pytest arguments for parallel tests; empty without pytest-xdist.  At most eight processes run, so that
+    they fit in 80 GB of GPU memory."""
     count = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
     return ("-n", str(count)) if importlib.util.find_spec("xdist") else ()
 
 
 def run(part: Part, log: Path, limit: float, dry: bool) -> dict[str, Any]:
-    """Run a part, on the screen and to the log; whether it passed, its seconds, and what is to be said of it."""
+    """Run a part and copy its output to the terminal and to a log.  Return whether it passed, its seconds, and lines for
+    the page."""
     env = {**_NETWORK, **os.environ, "PYTHONUNBUFFERED": "1", **(part.dry if dry else {})}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     start, lines, rang = time.monotonic(), [""], threading.Event()
@@ -132,7 +136,7 @@ def run(part: Part, log: Path, limit: float, dry: bool) -> dict[str, Any]:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """End a child, if it has not ended, and the processes that it has started, which are of its process group."""
+    """Terminate a child process and all processes in its process group, unless it has ended."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if child.poll() is None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -161,7 +165,9 @@ def main() -> int:
         ready()
     except ChunkflowError as error:
         parser.exit(2, f"{error}\n")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children end
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # raises SystemExit, so that the child processes are terminated
     left = []
     for name in chosen:
         done = read(beside(page, "parts.json")).get("parts", {})
@@ -181,7 +187,8 @@ def main() -> int:
 
 
 def _tell(page: Path, parts: Sequence[str], left: Sequence[str]) -> int:
-    """Say how the parts ended; 0 if each has passed or was not asked for, 1 if one failed, 3 if time was up before one."""
+    """Print how the parts ended.  Return the exit status: 1 if a part failed, or else 3 if no time was left for a part,
+    or else 0."""
     done = read(beside(page, "parts.json")).get("parts", {})
     failed = [name for name in done if not done[name]["passed"]]
     print(f"page: {page}")

@@ -1,9 +1,10 @@
-"""Whether a step can be one CUDA graph: the properties that a GPU needs for that.  Uses torch alone.
+"""Check the properties of a GPU that allow a step to be one CUDA graph.  The checks use only torch.
 
 python docs/benchmarks/graph_checks.py --out graphs.jsonl
 
-Each check is a process of its own, with a time limit, and leaves lines as it goes.  A file that exists is gone on with.
-``overlap`` decides: copies inside a graph must be hidden beside kernels as well as copies that are issued eagerly.
+Each check runs in a separate process with a time limit, and writes its lines at once.  If the file exists, checks that
+have ended there are skipped.  The check ``overlap`` is decisive: copies inside a graph must overlap with kernels as well
+as copies that are issued eagerly.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ import torch
 import torch.distributed as dist
 
 MIB = 1 << 20
-# The share of the overlap of eager copies that those in a graph need.
+# The minimum overlap of copies inside a graph, relative to the overlap of copies that are issued eagerly.
 GO = 0.95
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Load:
-    """``sides``: of square matrices, whose products take about 100 and 200 us on an H100.  A copy of ``nbytes`` for every two
-    of ``products``, into one of ``slots``.  ``kernels``: small ones, in a graph.  ``again``: samples.  ``sleep``: cycles."""
+    """The sizes of the checks.  ``sides``: the numbers of rows of the square matrices; their products take about 100 and
+    200 us on an H100.  ``products``: the number of matrix products; for every two of them, ``nbytes`` are copied into one
+    of ``slots``.  ``kernels``: the number of small kernels in a graph.  ``again``: the number of samples.  ``sleep``: the
+    duration of a sleeping kernel in GPU cycles."""
 
     sides: tuple[int, ...] = (3072, 4096)
     products: int = 1000
@@ -49,8 +52,9 @@ SMALL = Load(sides=(64,), products=40, nbytes=MIB, sources=4, slots=8, kernels=6
 
 
 class Steps:
-    """Products on one stream, copies on another: copy i may begin when products 2 i do, into the slot that was read last, and
-    is waited for half of the slots later; at the end, compute waits for all of them."""
+    """A step with matrix products on one stream and copies on another.  Copy i may start when product 2 i starts.
+    Compute waits for a copy after it has started half as many further copies as there are slots, and at the end for all
+    copies."""
 
     def __init__(self, load: Load, side: int) -> None:
         self.load = load
@@ -74,7 +78,7 @@ class Steps:
             self.slots[i % self.load.slots].copy_(self.sources[i % self.load.sources], non_blocking=True)
 
     def both_late(self) -> None:
-        """A copy is issued right before the wait for it; its window has opened long before."""
+        """Issue each copy right before the wait for it, although it could have started long before."""
         self.both(late=True)
 
     def both(self, late: bool = False) -> None:
@@ -102,7 +106,7 @@ class Steps:
         compute.wait_stream(self.side)
 
     def check(self, call: Callable[[], object]) -> None:
-        """Raise AssertionError unless each slot has its newest bytes after a call."""
+        """Raise AssertionError unless, after a call, each slot contains the bytes of the latest copy into it."""
         self.slots.zero_()
         call()
         last = self.load.products // 2
@@ -113,7 +117,7 @@ class Steps:
 
 
 def overlap(load: Load) -> Iterator[Figures]:
-    """Check a: a step of products and copies, forked and joined in a graph, against the same issued eagerly."""
+    """Check a: compare the overlap of products and copies in a graph with the overlap if both are issued eagerly."""
     go = True
     for side in load.sides:
         steps = Steps(load, side)
@@ -139,7 +143,8 @@ def overlap(load: Load) -> Iterator[Figures]:
 
 
 def launches(load: Load) -> Iterator[Figures]:
-    """Check b: what the launch of many small kernels costs the host, in one line and forked; launches in a row."""
+    """Check b: measure the host time to launch a graph of many small kernels, on one stream and on two, and the time of
+    consecutive launches."""
     x, y = (torch.zeros(1024, device="cuda") for _ in range(2))
     side = torch.cuda.Stream()
 
@@ -175,7 +180,8 @@ def launches(load: Load) -> Iterator[Figures]:
 
 
 def host_bytes(load: Load) -> Iterator[Figures]:
-    """Check c: bytes that are written to registered memory between two launches are read by the second."""
+    """Check c: find out whether a launch reads the bytes that were written to registered memory after the previous
+    launch."""
     host, there = registered(load.nbytes), torch.zeros(load.nbytes, dtype=torch.uint8, device="cuda")
     graph, _ = captured(lambda: there.copy_(host, non_blocking=True))
     seen = []
@@ -189,7 +195,8 @@ def host_bytes(load: Load) -> Iterator[Figures]:
 
 
 def unregistered(load: Load) -> Iterator[Figures]:
-    """Check c: what a launch does after its host memory was unregistered.  Whatever it is, this process ends with it."""
+    """Check c: find out what happens if a graph is launched after its host memory was unregistered.  This may crash the
+    process."""
     host, there = registered(load.nbytes), torch.zeros(load.nbytes, dtype=torch.uint8, device="cuda")
     graph, _ = captured(lambda: there.copy_(host, non_blocking=True))
     host.fill_(3)
@@ -204,7 +211,7 @@ def unregistered(load: Load) -> Iterator[Figures]:
 
 
 def events(load: Load) -> Iterator[Figures]:
-    """Check d: external events between a graph and a plain stream, with the wait issued after and before the launch."""
+    """Check d: external events between a graph and another stream, with the wait before and after the launch."""
     x, y = (torch.zeros(1024, device="cuda") for _ in range(2))
     other = torch.cuda.Stream()
 
@@ -214,7 +221,8 @@ def events(load: Load) -> Iterator[Figures]:
             y.copy_(x)
 
     def launched(early: bool) -> Figures:
-        """The graph writes x and records; a plain stream waits and reads it."""
+        """Have the graph write x and record an event; another stream waits for the event and reads x.  ``early``: whether
+        the wait is issued before the launch."""
         event = torch.cuda.Event(external=True)
 
         def body() -> None:
@@ -239,7 +247,8 @@ def events(load: Load) -> Iterator[Figures]:
         return found
 
     def awaited(early: bool) -> Figures:
-        """A plain stream writes x and records; the graph waits and reads it.  ``early``: launched before the record."""
+        """Have another stream write x and record an event; the graph waits for the event and reads x.  ``early``: whether
+        the graph is launched before the event is recorded."""
         event = torch.cuda.Event(external=True)
         event.record()
 
@@ -270,7 +279,7 @@ def events(load: Load) -> Iterator[Figures]:
 
 
 def nccl(load: Load) -> Iterator[Figures]:
-    """Check f: an all-to-all of one rank in a graph, a hundred launches, and the end of the group."""
+    """Check f: launch a graph with an all-to-all of one rank a hundred times, and then destroy the process group."""
     if load is SMALL:
         yield {"says": "not run: NCCL needs a GPU"}
         return
@@ -294,7 +303,8 @@ def nccl(load: Load) -> Iterator[Figures]:
     yield {"destroyed_in_s": time.perf_counter() - begin}
 
 
-# By name, with seconds each.  Checks e and g of the design, of ChunkFlow's own steps, are cases of card_calls.py.
+# The checks by name, with a time limit in seconds.  Two more checks, e and g, concern ChunkFlow's own steps: see
+# card_calls.py.
 CHECKS: dict[str, tuple[Callable[[Load], Iterator[Figures]], float]] = {
     "overlap": (overlap, 90),
     "launches": (launches, 40),
@@ -306,7 +316,8 @@ CHECKS: dict[str, tuple[Callable[[Load], Iterator[Figures]], float]] = {
 
 
 def registered(nbytes: int) -> torch.Tensor:
-    """Memory of a memfd, as weights of ChunkFlow have it, registered with CUDA."""
+    """Return memory that is registered with CUDA.  It is backed by a memfd, like the host memory of ChunkFlow's
+    weights."""
     number = os.memfd_create("check")
     try:
         os.ftruncate(number, nbytes)
@@ -319,7 +330,8 @@ def registered(nbytes: int) -> torch.Tensor:
 
 
 def captured(body: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, Figures]:
-    """A graph of what ``body`` issues, which has run once before; what it takes to make it.  ``bytes``: of the card."""
+    """Run ``body`` once, and then capture it in a graph.  Return the graph, the times to capture and instantiate it, and
+    the bytes of GPU memory that it takes."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -340,7 +352,8 @@ def captured(body: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, Figures]
 
 
 def timed(call: Callable[[], object], again: int) -> float:
-    """Milliseconds of the card, median; one call before warms up."""
+    """Return the median GPU time of a call in milliseconds, after one warm-up call.  ``again``: the number of timed
+    calls."""
     found = []
     for _ in range(again + 1):
         torch.cuda.synchronize()
@@ -354,7 +367,7 @@ def timed(call: Callable[[], object], again: int) -> float:
 
 
 def launch_ms(graph: torch.cuda.CUDAGraph, again: int) -> float:
-    """Milliseconds of the host for a launch on an idle card, median."""
+    """Return the median host time in milliseconds to launch a graph while the GPU is idle."""
     found = []
     for _ in range(again):
         torch.cuda.synchronize()
@@ -373,7 +386,7 @@ def add(out: Path, check: str, **figures: Any) -> None:
 
 
 def one(check: str, out: Path, load: Load) -> None:
-    """A check, in this process."""
+    """Run a check in this process."""
     begin = time.perf_counter()
     with torch.no_grad():
         for figures in CHECKS[check][0](load):
@@ -416,7 +429,7 @@ def main() -> int:
             add(given.out, check, failed="cut off")
         except subprocess.CalledProcessError as error:
             status = 1
-            if error.returncode != 1:  # it has not said why
+            if error.returncode != 1:  # with 1, the process has written the error itself
                 add(given.out, check, failed=f"its process ended with {error.returncode}")
     return status
 

@@ -1,8 +1,9 @@
-"""Host time of one call of 60 blocks by part, whole and by kind: guards and wrappers, runner, session, executor, regions.
+"""Measure the host time of a call with 60 blocks, by part, for one graph and for separately compiled block types.
 
 python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_cost.md
 
-Narrow blocks on the CPU, all weights resident, eager lowering: the compute is small, and no part waits for a device.
+The blocks are narrow and run on the CPU with all weights resident and eager lowering.  So compute takes little time, and
+no part waits for a device.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ a separate call. Times are medians of {calls} warm calls.
 
 
 class Clock:
-    """Seconds inside each of several functions, in the order from the outermost to the innermost."""
+    """Measures the seconds inside nested functions.  ``inside``: the seconds of each function, from the outermost to the
+    innermost."""
 
     def __init__(self) -> None:
         self.inside = [0.0] * len(PARTS)
@@ -63,7 +65,7 @@ class Clock:
         return timed
 
     def own(self) -> list[float]:
-        """Seconds of each part without the parts inside it."""
+        """Return the seconds of each function, excluding the next inner function."""
         return [outer - inner for outer, inner in zip(self.inside, [*self.inside[1:], 0.0], strict=True)]
 
 
@@ -80,7 +82,7 @@ def watched(clock: Clock) -> Iterator[None]:
 
 
 def measured(make: Callable[[nn.Module], Any], blocks: int) -> list[float]:
-    """Median seconds of each part in a call."""
+    """Return the median seconds of each part in a call."""
     size, clock, found = Size(layers=blocks), Clock(), list[list[float]]()
     inputs = small_inputs("wan", size, 0)
     with torch.no_grad(), watched(clock):
@@ -88,7 +90,7 @@ def measured(make: Callable[[nn.Module], Any], blocks: int) -> list[float]:
         for call in range(CALLS + 10):
             clock.inside = [0.0] * len(PARTS)
             clock.around(0, model)(**inputs)
-            if call >= 10:  # the first calls compile, and learn the cycle
+            if call >= 10:  # in the first calls, the model is compiled and its cycle is found
                 found.append(clock.own())
     torch._dynamo.reset()
     return [statistics.median(part) for part in zip(*found, strict=True)]

@@ -1,4 +1,5 @@
-"""Host time of the executor: a call of 60 blocks is issued to a stub of a GPU, so that only the executor takes time.
+"""Measure the host time of the executor.  A call of 60 blocks is issued to a stub of a GPU, so that only the executor
+takes time.
 
 python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md
 """
@@ -51,7 +52,7 @@ stubs that take no time. On a GPU they add to the host time (**not measured**).
 
 
 class IdleGpu:
-    """A stub of a GPU, of its streams and of its events.  Every call returns at once."""
+    """A stub that serves as the GPU, its streams and its events.  Every call returns at once."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *_: self
@@ -104,17 +105,17 @@ def main() -> None:
 
 @dataclass(eq=False)
 class Tenant:
-    """A member of an arena, so that its slots exist."""
+    """A stub of a cycle.  It joins an arena, so that the arena allocates slots."""
 
     plan: Plan
     program: None = None
 
     def unbind(self) -> None:
-        """Never called: no other program joins the arena."""
+        """Do nothing.  The arena never calls this, because no other cycle joins it."""
 
 
 def _issue(program: Program) -> list[float]:
-    """Seconds to issue each of ``STEPS`` calls."""
+    """Issue ``STEPS`` calls and return the seconds of each."""
     device: Any = CudaDevice(IdleGpu())
     arena = Arena(make=lambda *_: device)
     tenant = Tenant(replace(program.plan, arena_bytes=1))
@@ -123,7 +124,7 @@ def _issue(program: Program) -> list[float]:
     regions: dict[str, Callable[..., Sequence[Any]]] = {
         name: partial(_nothing, len(region.outputs)) for name, region in program.regions.items()
     }
-    # collectives return nothing, because there is no process group
+    # replace collectives by functions that do nothing, because there is no process group
     with mock.patch.object(collective_work, "explained", lambda *_: lambda *_: None):
         executor = Executor(program, regions, Binding(arena, {}, slots, slots))
     inputs = [None] * len(program.module.graph.find_nodes(op="placeholder"))

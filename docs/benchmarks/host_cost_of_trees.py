@@ -1,7 +1,8 @@
-"""Host time of the executor in two source trees: their processes issue the calls of host_cost.py in turn, call by call.
+"""Compare the host time of the executor in two source trees.  Two processes, one per tree, issue the calls of
+host_cost.py in turn.
 
-What else the machine does then slows both, and the median of the ratios of single calls hardly varies: of a tree with
-itself it is within 1 %.  Each tree runs the host_cost.py that it has.
+Because the processes alternate after every call, other load on the machine slows both, and the median ratio of their
+times hardly varies: if a tree is compared with itself, it is within 1 % of 1.  Each tree runs its own host_cost.py.
 
 python docs/benchmarks/host_cost_of_trees.py TREE OTHER [--processes 3] [--rounds 6]
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-# What a process runs: for each line that it reads it issues a call, and prints the CPU seconds of the thread.
+# The code that a process runs.  For each line on stdin, it issues a call and prints the CPU seconds of its thread.
 CALLS = """
 import os, sys, time
 answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -43,7 +44,8 @@ host_cost.main()
 
 
 class Calls:
-    """A process that issues calls of a tree.  ``first``: how many are measured in a round; ``calls``: of a round."""
+    """A process that issues calls with the code in ``tree``.  ``calls``: the number of calls per round.  ``first``: the
+    number of calls at the start of a round in which ChunkFlow measures its steps."""
 
     def __init__(self, tree: Path) -> None:
         environment = {
@@ -68,7 +70,7 @@ class Calls:
         return self._process.stdout.readline()
 
     def issue(self) -> float:
-        """CPU seconds to issue the next call."""
+        """Issue the next call and return its CPU seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         return float(self._answer())
@@ -92,7 +94,7 @@ def main() -> None:
         for call in range(arguments.rounds * processes[0].calls):
             number = call % processes[0].calls
             seconds = _in_any_order(processes, order)
-            if number:  # the first call copies the weights that stay
+            if number:  # the first call is left out, because it copies the resident weights
                 found[number < processes[0].first].append(seconds)
         for process in processes:
             process.close()
@@ -113,7 +115,7 @@ def _in_any_order(processes: Sequence[Calls], order: random.Random) -> tuple[flo
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """The median of the second tree's time divided by the first's."""
+    """Return the median ratio of the second tree's time to the first tree's time."""
     return statistics.median(second / first for first, second in pairs)
 
 

@@ -1,9 +1,11 @@
-"""Host memory and time to place a model on one and two ranks: a private copy per rank, or one copy that they share.
+"""Measure the host memory and the time to place a model on one rank and on two ranks, with one copy per rank or a shared
+copy.
 
     python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md
 
-The ranks place the model as for a GPU, each weight in separate pages, on a machine without one.  Memory is the memory of the
-weights without the page cache: private and shared pages of all ranks (Pss_Anon and Pss_Shmem), sampled during placement.
+The ranks place the model as for a GPU, with each weight in separate pages.  The machine needs no GPU.  The measured
+memory consists of the private and shared pages of all ranks (Pss_Anon and Pss_Shmem) without the page cache.  It is
+sampled during placement.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from chunkflow_compile.weights.loader import WeightLoader, keep_dtype
 from chunkflow_compile.weights.node import node_of
 
 EVERY_S = 0.02
-_HUGE, _WRITE = 14, 23  # of madvise: huge pages; make all pages now
+_HUGE, _WRITE = 14, 23  # values for madvise: MADV_HUGEPAGE and MADV_POPULATE_WRITE, which allocates all pages
 CPU = torch.device("cpu")
 SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def copied(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
-    """A copy of every weight, as ``pin_memory`` makes for diffusers' group offload with a stream."""
+    """Copy every weight, like ``pin_memory`` in diffusers' group offload with a stream.  Return the copies."""
     for p in model.parameters():
         p.data = p.data.to(dtype, copy=True) if p.dtype != dtype else p.data.clone()
     return [p.data for p in model.parameters()]
@@ -58,7 +60,7 @@ def placed(share: bool) -> Callable[[nn.Module, torch.dtype], list[torch.Tensor]
         loader = WeightLoader(CPU, weights, dtype_of, pages=True, node=node)
         placed = [loader.place(name, p) for name, p in weights]
         if node is not None:
-            node.gather(None)  # until all ranks have written
+            node.gather(None)  # wait until all ranks have written their weights
         made = [(h or loader.placed(name, p)).host for h, (name, p) in zip(placed, weights, strict=True)]
         loader.report()
         loader.close()
@@ -82,7 +84,7 @@ def rank_of(
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     model = diffusers.WanTransformer3DModel.from_pretrained(checkpoint, torch_dtype=dtype)
-    copied(nn.Linear(8, 8), torch.bfloat16)  # first use of torch
+    copied(nn.Linear(8, 8), torch.bfloat16)  # so that the memory that torch allocates on first use is not counted
     held = memory(os.getpid())
     go.wait()
     begun, cpu = time.perf_counter(), used()
@@ -98,9 +100,10 @@ def rank_of(
 
 
 def touched(nbytes: int) -> None:
-    """Let a process write as many bytes and end.
+    """Have another process write ``nbytes`` bytes of memory and end.
 
-    A virtual machine returns free memory to its host, and getting it back takes up to ten times as long as making a page.
+    This makes timings comparable: a virtual machine may have returned free memory to its host, and getting a page back
+    takes up to ten times as long as allocating one.
     """
     text = f"import mmap; m = mmap.mmap(-1, {nbytes}, flags=mmap.MAP_PRIVATE); m.madvise({_HUGE}); m.madvise({_WRITE})"
     subprocess.run([sys.executable, "-c", text], check=False)
@@ -112,7 +115,7 @@ def used() -> float:
 
 
 def memory(process: int) -> int:
-    """Bytes of private memory of a process and of its part of the shared memory."""
+    """Return the bytes of a process's private memory and of its share of shared memory."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -121,7 +124,8 @@ def memory(process: int) -> int:
 
 
 def run(arm: str, ranks: int, checkpoint: str, dtype: torch.dtype, weights: int) -> dict[str, float]:
-    """The memory of one arm, in copies of the weights, and its seconds.  ``weights``: bytes of one copy."""
+    """Run an arm.  Return its memory, as a multiple of one copy of the weights, and its times.  ``weights``: the bytes of
+    one copy."""
     context = multiprocessing.get_context("spawn")
     go, stop = context.Barrier(ranks + 1), context.Barrier(ranks + 1)
     with tempfile.TemporaryDirectory() as folder:

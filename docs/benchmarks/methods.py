@@ -1,8 +1,9 @@
-"""The page methods.md: forwards measured on single GPUs, and forwards planned for others, method by method.
+"""Make the page methods.md: forwards measured on single GPUs and forwards planned for other GPUs, method by method.
 
-``make readme-table`` writes it.  Measured forwards are those of the cases in ``h100.json`` and ``h200.json``.  Planned ones,
-in ``readme_planned.json``, are what ``chunkflow simulate`` predicts, on regions cut at blocks and collectives only.  Every
-label (model, frames, resolution, form of the timestep, forwards per step) is made from the workload that a case records.
+``make readme-table`` writes the page.  Measured forwards are from ``h100.json`` and ``h200.json``.  Planned forwards, in
+``readme_planned.json``, are the predictions of ``chunkflow simulate`` with regions that are cut only at blocks and
+collectives.  All labels (model, frames, resolution, form of the timestep, forwards per step) are made from the recorded
+workloads.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from chunkflow_compile.catalog.presets import OutputSizes, Preset, Workload, pre
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.cli.target import preset_call, trace_entry
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
@@ -42,7 +43,7 @@ DOCS = BENCHMARKS.parent
 PAGE = BENCHMARKS / "methods.md"
 PLANNED = BENCHMARKS / "readme_planned.json"
 CHART = DOCS / "measured.png"
-# Page, its case, the GPU, and the arms of ChunkFlow that are shown.
+# The measurements that are shown: a page of measurements, a case on this page, the GPU, and the arms of ChunkFlow.
 MEASURED = (
     ("h200", "wan2.2-ti2v-5b, frames 81", "H200", ("chunkflow",)),
     ("h100", "flux.1-dev, height 1024, width 1024", "H100", ("chunkflow", "chunkflow@25%", "chunkflow@50%")),
@@ -58,14 +59,14 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of one host: their profile, and how many ranks run on them."""
+    """GPUs of the same model in one host, with one rank per GPU."""
 
     profile: str
     ranks: int
 
     @property
     def nominal_gib(self) -> int:
-        """Memory of each by its data sheet, in GiB."""
+        """The memory of one GPU according to its data sheet, in GiB."""
         return load_profile(self.profile).memory_bytes >> 30
 
 
@@ -76,25 +77,25 @@ GPUS = {
     "8 x H100": Gpus("h100-nvlink", 8),
     "H200": Gpus("h200", 1),
 }
-# A way fits if its bytes are at most the nominal memory of a GPU less this, for the CUDA context, the workspaces of libraries
-# and fragmentation.  Memory that other processes hold is not subtracted.
+# The memory of a GPU that is reserved for the CUDA context, the workspaces of libraries and fragmentation.  A method fits
+# if its bytes are at most the nominal memory minus this reserve.  Memory that other processes hold is not subtracted.
 RESERVED_GIB = 1
-# Preset, GPUs, and sizes other than the usual ones.  The first is what the H200 measured with one timestep per sample, as
-# the pipeline calls the model.
+# The cases to plan: a preset, the GPUs, and the sizes that differ from the preset's sizes.  The first case was measured
+# on the H200 with one timestep per sample; it is planned with one timestep per token, as its pipeline calls the model.
 CASES: tuple[tuple[str, str, Mapping[str, int]], ...] = (
     ("wan2.2-ti2v-5b", "H200", {"frames": 81}),
     *((model, gpus, {}) for model in MODELS for gpus in ("RTX 4090", "RTX 5090", "H100", "8 x H100")),
 )
-# As in several_gpus.py: regions cut at blocks and collectives only, and large chunks.
+# Settings with which plans take little time: regions are cut only at blocks and collectives, and chunks are large.
 GROUP_BYTES, CHUNK_BYTES = 1 << 40, 64 << 20
-# Of a line of a page.
+# The maximum number of characters in a line of a page.
 WIDTH = 128
 PLAIN, GROUP, CHUNKFLOW = "torch.compile", "group offload", "ChunkFlow"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Seconds of one forward, and bytes of weights and activations on each GPU."""
+    """The figures of a method: the seconds of one forward, and the bytes of weights and activations on each GPU."""
 
     forward_s: float
     nbytes: int
@@ -102,10 +103,10 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was measured or planned of a workload on ``gpus``, a key of :data:`GPUS`.
+    """The measured or planned figures of a workload.  ``gpus``: a key of :data:`GPUS`.
 
-    ``ways``: by name; those that do not fit are included.  ``once_s``: seconds of copies per generation under model
-    offload, None if they were not measured.  ``how``: measured or planned.
+    ``ways``: the figures by method, including methods that do not fit.  ``once_s``: the seconds of copies per generation
+    with model offload, or None if they were not measured.  ``how``: "measured" or "planned".
     """
 
     workload: Workload
@@ -116,7 +117,7 @@ class Row:
 
     @property
     def available(self) -> int:
-        """Bytes of a GPU that a way may take: the nominal ones less those reserved."""
+        """The bytes of GPU memory that a method may use: the nominal memory minus the reserve."""
         return GPUS[self.gpus].nominal_gib - RESERVED_GIB << 30
 
     def fits(self, way: str) -> bool:
@@ -124,7 +125,7 @@ class Row:
 
 
 def measured(folder: Path = BENCHMARKS) -> list[Row]:
-    """The rows that were measured.  Raises ChunkflowError if a page's JSON, or a case of it, is missing."""
+    """Return the measured rows.  Raises ChunkflowError if a JSON file or a case in it is missing."""
     rows = []
     for page, case, gpus, arms in MEASURED:
         path = folder / f"{page}.json"
@@ -138,7 +139,7 @@ def measured(folder: Path = BENCHMARKS) -> list[Row]:
         workload, found = Workload.from_json(cases[case]["workload"]), cases[case]["record"]
         for arm in arms:
             named = {PLAIN: "inductor", GROUP: "diffusers-group-offload-compiled", CHUNKFLOW: arm}
-            ways = {  # a step of the benchmark is one forward
+            ways = {  # in these benchmarks, a step is one forward
                 way: Way(forward_s=found["arms"][a]["step_s"], nbytes=found["peak_bytes"][a])
                 for way, a in named.items()
             }
@@ -147,7 +148,7 @@ def measured(folder: Path = BENCHMARKS) -> list[Row]:
 
 
 def planned(path: Path = PLANNED) -> list[Row]:
-    """The rows that are planned.  Raises ChunkflowError if their file is missing."""
+    """Return the planned rows.  Raises ChunkflowError if their file is missing."""
     if not path.exists():
         raise ChunkflowError(f"{path} is missing: it has the planned forwards. Write it again with --plan.")
     return [_row(body) for body in json.loads(path.read_text())]
@@ -159,21 +160,21 @@ def _row(body: Mapping[str, Any]) -> Row:
 
 
 def cases() -> Iterator[tuple[Workload, str]]:
-    """The workloads that are planned, each with its GPUs, in the order of the table."""
+    """Yield the workloads to plan, each with its GPUs, in the order of the table."""
     for model, gpus, sizes in CASES:
         known = preset(model)
         yield known.workload(replace(known.sizes, **sizes)), gpus
 
 
 def plan(workload: Workload, ranks: int) -> list[Row]:
-    """A workload on all GPUs of ``ranks`` ranks that it is planned for, traced once."""
+    """Trace a workload for ``ranks`` ranks, and return its rows for all GPUs in CASES with this number of ranks."""
     known = preset(workload.model)
     cut = make_cut(transformer_traced(known, workload.sizes, ranks), GROUP_BYTES)
     return [_on(workload, cut, gpus) for each, gpus in cases() if each == workload and GPUS[gpus].ranks == ranks]
 
 
 def transformer_traced(known: Preset, sizes: OutputSizes, ranks: int) -> Traced:
-    """A transformer on one of ``ranks`` ranks; kept in the user's cache folder."""
+    """Trace the transformer of one of ``ranks`` ranks, or read its trace from the user's cache folder."""
     key, trace = preset_call(known, ranks, sizes, DEFAULT_MIN_BYTES, None, 1)
     return replace(trace_entry(key).get(trace), fused=True)
 
@@ -199,7 +200,7 @@ def _on(workload: Workload, cut: Cut, gpus: str) -> Row:
         rate = hardware.rate_beside_pulls(ranks)
         problem = on_peers(cut, to_peers(cut, smallest, ranks, budget=False, host_rate=rate), ranks).problem
     chosen = smallest(problem)
-    if chosen.device_bytes < group.device_bytes:  # give it the same bytes
+    if chosen.device_bytes < group.device_bytes:  # plan with the memory of group offload
         chosen = planned(problem, goal=Goal(memory=group.device_bytes))
     if chosen.device_bytes + activations > row.available:
         chosen = planned(problem, goal=Goal(memory=row.available - activations))
@@ -212,7 +213,7 @@ def _way(plan: Plan, activations: int) -> Way:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The table of the page."""
+    """Return the table of the page."""
     return tabulate(
         [
             (
@@ -246,7 +247,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def legend() -> str:
-    """What "does not fit" compares with."""
+    """Return a text that explains "does not fit"."""
     nominal = ", ".join(f"{name} {gpus.nominal_gib} GiB" for name, gpus in GPUS.items() if gpus.ranks == 1)
     return filled(
         f"*Does not fit*: weights and activations take more than the nominal memory of a GPU ({nominal}) less "
@@ -256,7 +257,7 @@ def legend() -> str:
 
 
 def filled(text: str) -> str:
-    """In lines of at most WIDTH, a number and its unit in one line."""
+    """Wrap a text to lines of at most WIDTH characters.  A number and its unit stay on one line."""
     together = re.sub(r"(?<=\d) (?=s\b|ms|GiB)", "\u00a0", text)
     return fill(together, width=WIDTH, break_long_words=False, break_on_hyphens=False).replace("\u00a0", " ")
 
@@ -268,7 +269,7 @@ def _cell(row: Row, way: str) -> str:
 
 
 def figures(way: Way) -> tuple[str, str]:
-    """Time and memory, as text."""
+    """Return the time and the memory as text."""
     time = f"{way.forward_s:.1f} s" if way.forward_s >= 10 else f"{way.forward_s:.2f} s"
     if way.forward_s < 1:
         time = f"{1e3 * way.forward_s:.0f} ms"
@@ -276,7 +277,8 @@ def figures(way: Way) -> tuple[str, str]:
 
 
 def groups(shown: Sequence[Row]) -> dict[str, dict[str, Way]]:
-    """The bars of the chart: for each workload on a GPU its label, and the ways by theirs."""
+    """Return the bars of the chart: for the label of each workload and GPU, the figures of each method by the label of
+    its bar."""
     bars = dict[str, dict[str, Way]]()
     for row in shown:
         known, forwards = row.workload, f"{row.workload.forwards} forward{'s' * (row.workload.forwards > 1)} per step"
@@ -288,7 +290,7 @@ def groups(shown: Sequence[Row]) -> dict[str, dict[str, Way]]:
 
 
 def draw(shown: Sequence[Row], path: Path) -> None:
-    """The chart.  Raises ChunkflowError without matplotlib."""
+    """Draw the chart.  Raises ChunkflowError if matplotlib is not installed."""
     check_picture(path)
     bars = groups(shown)
     figure, axes = new_axes(9.0, 1.1 + 0.21 * sum(1.5 + len(ways) for ways in bars.values()), columns=2)
@@ -299,7 +301,7 @@ def draw(shown: Sequence[Row], path: Path) -> None:
             if axis is axes[0]:
                 white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
                 axis.text(0, y, title, fontsize=8, weight="bold", va="center", bbox=white).set_in_layout(False)
-                axis.set_zorder(1)  # titles reach over the other axis
+                axis.set_zorder(1)  # so that long titles are drawn over the right axis
             for name, way in ways.items():
                 y += 1
                 value = scale * (way.forward_s if scale > 1 else way.nbytes)
@@ -317,15 +319,16 @@ def draw(shown: Sequence[Row], path: Path) -> None:
 
 
 def digest(shown: Sequence[Row]) -> str:
-    """Of what the chart shows, so that a stale one is found without drawing it."""
+    """Return a digest of the data in the chart, with which a test finds an outdated chart without drawing it."""
     bars = {title: {name: asdict(way) for name, way in ways.items()} for title, ways in groups(shown).items()}
     return sha256(json.dumps(bars, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def pair(rows: Sequence[Row]) -> tuple[Row, Row]:
-    """The forward that was measured with another form of the timestep than the pipeline's, and the pipeline's, planned.
+    """Return two rows for the same model, sizes and GPU.  The first is measured, with a form of the timestep that its
+    pipeline does not use.  The second is planned, with the form that the pipeline uses.
 
-    Raises ChunkflowError if there are no two such rows.
+    Raises ChunkflowError if there is no such pair.
     """
     for row in rows:
         as_called = replace(row.workload, timestep=preset(row.workload.model).timestep)
@@ -336,18 +339,18 @@ def pair(rows: Sequence[Row]) -> tuple[Row, Row]:
 
 
 def all_rows() -> list[Row]:
-    """Those of the table, in its order: a measured workload, and the same as its pipeline calls it, come first."""
+    """Return the rows of the table, in order.  The rows of :func:`pair` come first."""
     return sorted([*measured(), *planned()], key=lambda row: row.gpus != MEASURED[0][2])
 
 
 def in_chart(rows: Sequence[Row]) -> list[Row]:
-    """What was measured, and the planned row that belongs to one of these."""
+    """Return the rows of the chart: all measured rows, and the planned row of :func:`pair`."""
     called = pair(rows)[1]
     return [row for row in rows if row.how == "measured" or row is called]
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """What was measured, in sentences."""
+    """Return the most important measurements in sentences."""
     run, called = pair(rows)
     page = next(page for page, _, gpus, _ in MEASURED if gpus == run.gpus)
 
@@ -385,7 +388,7 @@ times](published.md). Whole pipelines on GPUs of 12 to 80 GB are in [the README]
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The page of these rows, with the digest of its chart as the title of the picture."""
+    """Return the page.  The title of the picture contains the digest of the chart."""
     chart = f'![time and GPU memory of one forward on single GPUs](../{CHART.name} "{digest(in_chart(rows))}")'
     return (
         "# Step time and memory, method by method\n\n`make readme-table` writes this page.\n\n"
@@ -394,14 +397,14 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def plan_again(models: Sequence[str]) -> None:
-    """Plan the models, and keep the rows of others; the file is written after each."""
+    """Plan the given models, and keep the rows of all others.  The file is written after each workload."""
     quiet_diffusers()
     order = list(cases())
     todo = dict.fromkeys((w, GPUS[gpus].ranks) for w, gpus in order if w.model in models)
     for workload, ranks in tqdm(todo, desc="workloads and ranks"):
         found = {(row.workload, row.gpus): row for row in (planned() if PLANNED.exists() else [])}
         found |= {(row.workload, row.gpus): row for row in plan(workload, ranks)}
-        rows = [_as_json(found[case]) for case in order if case in found]  # a case that is gone leaves no row
+        rows = [_as_json(found[case]) for case in order if case in found]  # drops rows of former cases
         PLANNED.write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -1,8 +1,9 @@
-"""Writes the page of tested models from the trials in models.jsonl: how each transformer class in diffusers runs.
+"""Write the page of tested models: how each transformer class in diffusers runs, according to the trials in models.jsonl.
 
     python docs/benchmarks/models.py [--trials docs/models.jsonl] [--page docs/models.md]
 
-tests/diffusers_classes.py writes the trials; the columns of the servers list the tests of their plug-ins, see SERVERS.
+The script tests/diffusers_classes.py writes the trials.  The columns of the inference servers are from SERVERS, which
+names the tests of their plug-ins.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 DOCS = Path(__file__).parent.parent
 Row = Mapping[str, Any]
 
-# Column -> the ways to compile that it covers, and the mark of each if the outputs are equal.
+# For each column, the ways to compile that it covers, each with the mark that means equal outputs.
 COLUMNS: Mapping[str, Mapping[str, str]] = {
     "whole": {"whole": "="},
     "block types": {"kind": "="},
@@ -26,7 +27,8 @@ COLUMNS: Mapping[str, Mapping[str, str]] = {
     "packed": {"packed": "="},
     "quantized": {"torchao": "t", "quanto": "q", "nf4": "n"},
 }
-# Plug-in -> class -> mark -> the test in tests/servers that runs it.  The classes are the server's own.
+# For each inference server and each of its model classes, the marks of tested features, with the names of the tests in
+# tests/servers.
 SERVERS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "sglang": {
         name: {"=": "test_a_transformer_streams_within_memory", "U": "test_two_ranks_stream_with_ulysses"}
@@ -94,7 +96,7 @@ IP-Adapter, attention backends and step caches; float16, autocast and inference 
 
 
 def reason(row: Row) -> str:
-    """Why a class does not run, as a clause that does not repeat the name of the class."""
+    """Return a clause on why a class does not run.  It does not contain the name of the class."""
     if row["result"] == "not with eager":
         return "diffusers' own model fails in the same way without ChunkFlow"
     said = " ".join(str(row.get("why", row["result"])).replace(class_of(row), "model").split())
@@ -104,20 +106,21 @@ def reason(row: Row) -> str:
 
 
 def class_of(row: Row) -> str:
-    """The class of a row, whose name may be followed by the name of a configuration."""
+    """Return the name of the class in a row.  In a row, the name of a configuration may follow it."""
     name: str = row["class"].split()[0]
     return name
 
 
 class Cells:
-    """The cells of the table, and the reasons that they refer to, in order of first use."""
+    """Makes the cells of the table, and collects the reasons that they refer to by number."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
         self.reasons: list[str] = []
 
     def of_trials(self, name: str, ways: Mapping[str, str]) -> str:
-        """The cell of a class, over all its configurations: a mark for each way that is equal, and numbers of reasons."""
+        """Return the cell of a class, which covers all of its configurations: the marks of the ways with equal outputs,
+        and the numbers of the reasons for all other ways."""
         marks, why = "", ""
         for way, mark in ways.items():
             found = [r for r in self._rows if class_of(r) == name and r["way"] == way and r["result"] != "not tried"]
@@ -134,7 +137,7 @@ class Cells:
 
 
 def table(names: Sequence[str], cells: Cells) -> str:
-    """The table as Markdown, without spaces, so that its rows are short."""
+    """Return the table as Markdown.  It contains no padding, so that the rows are short."""
     heads = ["class", *COLUMNS, "SGLang", "vLLM-Omni"]
     lines = [heads, ["-"] * len(heads)]
     for name in names:
@@ -144,7 +147,7 @@ def table(names: Sequence[str], cells: Cells) -> str:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The page for these trials."""
+    """Return the page for the given trials."""
     release = next((row["result"] for row in rows if row["way"] == "release"), "diffusers")
     tried = [row for row in rows if row["way"] not in ("all", "release") and row["result"] not in NOT_TRIED]
     some = {class_of(row) for row in tried}

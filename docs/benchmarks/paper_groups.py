@@ -1,7 +1,7 @@
-"""The paper's configurations with exchanges in groups of heads, which the paper does not have: resident steps.
+"""Resident steps of the paper's configurations with exchanges in groups of heads, which are not part of the paper.
 
-The blocks of a kind are equal, so each adds the same to a resident step.  The steps are computed from graphs of a few blocks
-of each kind, and from those with one more.
+All blocks of one block type add the same time to a resident step.  So the step of the whole model is extrapolated from a
+graph with a few blocks of each type, and from graphs with one more block.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from tqdm import tqdm
 
 from chunkflow_compile.catalog.presets import preset
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.head_groups import in_head_groups, possible_groups
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.exchanging import MOST_GROUPS
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.step import Scheduler
 
-# Blocks of each kind in the smaller graph.
+# The number of blocks of each type in the smallest graph.
 FEW = 2
 
 
 def group_row(case: Case) -> dict[str, Any]:
-    """A row of paper.json: the resident step by number of groups, 1 for whole exchanges."""
+    """Return a row of paper.json: the resident step by number of groups.  One group means whole exchanges."""
     kinds = [name for name in ("num_layers", "num_single_layers") if name in preset(case.model).config]
     few = dict.fromkeys(kinds, FEW)
     base = steps_by_groups(traced(case, few))
@@ -49,14 +49,14 @@ def group_row(case: Case) -> dict[str, Any]:
 
 
 def traced(case: Case, layers: Mapping[str, int]) -> Traced:
-    """The graph of a configuration with so many blocks of each kind."""
+    """Trace a configuration.  ``layers``: the number of blocks by configuration parameter."""
     full = preset(case.model)
     few = replace(full, config={**full.config, **layers}, timestep=TIMESTEP)
     return few.trace(DEGREE, case.sizes)
 
 
 def steps_by_groups(whole: Traced) -> dict[int, float]:
-    """Seconds of the resident step by number of groups."""
+    """Return the seconds of the resident step by number of groups."""
     steps = dict[int, float]()
     for groups in (1, *(count for count in possible_groups(whole) if count <= MOST_GROUPS)):
         problem = make_cut(in_head_groups(whole, groups)).problem

@@ -30,7 +30,8 @@ def draw_memory(arms: Sequence[Row], path: Path) -> None:
 
 
 def _draw_bars(arms: Sequence[Row], figure_of: str, label: str, path: Path, scale: str = "linear") -> None:
-    """Draw one panel per model, one group per size, and one bar per arm.  ``figure_of``: heading of the heights."""
+    """Draw one panel per model, one group of bars per size, and one bar per arm.  ``figure_of``: the column of paper.json
+    that contains the height of a bar."""
     heights = {(row["configuration"], row["arm"]): row[figure_of] for row in arms}
     figure, axes = new_axes(12, 4, columns=3)
     for panel, model in zip(axes, dict.fromkeys(case.model for case in CASES), strict=True):

@@ -1,4 +1,4 @@
-"""The figures of the paper's evaluation, a list of rows for each table of paper.json, and the claims that must hold."""
+"""The rows of all tables in paper.json, with the figures of the paper's evaluation, and checks of the paper's claims."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
 
-# Seconds per step of the public reference code in this configuration: without offload, and with its layerwise baseline.
+# Published seconds per step of the paper's reference code, without offload and with its layerwise policy, by
+# configuration and arm.
 MEASURED = {("wan2.2-ti2v-5b", 81): {"resident": 1.302, "layerwise-barrier": 1.886}}
 
-# Of the 8 all-to-alls per block of the reference code, 6 carry the latent and 2 the short text; diffusers sends 4.
+# The bytes of all-to-alls in the reference code, relative to diffusers.  Of its 8 all-to-alls per block, 6 exchange the
+# latent and 2 the short text; diffusers exchanges the latent 4 times.
 REFERENCE_BYTES = 1.5
 
 
-# A row of a table: heading to figure.
+# A row of a table: figures by heading.
 Row = dict[str, Any]
 
 
@@ -61,7 +63,8 @@ def arms_rows(results: list[Result]) -> list[Row]:
 
 
 def measured_rows(results: list[Result]) -> list[Row]:
-    """The measured arms: their predictions, and predictions with as many bytes per collective as in the reference code."""
+    """Return rows that compare measured steps with two predictions: with the traced collectives, and with as many bytes
+    per collective as in the reference code."""
     return [
         {
             "configuration": r.case.name,
@@ -78,7 +81,7 @@ def measured_rows(results: list[Result]) -> list[Row]:
 
 
 def claims(results: list[Result]) -> list[str]:
-    """One sentence for each claim that does not hold."""
+    """Return a sentence for each claim that does not hold."""
     broken = []
     for r, small in zip(results, at_layerwise_step(results), strict=True):
         if r.fits and r.step("chunkflow") > 1.0201 * r.step("resident"):
@@ -94,7 +97,7 @@ def claims(results: list[Result]) -> list[str]:
 
 
 def at_layerwise_step(results: list[Result]) -> list[Plan]:
-    """The smallest plan that is no slower than layerwise, for each configuration."""
+    """Return, for each configuration, the smallest plan that is no slower than layerwise."""
     return [
         place(
             r.problem,
@@ -167,7 +170,8 @@ def residency_rows(results: list[Result], machine: Hardware) -> list[Row]:
 
 
 def critical_rows() -> list[Row]:
-    """The paper's critical points, with its profiled block bytes and with those of the bf16 weights."""
+    """Return the rows of the paper's critical points: with the bytes per block that the paper profiled, and with the
+    bytes of bfloat16 weights."""
     paper = {"peak": 756e12, "eta_comp": 0.60, "h2d": 31.5e9, "eta_pref": 0.89}
     wide = {"width": 3072, "mlp": 12288}
 

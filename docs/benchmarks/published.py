@@ -1,11 +1,13 @@
-"""Published step times, compared with predictions: every row of published_steps.csv, with its source.
+"""Compare published step times with predictions.  The file published_steps.csv contains the published times and their
+sources.
 
 python docs/benchmarks/published.py --out docs/benchmarks/published.md
 
-The column ``measured`` of a row is a step, or a total over all steps, which includes the encoders and the decoder.
-``attention`` is the kernel, as stated or by default of the engine (``kernel_stated``).  Predictions are written to the column
-``predicted_s`` of the same file, and the page and the picture are made from it; ``--page-only`` predicts nothing.  Tracing
-takes ten minutes on two cores; --cache FILE keeps the problems.
+The column ``measured`` says whether the published time is for a step or for a whole run ("total"), which includes
+encoders and decoder.  The column ``attention`` is the attention kernel; ``kernel_stated`` says whether the source states
+it, otherwise it is the default of the engine.  The script writes its predictions to the column ``predicted_s`` of the
+same file, and makes the page and the picture from the file.  With ``--page-only`` it makes no new predictions.  Tracing
+takes ten minutes on two cores; with ``--cache FILE``, traced problems are kept in a file.
 """
 
 from __future__ import annotations
@@ -28,27 +30,29 @@ from tqdm import tqdm
 
 from chunkflow_compile.catalog.presets import preset
 from chunkflow_compile.hardware.profiles import load_profile, profile_names
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Policy
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.problem import Collective, Problem
 from chunkflow_compile.report.pictures import new_axes, save_figure
 
 ROWS = Path(__file__).parent / "published_steps.csv"
-# A traced case: a preset, its height, width and frames, and its Ulysses degree.
+# The parameters of a trace: a preset, its height, width and frames, and the Ulysses degree.
 Traced = tuple[str, int, int, int, int]
-# With Inductor's kernels, or with the kernels of eager code.
+# The problems by the parameters of the trace and by lowering: True for Inductor's kernels, False for eager kernels.
 Problems = dict[tuple[Traced, bool], Problem]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A measured step, seconds.  ``total``: whether it is a total divided by the number of steps.
+    """A published step time.  ``seconds``: the published seconds per step.  ``total``: whether this is a total divided by
+    the number of steps.
 
-    ``predicted_s``: 0 if its hardware has no profile; ``timestep``: the form of the timestep that it is predicted with.
+    ``predicted_s``: the predicted seconds per step, or 0 if there is no profile for the hardware.  ``timestep``: the form
+    of the timestep for which the step is predicted.
     """
 
     model: str
@@ -78,22 +82,22 @@ class Row:
 
     @property
     def streams(self) -> bool:
-        """Whether weights are moved in a step."""
+        """Whether weights are copied during a step."""
         return self.offload not in ("none", "expert swap", "FSDP", "T5 on CPU")
 
     @property
     def error(self) -> float:
-        """The error of the predicted step, as a share of the measured one: 0.05 if it is 5 % too long."""
+        """The relative error of the prediction: 0.05 if it is 5 % longer than the measured step."""
         return self.predicted_s / self.seconds - 1
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank holds a shard of the weights (FSDP), as in the official code with several ranks."""
+        """Whether each rank holds a shard of the weights (FSDP).  This is so in the official code with several ranks."""
         return self.engine == "official" and self.ulysses > 1
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file.  Raises ChunkflowError if it cannot be read."""
+    """Return the rows of a file.  Raises ChunkflowError if the file cannot be read."""
     try:
         with path.open() as file:
             return [_row(told) for told in csv.DictReader(file)]
@@ -119,7 +123,7 @@ def _row(told: dict[str, str]) -> Row:
 
 
 def keep(path: Path, predicted_s: Iterable[float | None]) -> None:
-    """Write the prediction for each row of a file, and the form of the timestep that it was made with, into the file."""
+    """Write a prediction to each row of a file, together with the form of the timestep for which it was made."""
     with path.open() as file:
         told = list(csv.DictReader(file))
     with path.open("w", newline="") as file:
@@ -131,7 +135,7 @@ def keep(path: Path, predicted_s: Iterable[float | None]) -> None:
 
 
 def trace(what: Traced) -> tuple[Traced, Problem, Problem]:
-    """A traced case, its problem with Inductor's kernels, and its problem with the kernels of eager code."""
+    """Trace a model.  Return its parameters, its problem with Inductor's kernels, and its problem with eager kernels."""
     import diffusers
 
     diffusers.utils.logging.set_verbosity_error()
@@ -155,7 +159,7 @@ def traces(wanted: Iterable[Traced], cache: Path | None) -> Problems:
 
 
 def predict(row: Row, problem: Problem) -> float:
-    """Seconds of the step of a row."""
+    """Return the predicted seconds per step."""
     machine = load_profile(row.hardware)
     if row.attention != "auto":
         machine = machine.attending_by(row.attention)
@@ -167,7 +171,8 @@ def predict(row: Row, problem: Problem) -> float:
 
 
 def gathered(problem: Problem, ranks: int) -> Problem:
-    """With an all-gather of its weights for each block, which FSDP queues after the collectives of the block before."""
+    """Add an all-gather of the weights of each block to a problem.  FSDP queues it after the collectives of the previous
+    block."""
     made = list(problem.collectives)
     for number, (first, last) in enumerate(block_regions(problem)):
         inside = sum(w.nbytes for w in problem.weights if w.uses and first <= w.uses[0] <= last)
@@ -198,7 +203,7 @@ def rows_table(rows: Sequence[Row]) -> str:
 
 
 def groups_table(rows: Sequence[Row]) -> str:
-    """The errors by GPU, by engine, and by attention kernel."""
+    """Return a table of errors by GPU, by engine, and by attention kernel."""
     keys: tuple[Callable[[Row], str], ...] = (
         lambda r: r.card,
         lambda r: r.engine,

@@ -1,11 +1,11 @@
-"""Whole pipelines on GPUs of 12 to 80 GB, planned within the memory of each: the figures of the README.
+"""Plan whole pipelines for GPUs of 12 to 80 GB, with a budget that fits each GPU.  The README shows these figures.
 
     python docs/benchmarks/readme_gpus.py                 # plans all rows into readme_gpus.json: an hour of one core
     python docs/benchmarks/readme_gpus.py --models flux.1-dev
 
-A row is what ``chunkflow pipeline MODEL --memory SIZE --hardware PROFILE`` predicts for the denoising steps, on the coarser
-regions of methods.py, which take less time to plan.  Traces are kept in the user's cache folder.  Needs no network and no
-GPU.
+A row contains the predictions of ``chunkflow pipeline MODEL --memory SIZE --hardware PROFILE`` for the denoising steps.
+It uses the coarser regions of methods.py, for which planning takes less time.  Traces are kept in the user's cache
+folder.  The script needs no network and no GPU.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.cli.pipeline import kept_cost
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.hoist import Halves, split
@@ -51,10 +52,10 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import plan_halves
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
-from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.placement.splitting import best_split, splits
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
@@ -63,23 +64,26 @@ PLANNED = BENCHMARKS / "readme_gpus.json"
 GIB = 1 << 30
 
 MODEL = "model offload"
-# ChunkFlow in the GPU memory that group offload takes; with packed weights; and with the weights that exceed host_memory on
-# an SSD that reads so many bytes/s, as an NVMe SSD for PCIe 3.0 does.
+# Variants of ChunkFlow: with the GPU memory that group offload takes, with packed weights, and with the weights that
+# exceed host_memory on an SSD.
 IN_ITS_MEMORY, PACKED, ON_SSD = "ChunkFlow in the memory of group offload", "pack=True", "host_memory, SSD"
-# What no latent reaches is computed once for many steps; and both.
+# Variants of ChunkFlow: with hoisted products, and with hoisted products and packed weights.
 HOISTED, BOTH = "hoist=True", "hoist=True, pack=True"
-# A combination is shown if it takes at most so much of the step without it.
+# A combination of options is shown only if its step takes at most this share of the step without options.
 WORTH = 0.99
+# The read rate of the SSD in bytes/s, typical of an NVMe SSD for PCIe 3.0.
 SSD = 3.5e9
-# For weights, on a machine with 32 GB of RAM: the rest is for the operating system, Python and the page cache.
+# The host memory for weights on a machine with 32 GB of RAM, in bytes.  The operating system, Python and the page cache
+# use the rest.
 HOST_OF_32_GB = 22 * GIB
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its memory by its data sheet in GB, its name, its profile, and the budget in GiB that is planned for.
+    """A GPU.  ``memory``: its memory in GB according to its data sheet.
 
-    ``budget``: the argument ``memory`` of ``compile``; the remaining memory is for the CUDA context, libraries and a desktop.
+    ``budget``: the budget that is given to ``compile``, in GiB.  The CUDA context, libraries and a desktop use the
+    remaining memory.
     """
 
     memory: int
@@ -99,20 +103,22 @@ GPUS = {
         Gpu(80, "H100 SXM", "h100-nvlink", 76),
     )
 }
-# The GPU of the examples in sentences, planned with less host memory too.
+# The GPU in the README's examples.  For this GPU, the models are also planned with less host memory.
 EXAMPLE = "RTX 4060 Ti"
-# Budgets of the curves, in GiB, as far as they are below that of the GPU; a curve begins at the least budget.
+# The budgets for which points of the curves are planned, in GiB.  A curve also contains the minimum budget and the budget
+# of the GPU, and leaves out all budgets outside this range.
 CURVE = (4, 8, 12, 16, 20, 30, 40, 60)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A pipeline on ``gpu``, a key of :data:`GPUS`.
+    """The planned figures of a pipeline on a GPU.  ``gpu``: a key of :data:`GPUS`.
 
-    ``least``: the smallest budget in which all components run, in bytes.  ``ways``: by name; the bytes are the budget of
-    ChunkFlow, which is there only if it is at least that, or else the peak of all components.  ``curve``: bytes of a budget,
-    and seconds of a forward within it.  ``host``: bytes of host memory for the weights of all components, and with
-    ``pack=True``.
+    ``least``: the minimum budget with which all components run, in bytes.  ``ways``: the figures by method.  For a
+    variant of ChunkFlow, the bytes are its budget, and there are no figures if the budget is below the minimum.  For
+    other methods, the bytes are the peak over all components.  ``curve``: pairs of a budget in bytes and the seconds of a
+    forward with this budget.  ``host``, ``host_packed``: the bytes of host memory for the weights of all components,
+    uncompressed and with ``pack=True``.
     """
 
     workload: Workload
@@ -129,24 +135,25 @@ class Row:
         return GPUS[self.gpu]
 
     def fits(self, way: str) -> bool:
-        """Whether the GPU has the memory of a way, less what is left of it for others."""
+        """Whether there are figures for a method and its bytes are at most the budget of the GPU."""
         return way in self.ways and self.ways[way].nbytes <= self.on.budget * GIB
 
     @property
     def fastest(self) -> str | None:
-        """The combination of options with the shortest step, None if it is hardly shorter than without any."""
+        """The combination of options with the shortest step, or None if its step is hardly shorter than without
+        options."""
         able = [way for way in (HOISTED, PACKED, BOTH) if way in self.ways]
         best = min(able, key=lambda way: self.ways[way].forward_s, default=None)
         worth = best is not None and self.ways[best].forward_s <= WORTH * self.ways[CHUNKFLOW].forward_s
         return best if worth else None
 
     def step_s(self, way: str) -> float:
-        """Seconds of a denoising step."""
+        """Return the seconds of a denoising step with a method."""
         return self.workload.forwards * self.ways[way].forward_s
 
 
 def planned(path: Path = PLANNED) -> list[Row]:
-    """The rows that are planned.  Raises ChunkflowError if their file is missing."""
+    """Return the planned rows.  Raises ChunkflowError if their file is missing."""
     if not path.exists():
         raise ChunkflowError(f"{path} is missing: it contains the planned rows. Write it again with --plan.")
     return [_row(body) for body in json.loads(path.read_text())]
@@ -159,14 +166,14 @@ def _row(body: Mapping[str, Any]) -> Row:
 
 
 def cases() -> Iterator[tuple[str, str]]:
-    """The models and GPUs, in the order of the table: the rows of a GPU together."""
+    """Return the pairs of a model and a GPU in the order of the table, which is sorted by GPU."""
     return ((model, gpu) for gpu in GPUS for model in MODELS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A component other than a transformer, in bytes.  ``small``: its weights that do not stream.  ``grouped``: the weights
-    that group offload keeps on the GPU while it runs."""
+    """The sizes of a text encoder or VAE in bytes.  ``weights``: all weights.  ``small``: the weights that are too small
+    to stream.  ``grouped``: the maximum bytes of weights on the GPU while it runs with group offload."""
 
     weights: int
     small: int
@@ -174,22 +181,28 @@ class Part:
     grouped: int
 
 
-# Makes the problem that is planned from a cut.
+# A function from a cut to the problem to plan.
 Form = Callable[[Cut], Problem]
 
 
 def as_it_is(cut: Cut) -> Problem:
-    """The problem of a cut with its weights as they are."""
+    """Return the problem of a cut with uncompressed weights."""
     return cut.problem
 
 
 def with_all_packed(cut: Cut) -> Problem:
-    """The problem of a cut with packed weights."""
+    """Return the problem of a cut with packed weights."""
     return packed(cut, packable(cut)).problem
 
 
+def _minimum(cut: Cut) -> int:
+    """Return the minimum bytes of weights and activations with which a cut runs.  They are the same for all GPUs."""
+    return least_memory(cut.problem, load_profile("rtx-4090-pcie"), CHUNK_BYTES) + cut.problem.live_bytes
+
+
 def _fastest(cuts: Sequence[Cut], plan: Callable[[Cut], Plan]) -> float:
-    """Seconds of a forward of the best of these cuts, each with more slices than those before."""
+    """Return the seconds of a forward with the best of several cuts.  ``cuts``: cuts of a model, in ascending order of
+    the number of slices."""
     times = dict[int, float]()
 
     def planned(cut: Cut) -> Plan:
@@ -198,15 +211,15 @@ def _fastest(cuts: Sequence[Cut], plan: Callable[[Cut], Plan]) -> float:
         times[id(cut)] = made.predicted.step_s
         return made
 
-    chosen = best_split(cuts, planned)
+    chosen = best_split(cuts, planned, _minimum)
     if id(chosen) not in times:
-        planned(chosen)  # raises: the budget is too little for all of them
+        planned(chosen)  # raises an error, because the budget is too small for all cuts
     return times[id(chosen)]
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A pipeline with its transformer traced."""
+    """A pipeline to plan.  Its transformer is traced once for all GPUs."""
 
     model: str
 
@@ -233,17 +246,17 @@ class Planned:
 
     @cached_property
     def cuts(self) -> list[Cut]:
-        """The cut with whole blocks, and with more and more slices."""
+        """The cuts with whole blocks and with increasing numbers of slices."""
         return [self.cut, *splits(self.cut)]
 
     @property
     def activations(self) -> int:
-        """Bytes of activations of the transformer with whole blocks."""
+        """The bytes of activations of the transformer with whole blocks."""
         return self.cut.problem.live_bytes
 
     @property
     def kept(self) -> int:
-        """Bytes of the weights of a transformer that stay on the GPU while other components run."""
+        """The bytes of a transformer's weights that stay on the GPU while other components run."""
         return sum(w.nbytes for w in self.cut.problem.weights if w.nbytes < DEFAULT_MIN_BYTES)
 
     @property
@@ -252,29 +265,29 @@ class Planned:
 
     @cached_property
     def small(self) -> int:
-        """Bytes of the weights of other components that stay on the GPU while the transformer runs."""
+        """The bytes of other components' weights that stay on the GPU while the transformer runs."""
         return sum(part.small for part in self.others) + (self.experts - 1) * self.kept
 
     @cached_property
     def least(self) -> int:
-        """The smallest budget in which the transformer and the decoder run, in bytes; it depends on no rate of the GPU."""
-        hardware, problems = load_profile("rtx-4090-pcie"), [cut.problem for cut in self.cuts]
-        needed = min(least_memory(problem, hardware, CHUNK_BYTES) + problem.live_bytes for problem in problems)
+        """The minimum budget in bytes with which the transformer and the decoder run.  It is the same for all GPUs."""
+        needed = min(map(_minimum, self.cuts))
         vae = self.others[-1]
         return budget_for(max(needed + self.small, vae.weights + vae.activations + self.experts * self.kept))
 
     @cached_property
     def host(self) -> int:
-        """Bytes of host memory for the weights of all components."""
+        """The bytes of host memory for the weights of all components."""
         return self.experts * self.cut.problem.total_bytes + sum(part.weights for part in self.others)
 
     @cached_property
     def halves(self) -> Halves | None:
-        """The transformer in two, None if there is nothing to hoist."""
+        """The halves of the transformer, or None if nothing can be hoisted."""
         return split(self.traced)
 
     def hoisted_s(self, hardware: Hardware, budget: int, *, pack: bool = False) -> float:
-        """Seconds of a forward in a budget with what is hoisted, with its share of computing the rows."""
+        """Return the seconds of a forward with hoisted products.  They include the share of one forward in the time for
+        computing the rows."""
         assert self.halves is not None
         settings = Settings(hardware=hardware, goal=self.goal(budget), chunk_bytes=CHUNK_BYTES)
         hoisting = plan_halves(self.halves, settings)
@@ -285,17 +298,18 @@ class Planned:
 
     @cached_property
     def host_packed(self) -> int:
-        """The same with packed weights: those of the encoders shrink as much as those of the transformer."""
+        """The bytes of host memory for the packed weights of all components.  The weights of the other components are
+        assumed to shrink as much as the transformer's."""
         share = with_all_packed(self.cut).total_bytes / self.cut.problem.total_bytes
         return int(share * self.host)
 
     def goal(self, budget: int) -> Goal:
-        """That of the transformer within a budget for the pipeline."""
+        """Return the goal for planning the transformer.  ``budget``: the budget of the whole pipeline in bytes."""
         return Goal(memory=usable(budget) - self.small, activations=True)
 
     def forward_s(self, hardware: Hardware, budget: int | None, form: Form = as_it_is) -> float:
-        """Seconds of a forward in a budget, in as few slices as it needs, or with all weights on the GPU.  ``form``: of the
-        transformer, by its cut."""
+        """Return the seconds of a forward with the best number of slices.  ``budget``: the budget of the pipeline in
+        bytes, or None to keep all weights on the GPU.  ``form``: the function that returns the problem to plan."""
         goal = Goal(policy="resident") if budget is None else self.goal(budget)
         return _fastest(
             self.cuts[:1] if budget is None else self.cuts,
@@ -303,7 +317,7 @@ class Planned:
         )
 
     def group_offload(self, hardware: Hardware) -> Way:
-        """diffusers' group offload for all components; the VAE moves as a whole."""
+        """Return the figures of diffusers' group offload for all components.  The VAE is moved as a whole."""
         played = play_group_offload(self.cut.problem, hardware)
         peaks = [part.grouped + part.activations for part in self.others]
         return Way(forward_s=played.timeline.step_s, nbytes=max(played.device_bytes + self.activations, *peaks))
@@ -314,7 +328,8 @@ def _part(cost: EagerCost, grouped: int) -> Part:
 
 
 def _grouped(encoder: Encoder, weights: int) -> int:
-    """Bytes of an encoder that group offload keeps on the GPU: two blocks of a direct ModuleList, and all other weights."""
+    """Return the maximum bytes of an encoder's weights on the GPU with group offload: two blocks of each ModuleList that
+    is a direct child, and all other weights."""
     with torch.device("meta"):
         model, _ = encoder.model_and_inputs()
     lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
@@ -323,7 +338,7 @@ def _grouped(encoder: Encoder, weights: int) -> int:
 
 
 def plan(planned: Planned, gpu: str) -> Row:
-    """A pipeline on ``gpu``, a key of :data:`GPUS`."""
+    """Plan a pipeline with all methods.  ``gpu``: a key of :data:`GPUS`."""
     budget, hardware = GPUS[gpu].budget * GIB, load_profile(GPUS[gpu].profile)
     weights, others = planned.cut.problem.total_bytes, planned.others
     all_resident, group = planned.forward_s(hardware, None), planned.group_offload(hardware)
@@ -338,9 +353,13 @@ def plan(planned: Planned, gpu: str) -> Row:
     least, curve = planned.least, dict[int, float]()
     if least <= budget:
         sizes = [size * GIB for size in CURVE]
-        same = max(least, group.nbytes)  # a budget keeps some percent free, so the least one may be a little larger
+        same = max(
+            least, group.nbytes
+        )  # the minimum budget may be a little larger, because some percent of a budget are not used
         for nbytes in sorted({least, budget, *(n for n in (same, *sizes) if least <= n < budget)}):
-            fastest = min(curve.values(), default=2 * all_resident)  # no budget is faster than all weights on the GPU
+            fastest = min(
+                curve.values(), default=2 * all_resident
+            )  # a forward is never faster than with all weights on the GPU, so do not plan beyond that
             curve[nbytes] = fastest if fastest <= 1.0001 * all_resident else planned.forward_s(hardware, nbytes)
         ways[CHUNKFLOW] = Way(forward_s=curve[budget], nbytes=budget)
         if same in curve:
@@ -360,7 +379,7 @@ def plan(planned: Planned, gpu: str) -> Row:
 
 
 def _with_options(planned: Planned, hardware: Hardware, budget: int) -> dict[str, Way]:
-    """The same budget with packed weights, with what is hoisted, and with both."""
+    """Return the figures with packed weights, with hoisted products, and with both, for the same budget."""
     found = {PACKED: planned.forward_s(hardware, budget, with_all_packed)}
     if planned.halves is not None:
         found[HOISTED] = planned.hoisted_s(hardware, budget)
@@ -369,10 +388,10 @@ def _with_options(planned: Planned, hardware: Hardware, budget: int) -> dict[str
 
 
 def _in_less_host_memory(planned: Planned, hardware: Hardware, budget: int) -> dict[str, Way]:
-    """The same budget with ``host_memory`` where the weights do not fit 32 GB of RAM."""
+    """Return the figures with ``host_memory`` for the same budget; empty if all weights fit in 32 GB of RAM."""
     cut, ways = planned.cut, dict[str, Way]()
     part = HOST_OF_32_GB / planned.host
-    if part < 1:  # compile divides it over the components by their bytes
+    if part < 1:  # compile divides host_memory among the components in proportion to their bytes
         names = for_the_drive(planned.traced.large, int(part * cut.problem.total_bytes))
         on_ssd = replace(hardware, drive_bandwidth=SSD)
         seconds = planned.forward_s(on_ssd, budget, lambda cut: with_drive(cut.problem, names))
@@ -381,14 +400,14 @@ def _in_less_host_memory(planned: Planned, hardware: Hardware, budget: int) -> d
 
 
 def plan_again(models: Sequence[str], path: Path = PLANNED) -> None:
-    """Plan the models, and keep the rows of others; the file is written after each row."""
+    """Plan the given models, and keep the rows of all others.  The file is written after each row."""
     quiet_diffusers()
     for model in models:
         traced = Planned(model)
         for gpu in tqdm(GPUS, desc=model):
             found = {(row.workload.model, row.gpu): row for row in (planned(path) if path.exists() else [])}
             found[model, gpu] = plan(traced, gpu)
-            rows = [_as_json(found[case]) for case in cases() if case in found]  # a case that is gone leaves no row
+            rows = [_as_json(found[case]) for case in cases() if case in found]  # drops rows of former cases
             path.write_text(json.dumps(rows, indent=1) + "\n")
 
 

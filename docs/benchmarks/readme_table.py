@@ -1,10 +1,11 @@
-"""The generated parts of the README (its first figures, the table by GPU, the charts), and the page methods.md.
+"""Make the generated parts of the README (its first figures, the tables of GPUs, the charts) and the page methods.md.
 
     python docs/benchmarks/readme_table.py           # from the JSON files in this folder
     python docs/benchmarks/readme_table.py --plan    # plans again first: traces five models, more than an hour of one core
 
-Rows by GPU are those of ``readme_gpus.json``, and what ``h100.json`` measured.  Every label (model, frames, resolution, form
-of the timestep, forwards per step) is made from the workload that a row records.  Needs no network; charts need matplotlib.
+The rows of the table are planned (``readme_gpus.json``) or measured (``h100.json``).  All labels (model, frames,
+resolution, form of the timestep, forwards per step) are made from the recorded workloads.  The script needs no network.
+Charts need matplotlib.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ from chunkflow_compile.report.pictures import check_picture, new_axes, save_figu
 
 README = DOCS.parent / "README.md"
 CHART = DOCS / "on_your_gpu.png"
-# The script writes what lies between <!-- NAME: make readme-table --> and the end after it.
+# The script replaces each text between <!-- NAME: make readme-table --> and the next <!-- end -->.
 PART, END = "<!-- {}: make readme-table -->\n", "<!-- end -->\n"
-# The GPU of :data:`GPUS` whose measurements are shown.
+# The GPU in :data:`GPUS` whose measurements are shown.
 MEASURED_ON = "H100 SXM"
-# Of the axis of times, in seconds.
+# The ticks of the axis of times, in seconds.
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
-# Hosts of several_gpus.json, by the title in the table, and the beginnings of the names of ChunkFlow's plans there.
+# The machines in several_gpus.json that the README shows, with their titles in the table.  The names of ChunkFlow's plans
+# begin with one of OURS.
 SEVERAL = BENCHMARKS / "several_gpus.json"
 SEVERAL_GPUS = {"2 x rtx-4090-pcie": "2 x 24 GB: RTX 4090", "4 x l40s-pcie": "4 x 48 GB: L40S"}
 OURS = ("host, ", "the mix, ")
@@ -55,13 +57,14 @@ COLOURS = ("#4c78a8", "#f2a541", "#d64545", "#59a14f", "#9c6ade", "#7f7f7f")
 
 
 def measured() -> tuple[methods.Row, methods.Row]:
-    """The measured rows of FLUX.1-dev: as fast as with all weights on the GPU, and in about the memory of group offload."""
+    """Return two measured rows of FLUX.1-dev: with a plan that is as fast as all weights on the GPU, and with a plan in
+    about the memory of group offload."""
     small, _, fast = (row for row in methods.measured() if row.gpus == "H100")
     return fast, small
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A row for each model on each GPU; the measured row follows the planned ones of its GPU."""
+    """Return a table with a row per GPU and model.  The measured row follows the planned rows of the same GPU."""
     lines = []
     for name in GPUS:
         lines += [_planned(row) for row in rows if row.gpu == name]
@@ -95,7 +98,8 @@ def _planned(row: Row) -> tuple[str, ...]:
 
 
 def _measured(ours: methods.Row, same: methods.Row) -> tuple[str, ...]:
-    """The transformer alone; a forward is a step where there is one forward per step."""
+    """Return the cells of the measured row, which is for the transformer alone.  ``ours``, ``same``: see
+    :func:`measured`."""
     times = [
         row.workload.forwards * row.ways[way].forward_s
         for row, way in ((ours, CHUNKFLOW), (ours, GROUP), (same, CHUNKFLOW))
@@ -108,33 +112,33 @@ def _measured(ours: methods.Row, same: methods.Row) -> tuple[str, ...]:
 
 
 def label(name: str) -> str:
-    """A GPU as the first column names it."""
+    """Return the label of a GPU in the first column."""
     return f"{GPUS[name].memory} GB: {name}"
 
 
 def figures(row: Row, way: str) -> str:
-    """The time per step and the GPU memory, as text."""
+    """Return the time per step and the GPU memory as text."""
     return f"{seconds(row.step_s(way))}, {gib(row.ways[way].nbytes)}"
 
 
 def seconds(value: float) -> str:
-    """A time, as text."""
+    """Return a time in seconds as text."""
     digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f} s"
 
 
 def gib(nbytes: float) -> str:
-    """Memory, as text."""
+    """Return a size as text."""
     return f"{nbytes / GIB:.1f} GiB"
 
 
 def needed(nbytes: int) -> str:
-    """What does not fit."""
+    """Return the text of a cell for a method that does not fit."""
     return f"needs {gib(nbytes)}"
 
 
 def models(rows: Sequence[Row]) -> str:
-    """What the rows of each model compute, and the host memory that it takes."""
+    """Return a table with one row per model: its output, its calls, and its host memory."""
     lines = []
     for row in (row for row in rows if row.gpu == EXAMPLE):
         work, host = row.workload, (gib(row.host), gib(row.host_packed))
@@ -145,12 +149,12 @@ def models(rows: Sequence[Row]) -> str:
 
 
 def _short(row: Row) -> str:
-    """The step where the weights do not fit the host memory of 32 GB."""
+    """Return the cell for a machine with 32 GB of host memory."""
     return seconds(row.step_s(ON_SSD)) if ON_SSD in row.ways else "all weights fit"
 
 
 def _example(rows: Sequence[Row]) -> Row:
-    """The row of the examples in sentences.  Raises ChunkflowError if it is not planned."""
+    """Return the row of the README's examples.  Raises ChunkflowError if it is not planned."""
     for row in rows:
         if (row.workload.model, row.gpu) == ("flux.1-dev", EXAMPLE):
             return row
@@ -162,7 +166,8 @@ def _size(nbytes: int) -> str:
 
 
 def several(path: Path = SEVERAL) -> str:
-    """A row for each model on two and on four GPUs of one host, from the figures of several_gpus.md.
+    """Return a table with one row per model on two GPUs and on four GPUs of one host, from the figures of
+    several_gpus.md.
 
     Raises ChunkflowError if their file is missing.
     """
@@ -176,7 +181,7 @@ def several(path: Path = SEVERAL) -> str:
         for title, model in body["machines"][machine]["models"].items():
             work = Workload.from_json(body["workloads"][title])
             if work.sizes.height * work.sizes.width < preset(work.model).sizes.height * preset(work.model).sizes.width:
-                continue  # a smaller output of a model that is shown at its usual one
+                continue  # the table shows each model only at its usual sizes
             ways = {way: found for way, found in model["ways"].items() if isinstance(found, dict)}
             ours = [way for way in ways if way.startswith(OURS) and ways[way]["GB"] < memory - 2]
             best = min(ours, key=lambda way: (ways[way]["ms"], ways[way]["GB"]))
@@ -195,7 +200,7 @@ def several(path: Path = SEVERAL) -> str:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """The first figures: planned for a GPU on which the model does not fit, and measured."""
+    """Return the README's first figures: planned for a GPU on which the model does not fit, and measured on the H100."""
     row, (ours, _) = _example(rows), measured()
     model, on = MODELS[row.workload.model], f"{row.on.memory} GB {row.gpu}"
     mine, alone = (methods.figures(ours.ways[way]) for way in (CHUNKFLOW, PLAIN))
@@ -210,7 +215,7 @@ def headline(rows: Sequence[Row]) -> str:
 
 
 def short_of_ram(rows: Sequence[Row]) -> str:
-    """How to run with 32 GB of RAM, and what it costs."""
+    """Return a paragraph on how to run with 32 GB of RAM, with the step times."""
     row = _example(rows)
     call = f"compile(pipe, memory={_size(row.on.budget * GIB)}"
     times = {way: seconds(row.step_s(way)) for way in (CHUNKFLOW, PACKED, ON_SSD)}
@@ -227,7 +232,8 @@ def short_of_ram(rows: Sequence[Row]) -> str:
 
 
 def chart_data(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """What the charts show: for each model its curves by GPU, and single points; GiB and seconds of a step."""
+    """Return the data of the charts.  For each model, there are a curve per GPU and single points, in GiB and seconds per
+    step."""
     data = dict[str, dict[str, Any]]()
     order = list(MODELS)
     for row in sorted((row for row in rows if row.curve), key=lambda row: order.index(row.workload.model)):
@@ -250,12 +256,12 @@ def chart_data(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """Of what the charts show, so that stale ones are found without drawing them."""
+    """Return a digest of the data in the charts, with which a test finds outdated charts without drawing them."""
     return sha256(json.dumps(chart_data(rows), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A chart for each model.  Raises ChunkflowError without matplotlib."""
+    """Draw a chart for each model.  Raises ChunkflowError if matplotlib is not installed."""
     check_picture(path)
     data = chart_data(rows)
     figure, axes = new_axes(10.0, 9.5, columns=2, heights=(1.0, 1.0, 1.0))
@@ -292,9 +298,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def written(readme: str, rows: Sequence[Row]) -> str:
-    """The README with its parts made from these rows, and with the digest of the charts as the title of the picture.
+    """Return the README with its generated parts replaced.  The title of the picture contains the digest of the charts.
 
-    Raises ChunkflowError if it has no place for one of them.
+    Raises ChunkflowError if the README lacks the lines around a part.
     """
     chart = f'![time per step over GPU memory, one chart per model](docs/{CHART.name} "{digest(rows)}")'
     gpus = f"{table(rows)}\n\n{chart}\n\n{models(rows)}\n\n{short_of_ram(rows)}"

@@ -1,4 +1,5 @@
-"""Shared by several benchmarks: a process with its own caches, a timed call, and a section of a page."""
+"""Functions that several benchmarks share: run a process with its own caches, time a call, read saved figures, and write
+a page."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 def in_a_process(script: str, arguments: Iterable[str], cache: str) -> Any:
     """Run a script in a separate process whose compile caches are in a folder; return its last line, parsed as JSON."""
-    # Inductor's precompiled header is in the folder for temporary files, whatever its cache folder.
+    # set TMPDIR, too, because Inductor's precompiled header is always in the folder for temporary files
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TMPDIR": cache}
     command = [sys.executable, script, *arguments]
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -26,14 +27,14 @@ def in_a_process(script: str, arguments: Iterable[str], cache: str) -> Any:
 
 
 def timed(run: Callable[..., Any], inputs: Mapping[str, Any]) -> float:
-    """Seconds of a call."""
+    """Return the seconds of a call."""
     begin = time.perf_counter()
     run(**inputs)
     return time.perf_counter() - begin
 
 
 def saved(path: Path, command: str) -> Any:
-    """The content of a file of figures, parsed as JSON.  ``command``: writes the file.
+    """Return the content of a file of figures, parsed as JSON.  ``command``: the command that writes the file.
 
     Raises ChunkflowError if the file cannot be read or is not JSON.
     """
@@ -47,7 +48,7 @@ def saved(path: Path, command: str) -> Any:
 
 @contextmanager
 def errors_in_a_sentence() -> Iterator[None]:
-    """End the process with the sentence of a ChunkflowError, without a traceback."""
+    """If a ChunkflowError is raised in the context, exit with its message instead of a traceback."""
     try:
         yield
     except ChunkflowError as error:

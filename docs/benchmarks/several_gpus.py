@@ -1,12 +1,13 @@
-"""Several GPUs on one host: predicted memory and step time of each method to run a model on them.
+"""Predict the memory and the step time of each method to run a model on several GPUs of one host.
 
-Traces each model without weights for each number of ranks, and simulates it on each machine with all methods of ``chunkflow
-simulate``, and with weights on the GPUs of other ranks (``--peers``).  Twenty minutes of one core, most of it tracing.
+The script traces each model without weights for each number of ranks.  It simulates the model on each machine with all
+methods of ``chunkflow simulate``, and with weights on the GPUs of other ranks (``--peers``).  This takes twenty minutes
+on one core, mostly for tracing.
 
     python docs/benchmarks/several_gpus.py --out docs/benchmarks/several_gpus.md
 
-Writes all figures as JSON next to the page, and the page and its picture from the JSON.  ``--page-only`` does only
-the latter.
+The script writes all figures as JSON next to the page, and makes the page and its picture from the JSON.  With
+``--page-only``, it makes the page and the picture from existing JSON.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from tqdm import tqdm
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.goal import DEFAULT_SLOWDOWN, Goal
 from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, GROUP_OFFLOAD, SHARDED
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.plan import Plan
@@ -42,7 +43,7 @@ from chunkflow_compile.report.pictures import new_axes, save_figure
 from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.simulate.sharded import play_sharded
 
-# A profile, the number of GPUs in the host, and the memory of one GPU in GB, by its data sheet.
+# For each machine: a profile, the number of GPUs, and the memory of one GPU in GB according to its data sheet.
 MACHINES = (
     ("h100-nvlink", 8, 80),
     ("a100-80gb-nvlink", 8, 80),
@@ -51,7 +52,7 @@ MACHINES = (
     ("rtx-4090-pcie", 8, 24),
     ("rtx-5090-pcie", 2, 32),
 )
-# Title, preset, and sizes that differ from the preset.
+# For each model: a title, a preset, and the sizes that differ from the preset's sizes.
 MODELS: tuple[tuple[str, str, Mapping[str, int]], ...] = (
     ("FLUX.1-dev", "flux.1-dev", {}),
     ("Qwen-Image", "qwen-image", {}),
@@ -70,9 +71,9 @@ HOST_LEAST, HOST, HOST_MOST, PEERS_LEAST, PEERS, MIX = (
     "peers, in the bytes of fsdp",
     "the mix, within 2 %",
 )
-# Of a GPU's memory, for the CUDA context, the workspaces of libraries and fragmentation.
+# The GPU memory that is reserved for the CUDA context, the workspaces of libraries and fragmentation.
 RESERVED_BYTES = 2 << 30
-# A method that needs less than this share of the bytes of all weights saves memory.
+# A method counts as saving memory if it needs at most this share of the bytes of all weights.
 GAIN = 0.9
 # The methods on the page and in the picture: heading and color.
 SHOWN = {
@@ -88,23 +89,24 @@ MARKERS = ("o", "s", "P", "v", "^", "D")
 
 @dataclass(frozen=True)
 class Reached:
-    """Bytes of weights on each device, and seconds of one forward."""
+    """The figures of a method: the bytes of weights on each GPU, and the seconds of one forward."""
 
     nbytes: int
     forward_s: float
 
 
-# Profile and number of GPUs -> title of a model -> method -> its memory and time, or the reason why there is none.
+# The figures by machine, title of the model, and method.  A method that is not possible has a reason instead of figures.
 Found = dict[str, dict[str, dict[str, Reached | str]]]
 
 
 def workloads() -> dict[str, Workload]:
-    """The planned workloads, by title."""
+    """Return the workloads to plan, by title."""
     return {title: preset(name).workload(replace(preset(name).sizes, **sizes)) for title, name, sizes in MODELS}
 
 
 def ways(cut: Cut, hardware: Hardware, ranks: int, room: int) -> dict[str, Reached | str]:
-    """Memory and time of one forward of a model on ``ranks`` ranks, by method.  ``room``: bytes of a GPU for weights."""
+    """Return the figures of a model on ``ranks`` ranks by method.  ``room``: the bytes of GPU memory that are available
+    for weights."""
     problem = cut.problem
     planned = partial(place, hardware=hardware, chunk_bytes=CHUNK_BYTES)
 
@@ -145,7 +147,7 @@ def ways(cut: Cut, hardware: Hardware, ranks: int, room: int) -> dict[str, Reach
 
 
 def measure(cache: Path | None) -> Found:
-    """All of :data:`MACHINES` and :data:`MODELS`.  ``cache``: a file that keeps finished results, or None."""
+    """Return the figures of all machines and models.  ``cache``: a file in which finished results are kept, or None."""
     done = json.loads(cache.read_text()) if cache is not None and cache.exists() else {}
     todo = [(case, ranks) for case in workloads().items() for ranks in sorted({ranks for _, ranks, _ in MACHINES})]
     for (title, workload), ranks in tqdm(todo, desc="models and ranks"):
@@ -176,7 +178,8 @@ def label(profile: str, ranks: int) -> str:
 
 
 def smallest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reached] | None:
-    """The method with the fewest bytes, of those that fit the GPU and take at most 1.02 times the resident step."""
+    """Return the method with the fewest bytes among the methods that fit on the GPU and whose forward takes at most 1.02
+    times as long as the baseline; None if there is none."""
     base = reached["resident"]
     assert isinstance(base, Reached)
     able = [
@@ -190,14 +193,14 @@ def smallest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reac
 
 
 def fastest(reached: Mapping[str, Reached | str], card: int) -> tuple[str, Reached]:
-    """The method with the shortest forward, of those that fit the GPU."""
+    """Return the method with the shortest forward among the methods that fit on the GPU."""
     able = [(way, r) for way, r in reached.items() if isinstance(r, Reached) and r.nbytes <= 1e9 * card]
     return min(able, key=lambda pair: (pair[1].forward_s, pair[0]))
 
 
 def figures(found: Found) -> dict[str, Any]:
-    """All figures: GB and ms per machine, model and method, and the method that reaches the resident step with the fewest
-    bytes."""
+    """Return all figures for the JSON file: GB and ms by machine, model and method, and the results of :func:`smallest`
+    and :func:`fastest`."""
     machines: dict[str, Any] = {}
     for profile, ranks, card in MACHINES:
         models = {}
@@ -226,14 +229,14 @@ def figures(found: Found) -> dict[str, Any]:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """Figures as JSON, one method per line."""
+    """Return the figures as JSON, with one method per line."""
     text = json.dumps(found, indent=1)
     return re.sub(r"\{\s+(\"GB\": [\d.]+,)\s+(\"ms\": \d+)\s+\}", r"{\1 \2}", text) + "\n"
 
 
 def cosmos(step_s: float, hardware: Hardware, ranks: int) -> Problem:
-    """Cosmos3-Super, as far as it is published: 124 GB in 128 blocks.  Here the blocks are equal, and a call computes for
-    ``step_s``."""
+    """Return a problem for Cosmos3-Super according to the published facts: 124 GB in 128 blocks.  The blocks are assumed
+    to be equal, and to compute for ``step_s`` seconds in total."""
     blocks, nbytes = 128, 124 * 10**9
     work = RegionCost(flops=round(step_s / blocks * hardware.flops("bfloat16")), dtype="bfloat16")
     weights = tuple(
@@ -251,7 +254,7 @@ def cosmos(step_s: float, hardware: Hardware, ranks: int) -> Problem:
 
 
 def published() -> list[dict[str, Any]]:
-    """The figures of vLLM's blog of 2026-07-30 for four B300, with predictions."""
+    """Return the figures that vLLM's blog published on 2026-07-30 for four B300 GPUs, with predictions."""
     rows = []
     for clip, layerwise, split, sharded in (("29 frames, 480p", 81.46, 30.79, 15.38), ("241, 720p", 0, 214.53, 210.05)):
         steps, ranks, machine = 35, 4, load_profile("b200")
@@ -267,7 +270,8 @@ def published() -> list[dict[str, Any]]:
 
 
 def table(machine: Mapping[str, Any], called: Mapping[str, Workload]) -> str:
-    """One row per model, and one cell ``GB/ms`` for each of SHOWN.  Bold: the smallest with the resident step."""
+    """Return the table of a machine, with one row per model and one cell ``GB/ms`` per method in SHOWN.  The result of
+    :func:`smallest` is bold."""
     first = next(iter(machine["models"].values()))["ways"]
     shown = [way for way in SHOWN if not isinstance(first[way], str)]
     rows = []
@@ -284,7 +288,8 @@ def table(machine: Mapping[str, Any], called: Mapping[str, Workload]) -> str:
 
 
 def unmet(machine: Mapping[str, Any]) -> str:
-    """Sentences about the models for which no method saves memory at the resident step, or for which none is as fast."""
+    """Return sentences about the models for which no method saves memory at the speed of the baseline, or for which no
+    method that fits is as fast as the baseline."""
     told = []
     nothing = [t for t, m in machine["models"].items() if m["resident step in the fewest bytes"] and not m["gained"]]
     if nothing:
@@ -307,7 +312,7 @@ def unmet(machine: Mapping[str, Any]) -> str:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """One panel per machine, one point per model and method."""
+    """Draw a panel per machine, with a point per model and method."""
     figure, axes = new_axes(12, 7, columns=3, heights=(1.0, 1.0))
     for panel, (name, machine) in zip(axes.flat, found["machines"].items(), strict=True):
         for marker, model in zip(MARKERS, machine["models"].values(), strict=True):
@@ -343,7 +348,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page of the figures."""
+    """Return the page with the given figures."""
     called = {title: Workload.from_json(workload) for title, workload in found["workloads"].items()}
     body = "\n\n".join(
         f"## {name}, {machine['card, GB']} GB each\n\n{table(machine, called)}\n\n{unmet(machine)}".rstrip()
@@ -397,7 +402,7 @@ time.
 
 
 def published_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of the short clip, for which all methods were published."""
+    """Return the table of the short clip, for which figures of all methods are published."""
     short = [row for row in rows if row["clip"] == rows[0]["clip"]]
     shown = [(row["way"], f"{row['published, s']:.2f} s", f"{row['predicted, s']:.2f} s") for row in short]
     return tabulate(shown, headers=("method", "published, per step", "predicted"), tablefmt="github")

@@ -1,10 +1,11 @@
-"""How much several ranks that share weights read from the disk if the checkpoint is larger than the free memory.
+"""Measure how much ranks that share weights read from the disk if the checkpoint is larger than the free memory.
 
     python docs/benchmarks/shared_drive.py --out docs/benchmarks/drive.md
 
-Needs Linux, a folder on a disk, and a memory control group (v1 or v2), which only root can make.  The weights of a random Wan
-model stay in its checkpoint.  The ranks run in the group: with no limit, and with one that leaves ``spare`` bytes beyond the
-memory that they need themselves.  The bytes read are read_bytes of /proc/PID/io, over all processes of the group.
+The script needs Linux, a folder on a disk, and a memory control group (v1 or v2), which only root can create.  The
+weights of a random Wan model stay in its checkpoint.  The ranks run in the control group, without a memory limit and with
+limits that leave ``spare`` bytes for the page cache.  The bytes read are the sum of read_bytes in /proc/PID/io over all
+processes in the group.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MOUNT = Path("/sys/fs/cgroup")
 EVERY_S = 0.02
 # The read-ahead ring is full when nothing has been read from the disk for this long.
 QUIET_S = 0.5
-# Steps before those that are measured; the first one compiles.
+# The number of steps before the measured steps.  The model is compiled in the first one.
 WARM = 4
 # Smaller weights are not put on the SSD.
 LARGE = 1 << 20
@@ -56,7 +57,8 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Ranks:
-    """``apart``: without collectives, each at its own pace."""
+    """A configuration of ranks.  ``apart``: whether the ranks run independently, without collectives and with random
+    pauses."""
 
     name: str
     number: int
@@ -71,10 +73,11 @@ RANKS = (
 
 
 class Group:
-    """A memory control group of its own, which is gone after the context."""
+    """A memory control group that is removed at the end of the context."""
 
     def __init__(self, limit: int | None = None) -> None:
-        """Raises SystemExit if there is none to make."""
+        """Create the group.  ``limit``: the memory limit in bytes, or None.  Raises SystemExit if no group can be
+        created."""
         v2 = MOUNT / "cgroup.subtree_control"
         self._v1 = not (v2.exists() and "memory" in v2.read_text().split())
         self.folder = (MOUNT / "memory" if self._v1 else MOUNT) / f"chunkflow-shared-drive-{os.getpid()}"
@@ -99,7 +102,8 @@ class Group:
         return [int(line) for line in (self.folder / "cgroup.procs").read_text().split()]
 
     def memory(self) -> int:
-        """Bytes beyond the page cache: private and shared memory of the processes, and memory of the kernel for them."""
+        """Return the bytes of memory that the group uses without the page cache: private and shared memory of its
+        processes, and kernel memory."""
         lines = (self.folder / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in map(str.split, lines)}
         cache = stat["total_cache"] - stat["total_shmem"] if self._v1 else stat["file"] - stat["shmem"]
@@ -107,12 +111,12 @@ class Group:
         return used - cache
 
     def peak(self) -> int:
-        """The most bytes so far, page cache included."""
+        """Return the peak number of bytes so far, including the page cache."""
         path = self.folder / ("memory.max_usage_in_bytes" if self._v1 else "memory.peak")
         return int(path.read_text()) if path.exists() else 0
 
     def remove(self) -> None:
-        """End the processes of the group."""
+        """Kill the processes of the group and remove the group."""
         for _ in range(250):
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -127,7 +131,8 @@ class Group:
 
 @dataclass
 class Counts:
-    """Sums over all processes: bytes read from the disk, and CPU seconds, in the program and in the kernel."""
+    """Sums over all processes.  ``disk``: the bytes read from the disk.  ``cpu``: the CPU seconds in user mode and in the
+    kernel."""
 
     disk: int = 0
     cpu: float = 0.0
@@ -146,7 +151,7 @@ class Counts:
 
 def rank_of(rank: int, ranks: Ranks, folder: str, group: str, size_: Size, steps: int, parent: Connection) -> None:
     (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on an interrupt, the parent ends this process
     warnings.filterwarnings("ignore")
     diffusers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -181,11 +186,12 @@ def rank_of(rank: int, ranks: Ranks, folder: str, group: str, size_: Size, steps
 
 @dataclass
 class Found:
-    """Of one run.  Bytes and seconds of a step are means over the steps that were measured, but ``step`` and ``planned``.
+    """The figures of one run.
 
-    ``cold``: bytes that the disk brought before those steps.  ``disk``: in a step.  ``planned``: what a rank needs in it.
-    ``step``: the median of all steps of all ranks, without pauses.  ``most``: from the start on, without the page cache.
-    ``peak``: of the group, with it.
+    ``cold``: the bytes read from the disk before the measured steps.  ``disk``, ``cpu``: the bytes read from the disk and
+    the CPU seconds of all ranks per measured step.  ``planned``: the bytes that a rank copies per step according to its
+    plan.  ``step``: the median seconds per step over all steps and ranks, without pauses.  ``most``: the peak memory of
+    the group without the page cache.  ``peak``: the peak memory of the group including the page cache.
     """
 
     cold: int
@@ -198,7 +204,7 @@ class Found:
 
 
 class Crew:
-    """The ranks of a run.  ``most``: bytes of their group while they were listened to, without the page cache."""
+    """The ranks of a run.  ``most``: the peak memory of their group without the page cache, sampled in :meth:`hear`."""
 
     def __init__(self, group: Group, processes: Sequence[SpawnProcess], links: Sequence[Connection]) -> None:
         self.most = 0
@@ -207,7 +213,7 @@ class Crew:
         self._links = links
 
     def hear(self) -> list[Any]:
-        """What each rank says next.  Raises SystemExit if one has ended."""
+        """Wait for the next message of each rank; return the messages.  Raises SystemExit if a rank has ended."""
         while not all(link.poll(EVERY_S) for link in self._links):
             self.most = max(self.most, self._group.memory())
             if any(p.exitcode for p in self._processes):
@@ -252,7 +258,8 @@ def started(ranks: Ranks, folder: str, group: Group, size_: Size, steps: int) ->
 
 
 def run(ranks: Ranks, limit: int | None, folder: str, size_: Size, steps: int) -> Found:
-    """Of one arm; ``limit``: bytes of the group.  Raises SystemExit if a rank ends."""
+    """Run a configuration of ranks; return its figures.  ``limit``: the memory limit of the group in bytes, or None.
+    Raises SystemExit if a rank ends early."""
     out_of_the_page_cache(next(Path(folder).glob("wan/*.safetensors")))
     (Path(folder) / f"meet-chunkflow-shared-drive-{os.getpid()}").unlink(missing_ok=True)
     with Group(limit) as group, started(ranks, folder, group, size_, steps) as crew:
@@ -275,7 +282,7 @@ def run(ranks: Ranks, limit: int | None, folder: str, size_: Size, steps: int) -
 
 
 def quiet(group: Group) -> Counts:
-    """Wait until nothing is read; return the counts then."""
+    """Wait until the ranks read nothing more from the disk; return the counts."""
     found, since = Counts.of(group.processes()), time.monotonic()
     while time.monotonic() - since < QUIET_S:
         time.sleep(EVERY_S)
@@ -326,11 +333,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
-    os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of the ranks
+    os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the ranks inherit these
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     with Group(None):
-        pass  # before the model takes time
+        pass  # check that a group can be created, before the model is built
     size_ = Size(layers=arguments.layers, heads=arguments.heads, head_dim=64, frames=1, text=8)
     found = dict[tuple[Ranks, int | None], list[Found]]()
     with tempfile.TemporaryDirectory(prefix="chunkflow-", dir=arguments.folder) as folder:

@@ -1,4 +1,5 @@
-"""Image sizes of a whole FLUX pipeline with its VAE: compiled graphs per size, with empty caches.  Ten minutes on two cores.
+"""Count the graphs that a FLUX pipeline with its VAE compiles for each image size, with empty caches.  Takes ten minutes
+on two cores.
 
 python docs/benchmarks/sizes.py --out docs/benchmarks/sizes.md
 """
@@ -28,12 +29,13 @@ from chunkflow_compile.hardware.machine import device_name
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from small_pipelines import SMALL_PIPELINES
 
-# Height and width, pixels: a square, a wider one, a lower one, a higher one.
+# Height and width in pixels: a square, and then images of other sizes.
 SIZES = ((256, 256), (256, 384), (192, 320), (320, 192))
 # The arguments for ``apply``, by arm.
 ARMS: Mapping[str, Mapping[str, Any]] = {"dynamic=None": {}, "dynamic=False": {"dynamic": False}}
 STEPS = 2
-# The decoder has FLUX's four levels, 16 latent channels and three layers per level, with a quarter of its channels.
+# Like FLUX's decoder, the decoder has four levels, 16 latent channels and three layers per level, but a quarter of the
+# channels.
 CHANNELS = (32, 64, 128, 128)
 LATENTS = 16
 TOLERANCE = 1e-4
@@ -68,7 +70,7 @@ def main() -> None:
 
 
 def _pipeline() -> Any:
-    """A small FLUX whose VAE is built as FLUX's."""
+    """Build a small FLUX pipeline whose VAE has the structure of FLUX's VAE."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         pipe = SMALL_PIPELINES["flux"].build()
@@ -116,7 +118,8 @@ def _rows(given: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _lowered(program: Any) -> int:
-    """The regions that Inductor lowered: those of a layer such as a convolution run eagerly, as methods of their graphs."""
+    """Count the regions that Inductor lowered.  Regions with a single layer, such as a convolution, run eagerly, as
+    methods of their graphs."""
     return sum(not inspect.ismethod(region) for region in program.variant.regions.values())
 
 

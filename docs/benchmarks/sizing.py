@@ -1,11 +1,11 @@
-"""The sizing table of docs/deployment.md: which cloud instance runs which model, in which budget, and how fast.
+"""Make the sizing table of docs/deployment.md: which cloud instance runs which model, with which budget, and how fast.
 
     python docs/benchmarks/sizing.py                       # writes the table from sizing.json
     python docs/benchmarks/sizing.py --plan                # plans first: traces three pipelines, ten minutes of one core
     python docs/benchmarks/sizing.py --plan --only MODEL   # plans one model again
 
-Each row is the answer of ``chunkflow pipeline MODEL --memory BUDGET --hardware PROFILE``; nothing here is measured.  vCPUs
-and memory of the instances are from the providers' public lists.  Needs no network and no GPU.
+Each row is planned by ``chunkflow pipeline MODEL --memory BUDGET --hardware PROFILE``; nothing is measured.  The vCPUs
+and the memory of the instances are from the providers' public lists.  The script needs no network and no GPU.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from chunkflow_compile.units import parse_bytes
 BENCHMARKS = Path(__file__).parent
 PAGE = BENCHMARKS.parent / "deployment.md"
 PLANNED = BENCHMARKS / "sizing.json"
-# The script writes what lies between these two lines of the page.
+# The script replaces the text between these two lines of the page.
 BEGIN, END = "<!-- sizing: make sizing -->\n", "<!-- end -->\n"
-# Host memory that the operating system, Python, torch and the copies of images and videos need besides weights, in GiB.
+# The host memory in GiB for everything except weights: the operating system, Python, torch, and copies of images and
+# videos.
 HOST_RESERVED_GIB = 8
 
 
@@ -46,7 +47,8 @@ class Instance:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU.  ``budget``: less than its memory by the CUDA context and fragmentation.  ``instances``: small ones first."""
+    """A GPU.  ``budget``: the argument ``memory``, which leaves memory for the CUDA context and fragmentation.
+    ``instances``: cloud instances with this GPU, in ascending order of host memory."""
 
     profile: str
     budget: str
@@ -84,8 +86,9 @@ CASES = tuple((model, gpu) for model in MODELS for gpu in GPUS)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A planned generation.  ``output``: sizes and steps.  ``device_bytes``: the peak of weights and activations on the GPU;
-    ``host_bytes``: the weights in host memory.  ``resident``: seconds and bytes with all weights on the GPU."""
+    """A planned generation.  ``output``: the sizes and the number of steps as text.  ``device_bytes``: the peak bytes of
+    weights and activations on the GPU.  ``host_bytes``: the bytes of weights in host memory.  ``resident_bytes``,
+    ``resident_seconds``: the peak bytes and the seconds with all weights on the GPU."""
 
     model: str
     gpu: str
@@ -98,18 +101,18 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """Whether all weights fit in the budget, so that nothing has to stream."""
+        """Whether all weights and activations fit in the budget, so that no weight has to be streamed."""
         return self.resident_bytes <= parse_bytes(GPUS[self.gpu].budget, "memory")
 
     @property
     def instance(self) -> Instance | None:
-        """The smallest instance whose memory holds the weights, None if there is none."""
+        """The smallest instance with enough host memory, or None."""
         needed = self.host_bytes / 2**30 + HOST_RESERVED_GIB
         return next((i for i in GPUS[self.gpu].instances if i.memory_gib >= needed), None)
 
 
 def plan(model: str, gpu: str) -> Row:
-    """What ``chunkflow pipeline`` answers.  Raises ChunkflowError if it fails."""
+    """Plan a generation with ``chunkflow pipeline``.  Raises ChunkflowError if the command fails."""
     command = ["pipeline", model, "--memory", GPUS[gpu].budget, "--hardware", GPUS[gpu].profile, "--json", "-"]
     with contextlib.redirect_stdout(io.StringIO()) as answer:
         code = chunkflow(command)
@@ -124,7 +127,8 @@ def plan(model: str, gpu: str) -> Row:
     def seconds(name: str) -> float:
         return round(float(sum(p["loading_s"] + p["calls"] * p["seconds"] for p in ways[name])), 3)
 
-    # such as "wan2.2-ti2v-5b, 121 frames of 704x1280, one timestep per token, 50 steps, 2 forwards per step, on l4-pcie"
+    # for example "wan2.2-ti2v-5b, 121 frames of 704x1280, one timestep per token, 50 steps, 2 forwards per step, on
+    # l4-pcie"
     _, sizes, *rest = found["pipeline"].split(", ")
     return Row(
         model=model,
@@ -139,14 +143,14 @@ def plan(model: str, gpu: str) -> Row:
 
 
 def planned(path: Path = PLANNED) -> list[Row]:
-    """The rows on file.  Raises ChunkflowError if it is missing."""
+    """Return the planned rows.  Raises ChunkflowError if their file is missing."""
     if not path.exists():
         raise ChunkflowError(f"{path} is missing: it contains the planned generations. Write it with --plan.")
     return [Row(**body) for body in json.loads(path.read_text())]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The table of the page."""
+    """Return the table of the page."""
     return tabulate(
         [
             (
@@ -195,7 +199,7 @@ def _seconds(seconds: float) -> str:
 
 
 def written(page: str, rows: Sequence[Row]) -> str:
-    """The page with the table of these rows.  Raises ChunkflowError if the page has no place for it."""
+    """The page with the table of these rows.  Raises ChunkflowError if the page lacks the lines around the table."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -1,4 +1,4 @@
-"""Step caches with a model that is compiled by kind, on an emulated link: the cost of a hit.  Six minutes on two cores.
+"""Measure step caches with a model that is compiled by block type, on an emulated link.  Takes six minutes on two cores.
 
 python docs/benchmarks/step_cache.py --out docs/benchmarks/step_cache.md
 """
@@ -32,12 +32,12 @@ from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.report.record import seconds
 
 SIZE = Size(layers=12, frames=1, heads=8, head_dim=64, text=64, height=32, width=32)
-# All weights would keep the link busy for this share of the resident step.
+# The share of the resident step in which the emulated link would be busy if all weights were copied.
 LOAD = 0.7
-# As a share of the bytes of the blocks' weights.
+# The budget, as a share of the bytes of the blocks' weights.
 BUDGET = 0.3
 CHUNK = 1 << 20
-# Steps of a generation, generations before the measurement, and measured generations.
+# The numbers of steps per generation, of generations before the measurement, and of measured generations.
 STEPS = 20
 LEARNING = 6
 ROUNDS = 3
@@ -61,20 +61,23 @@ ABOUT = f"""\
 
 @dataclass
 class Clock:
-    """The step that runs now; the caches that skip attention ask for its timestep."""
+    """The current step.  The caches that skip attention call :meth:`timestep`."""
 
     step: int = 0
 
     def timestep(self) -> int:
-        return 1000 if self.step < 2 else 500  # the first two steps skip nothing
+        return (
+            1000 if self.step < 2 else 500
+        )  # attention is skipped at timesteps below 900, so not in the first two steps
 
 
-# Title, name of the cache, and whether a step gets the inputs of the step before.
+# A title, the name of the cache, and a function that says whether a step gets the inputs of the previous step.
 Kind = tuple[str, str, Callable[[int], bool]]
 
 
 def kinds() -> list[Kind]:
-    """Each cache with a pattern of steps.  FirstBlockCache hits where the inputs are those of the step before."""
+    """Return each cache with a pattern of steps.  FirstBlockCache hits in a step that gets the inputs of the previous
+    step."""
     numbers = random.Random(0)
     same = [step > 0 and numbers.random() < 0.5 for step in range(STEPS)]
     first, *others = STEP_CACHES
@@ -87,14 +90,14 @@ def kinds() -> list[Kind]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One step.  ``moved``: bytes."""
+    """The time of a step, and the bytes that it copies."""
 
     step_s: float
     moved: int
 
 
 class Cached:
-    """A model with a cache, compiled by kind."""
+    """A model with a step cache, compiled by block type."""
 
     def __init__(self, kind: Kind, options: dict[str, Any]) -> None:
         _, cache, self.same = kind
@@ -104,7 +107,7 @@ class Cached:
         chunkflow_compile.compile(self.model, **options)
 
     def generation(self) -> list[Measured]:
-        """The steps of a generation, from an empty cache."""
+        """Run a generation that starts with an empty cache; return its steps."""
         self.model._reset_stateful_cache()  # type: ignore[operator]
         found, inputs = list[Measured](), small_inputs("wan", SIZE, 0)
         for step in range(STEPS):
@@ -119,7 +122,7 @@ class Cached:
 
     @property
     def moved_bytes(self) -> int:
-        """So far."""
+        """The bytes copied so far."""
         placement = placement_of(self.model)
         assert placement is not None
         return placement.store.counts.moved_bytes
@@ -153,7 +156,8 @@ def main() -> None:
 
 
 def _row(kind: Kind) -> tuple[str, ...]:
-    """The row of a cache: generations of the streamed model and of the resident one in random order, steps in pairs."""
+    """Return the row of a cache.  Generations of a streamed model and of a resident model alternate in random order, and
+    their steps are compared in pairs."""
     resident = Cached(kind, {"policy": "resident"})
     resident.learn()
     longest = max(m.step_s for m in resident.generation())
@@ -179,9 +183,10 @@ def _row(kind: Kind) -> tuple[str, ...]:
 
 
 def as_fast(link: LinkEmulation, resident: nn.Module, longest: float) -> Hardware:
-    """A CPU on an emulated link, as fast as this one: a step of ``resident``, compiled so, takes ``longest``."""
+    """Return a profile of this CPU with an emulated link.  Its rates are scaled so that a step of the compiled model
+    ``resident`` is predicted to take ``longest`` seconds."""
     machine = on_emulated_link(load_profile(CPU), link, 1)
-    plans = [p.plan.predicted for p in programs(resident)]  # a call of each
+    plans = [p.plan.predicted for p in programs(resident)]  # predictions for one call of each program
     ratio = longest / sum(p.resident_step_s for p in plans if p is not None)
     peaks = {dtype: peak / ratio for dtype, peak in machine.gemm_flops.items()}
     return replace(machine, gemm_flops=peaks, memory_bandwidth=machine.memory_bandwidth / ratio)
@@ -189,7 +194,8 @@ def as_fast(link: LinkEmulation, resident: nn.Module, longest: float) -> Hardwar
 
 @dataclass(frozen=True)
 class Pair:
-    """A step with all weights on the device, and the same step as they stream."""
+    """A step of the resident model, and the same step of the streamed model.  ``bandwidth``: bytes/s of the emulated
+    link."""
 
     number: int
     bandwidth: float
@@ -202,7 +208,7 @@ class Pair:
 
 
 def _figures(pairs: Sequence[Pair], *, hit: bool) -> tuple[str, str]:
-    """The step, and its ratio to the bound, of the hits or of the misses."""
+    """Return, for hits or for misses, the median step time and its median ratio to the bound, as text."""
     steps = [median(p.resident.step_s for p in pairs if p.number == number) for number in range(STEPS)]
     middle = (max(steps) + min(steps)) / 2
     chosen = [p for p in pairs if (steps[p.number] < middle) is hit]

@@ -1,4 +1,4 @@
-"""The step caches of diffusers, configured to skip work in a short generation, for tests and benchmarks."""
+"""Configurations of diffusers' step caches that skip work even in a short generation, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ STEP_CACHES = ("FirstBlockCache", "MagCache", "PyramidAttentionBroadcast", "Fast
 
 
 def step_cache(name: str, timestep: Callable[[], int], steps: int) -> Any:
-    """The configuration of a cache.  ``timestep``: returns that of the current step.  ``steps``: of a generation.
+    """Return the configuration of a cache.  ``timestep``: a function that returns the timestep of the current step.
+    ``steps``: the number of steps per generation.
 
-    The caches that skip attention do so at timesteps below 900.
+    Caches that skip attention skip it at timesteps below 900.
     """
     import diffusers
 

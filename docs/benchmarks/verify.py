@@ -1,4 +1,5 @@
-"""Seconds to verify a Wan of 60 blocks, alone and with a second program in the same arena.
+"""Measure the time to verify the program of a Wan model with 60 blocks, alone and with a second program in the same
+arena.
 
 python docs/benchmarks/verify.py --out docs/benchmarks/verify.md
 """
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def _times(work: Callable[[], object]) -> tuple[str, str, str]:
-    """Seconds of the first of some runs, their median and the slowest."""
+    """Run a function several times.  Return the seconds of the first run, the median, and the maximum."""
     found = []
     for _ in range(RUNS):
         start = time.perf_counter()

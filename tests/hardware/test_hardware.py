@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkflow_compile.cli import calibrate as calibrate_command
 from chunkflow_compile.cli.main import main
-from chunkflow_compile.hardware import calibrate, contention, stopwatch
+from chunkflow_compile.hardware import contention, device_figures, rank_figures, stopwatch
 from chunkflow_compile.hardware.drive_rate import drive_rate
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import load_profile, measured_path, profile_names, profile_of_card
-from chunkflow_compile.hardware.scaled import alike, scaled
+from chunkflow_compile.hardware.scaled import scaled, similar_profile
 from chunkflow_compile.hardware.siblings import SIBLINGS
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -147,7 +147,7 @@ LIKE_L4, TO_COME = (
     ],
 )
 def test_a_card_without_a_profile_is_scaled_from_one(card: Card, like: str, gemm: float) -> None:
-    assert alike(card) == like
+    assert similar_profile(card) == like
     near = load_profile(like)
     found = scaled(card, near)
     assert found.gemm_flops["bfloat16"] / near.gemm_flops["bfloat16"] == pytest.approx(gemm, abs=0.01)
@@ -199,14 +199,14 @@ def test_the_rate_of_a_cache_is_less_the_start_of_a_kernel() -> None:
         return (clock.now() - begin) / 10
 
     part = torch.ones(1 << 20)
-    found = calibrate.cache_rate(part, in_a_row)
+    found = device_figures.cache_rate(part, in_a_row)
     assert found == pytest.approx(rate, rel=1e-3)
     cost = RegionCost(flops=0, dtype="float32", traffic=((part.nbytes, 2 * part.nbytes),), kernels=1)
     cached = replace(
         load_profile("h200"), cache_bandwidth=found, cache_bytes=4 * part.nbytes, kernel_s=start_s, launch_s=0.0
     )
     assert cost.seconds(cached) == pytest.approx(in_a_row(lambda: torch.add(part, 1, out=part)), rel=1e-3)
-    assert calibrate.cache_rate(part, lambda call: 1.0) == 0, "no longer than for one element"
+    assert device_figures.cache_rate(part, lambda call: 1.0) == 0, "no longer than for one element"
 
 
 def test_a_collective_of_two_nodes_takes_the_slower_of_both_links() -> None:
@@ -295,19 +295,21 @@ class OwnTime(threading.local):
 
 
 def on_own_time(patch: pytest.MonkeyPatch) -> None:
-    time, copier, exchange = OwnTime(), contention.copier, calibrate.all_to_all
+    time, copier, exchange = OwnTime(), contention.copier, rank_figures.all_to_all
     for module in (stopwatch, contention):
         patch.setattr(module, "time", time)
-    for module in (contention, calibrate):
+    for module in (contention, device_figures, rank_figures):
         patch.setattr(module, "copier", lambda device, size, *rest: time.taking(copier(device, size, *rest), size))
-    patch.setattr(calibrate, "all_to_all", lambda device, size, *rest: time.taking(exchange(device, size, *rest), size))
+    patch.setattr(
+        rank_figures, "all_to_all", lambda device, size, *rest: time.taking(exchange(device, size, *rest), size)
+    )
 
 
 def measure_little(rank: int, *args: Any) -> None:
-    calibrate.COLLECTIVE_SIZES, calibrate.ROUNDS_BESIDE, contention.TURNS = (4096, 4 << 20), 10, 3
+    rank_figures.COLLECTIVE_SIZES, rank_figures.EXCHANGES, contention.TURNS = (4096, 4 << 20), 10, 3
     with pytest.MonkeyPatch.context() as patch:
         on_own_time(patch)
-        calibrate._measure_rank(rank, *args)
+        rank_figures._measure_rank(rank, *args)
 
 
 def copy_on_own_time(rank: int, *args: Any) -> None:
@@ -315,8 +317,8 @@ def copy_on_own_time(rank: int, *args: Any) -> None:
     time = OwnTime()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stopwatch, "time", time)
-        patch.setattr(calibrate, "copier", lambda device, size, *_: time.taking(lambda: None, (1 + rank) * size))
-        calibrate._copy_together(rank, *args)
+        patch.setattr(rank_figures, "copier", lambda device, size, *_: time.taking(lambda: None, (1 + rank) * size))
+        rank_figures._copy_together(rank, *args)
 
 
 def test_attention_and_a_collective_that_take_turns_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,8 +332,8 @@ def test_attention_and_a_collective_that_take_turns_gain_nothing(monkeypatch: py
 
 @pytest.mark.long
 def test_ranks_that_copy_at_once(monkeypatch: pytest.MonkeyPatch, forked: None) -> None:
-    monkeypatch.setattr(calibrate, "_copy_together", copy_on_own_time)
-    ((figure, rate, how),) = calibrate._together(torch.device("cpu"), None, 2)
+    monkeypatch.setattr(rank_figures, "_copy_together", copy_on_own_time)
+    ((figure, rate, how),) = rank_figures.joint_copy_figures(torch.device("cpu"), None, 2)
     assert figure == "host_bandwidth" and "2 ranks that copy at once" in how
     assert rate == pytest.approx(2 * 0.5e9, rel=0.05), "twice that of the slower"
 
@@ -340,7 +342,7 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forked: None
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibrate, "_measure_rank", measure_little)
+    monkeypatch.setattr(rank_figures, "_measure_rank", measure_little)
     on_own_time(monkeypatch)
     with pytest.raises(ChunkflowError, match="run chunkflow calibrate"):
         load_profile("measured")
@@ -372,7 +374,7 @@ def test_calibrate_measures_this_machine_and_measured_finds_it(
 
 def test_equal_work_takes_equally_long_on_a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     on_own_time(monkeypatch)
-    seconds = calibrate.repeated_seconds(torch.device("cpu"))
+    seconds = device_figures.repeated_seconds(torch.device("cpu"))
     assert len(seconds) > 2 and stopwatch.why_uneven("equal GEMMs", seconds) == ""
     assert stopwatch.why_uneven("they", [1.0, 1.05]) == "" != stopwatch.why_uneven("they", [1.0, 1.2])
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chunkflow_compile.cli.main import main
-from chunkflow_compile.hardware import calibrate, contention, pulls, stopwatch
+from chunkflow_compile.hardware import contention, pulls, rank_figures, stopwatch
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.hardware.pulls import Pulls, chunks_of, pull_figures, puller, pulls_of
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
@@ -88,9 +88,9 @@ def test_the_rate_is_the_one_with_which_a_chunk_takes_what_it_took(
     found = pulls_of(CPU, pieces_of(ranks, 48 * MIB), exchange=lambda: time.taking(2e-3, 1.5))
     rate = found.rate(MACHINE.memory_rate, MACHINE.chunk_s)
     assert rate == pytest.approx(MACHINE.peer_bandwidth, rel=1e-6)
-    assert found.beside == pytest.approx((3.0, 1.5), rel=1e-2) and found.compute == 1.25
+    assert found.exchange_slowdowns == pytest.approx((3.0, 1.5), rel=1e-2) and found.compute_slowdown == 1.25
     figures = {field: value for field, value, _ in pull_figures(found, MACHINE, ranks)}
-    assert figures == dict(zip(FIELDS, (rate, round(found.beside[0], 2), 1.5, 1.25), strict=True))
+    assert figures == dict(zip(FIELDS, (rate, round(found.exchange_slowdowns[0], 2), 1.5, 1.25), strict=True))
     assert replace(MACHINE, **figures).why_no_peers(ranks) == ""
 
 
@@ -115,7 +115,9 @@ def test_a_pull_is_that_of_the_runtime() -> None:
     assert [int(t.sum()) for t in taken[:2]] == [8 * MIB, 2 * MIB], "half of each is the other rank's ones"
 
 
-PULLED = Pulls(seconds=1e-3, nbytes=16 * MIB, from_others=8 * MIB, beside=(1.5, 1.25), compute=1.01)
+PULLED = Pulls(
+    seconds=1e-3, nbytes=16 * MIB, from_others=8 * MIB, exchange_slowdowns=(1.5, 1.25), compute_slowdown=1.01
+)
 
 
 def test_pulls_that_take_no_longer_than_writing_memory() -> None:
@@ -127,7 +129,7 @@ def test_pulls_that_take_no_longer_than_writing_memory() -> None:
     ("found", "values", "said"),
     [
         (PULLED, (12818, 1.5, 1.25, 1.0), "2 ranks that pull chunks of 16.0 MiB at once"),
-        (replace(PULLED, beside=None, compute=1.1), (12818, 2.0, 2.0, 1.1), "2 ranks"),
+        (replace(PULLED, exchange_slowdowns=None, compute_slowdown=1.1), (12818, 2.0, 2.0, 1.1), "2 ranks"),
         (
             replace(PULLED, seconds=4e-3),
             (0, 1.5, 1.25, 1.0),
@@ -143,7 +145,7 @@ def test_figures_of_a_profile(found: Pulls | str, values: tuple[float, ...], sai
     assert figures[0][2].startswith(said)
     for _, _, how in figures[1:]:
         assert how.startswith("not measured, no pulls") == isinstance(found, str)
-    assert ("a fair share" in figures[1][2]) == (isinstance(found, Pulls) and found.beside is None)
+    assert ("a fair share" in figures[1][2]) == (isinstance(found, Pulls) and found.exchange_slowdowns is None)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_the_command_says_what_pulls_take_or_why_there_are_none(
 
 def pulls_on_work_time(rank: int, *args: Any) -> None:
     """The second rank takes twice as long as the first."""
-    pulls._WEIGHT, pulls.ROUNDS_BESIDE = 32 * MIB, 3
+    pulls._WEIGHT, pulls.EXCHANGES = 32 * MIB, 3
     with pytest.MonkeyPatch.context() as patch:
         time, make = on_work_time(patch, 1.0 + rank), pulls.all_to_all
 
@@ -204,8 +206,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, forked: None) -> Iterator[Callable
     """Field -> value and source, of two ranks that measure by ``work``."""
 
     def of(work: Callable[..., None]) -> dict[str, Any]:
-        monkeypatch.setattr(calibrate, "measure_pulls", work)
-        return {field: (value, how) for field, value, how in calibrate._pulls(CPU, None, 2, True, MEASURED)}
+        monkeypatch.setattr(rank_figures, "measure_pulls", work)
+        return {
+            field: (value, how) for field, value, how in rank_figures.joint_pull_figures(CPU, None, 2, True, MEASURED)
+        }
 
     yield of
 
@@ -227,5 +231,5 @@ def test_ranks_that_cannot_pull_say_why(measured: Callable[..., dict[str, Any]])
 
 
 def test_an_emulated_link_for_all_has_no_pulls() -> None:
-    (_, rate, how), *_ = calibrate._pulls(CPU, LinkEmulation(bandwidth=1e8), 2, True, MEASURED)
+    (_, rate, how), *_ = rank_figures.joint_pull_figures(CPU, LinkEmulation(bandwidth=1e8), 2, True, MEASURED)
     assert rate == 0 and how == "0: pulls take the emulated link of copies from host memory"

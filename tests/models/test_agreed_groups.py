@@ -26,8 +26,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.exchanging import GroupChoice
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.weights.groups import Group
 
 MEMBERS = {"first": (0, 1), "last": (1, 2)}

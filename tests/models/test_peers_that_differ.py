@@ -364,7 +364,7 @@ def slow(rank: int, _: str) -> None:
     assert len(in_pieces(model)) == 8
 
 
-def placed_apart(rank: int, _: str) -> None:
+def find_unshared(rank: int, _: str) -> None:
     """One rank places the model without peers: the other says so at once, and again the next time that they differ.  Models
     that all ranks place for themselves before are no difference."""
     for _ in range(2):
@@ -392,7 +392,7 @@ def placed_apart(rank: int, _: str) -> None:
 
 
 KINDS: list[Callable[[int, str], None]] = [
-    placed_apart,
+    find_unshared,
     other_sizes,
     other_sizes_of_all,
     other_values,
@@ -414,7 +414,7 @@ KINDS: list[Callable[[int, str], None]] = [
 
 def timed(rank: int, kind: Callable[[int, str], None], links: str, folder: str, run: int) -> None:
     """One kind, and what it took: all of it, and the longest wait for another rank."""
-    waits, meet = [0.0], Node._meet
+    waits, meet = [0.0], Node._run_round
 
     def measured(self: Node, *given: Any) -> Any:
         began = time.monotonic()
@@ -425,7 +425,7 @@ def timed(rank: int, kind: Callable[[int, str], None], links: str, folder: str, 
 
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Node, "_meet", measured)
+        patch.setattr(Node, "_run_round", measured)
         kind(rank, links)
     Path(folder, f"{run}-{rank}").write_text(json.dumps([time.monotonic() - began, max(waits)]))
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from chunkflow_compile import cycles, explain, programs, replan, restore
 from chunkflow_compile.hardware.loopback import join_loopback
-from chunkflow_compile.passes import pipeline
+from chunkflow_compile.passes import planning
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime import capture, instructions
 from chunkflow_compile.runtime.cuda import CudaDevice
@@ -400,7 +400,7 @@ def test_auto_records_where_the_host_is_the_bound(clock: Any, no_grad: None) -> 
 
 
 def test_auto_joins_no_copies_where_that_costs(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "MOST_JOIN_LOSS", -1.0)
+    monkeypatch.setattr(planning, "MOST_JOIN_LOSS", -1.0)
     model, twin, run = compiled(FakeCuda(), cudagraphs="auto")
     sized(model, twin, run, [16], FIRST_STEPS + 2)
     assert not programs(model)[0].plan.joins and "predicted to cost 1 %" in log_of(model).why_not

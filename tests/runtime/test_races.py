@@ -25,8 +25,8 @@ from schedules import goes_wrong, matches
 from torch import nn
 
 from chunkflow_compile.frontend.trace import trace
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.discover import collective_kind
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.memory import program_memory

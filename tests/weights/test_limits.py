@@ -16,8 +16,8 @@ from chunkflow_compile.units import size
 from chunkflow_compile.weights import host_store, limits, loader
 from chunkflow_compile.weights.backing import Backing, SharedMemory, Where
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
-from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, PinAllowance, host_memory, no_room
+from chunkflow_compile.weights.pin_order import pin_all
 
 GIB = 1 << 30
 V1 = "35 31 0:32 {mounted} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"

@@ -278,10 +278,10 @@ def test_a_rank_that_needs_no_other_places_its_model_after_the_store_has_ended()
     serving = dist.TCPStore("localhost", 0, 2, True, wait_for_workers=False)
     client = dist.TCPStore("localhost", serving.port, 2, False)
     group = Group(client, 1, (0, 1), timedelta(seconds=5))
-    group.count_apart("Stack", {"share": False})
+    group.record_unshared("Stack", {"share": False})
     waiting = Group(serving, 0, (0, 1), group.timeout)
-    assert waiting.placed_apart("Stack", [1]) == (1, {"share": False})
+    assert waiting.find_unshared("Stack", [1]) == (1, {"share": False})
     del serving, waiting
-    group.count_apart("Stack", {"share": False})
+    group.record_unshared("Stack", {"share": False})
     with pytest.raises(groups.StoreEnded, match="cannot be reached"):
         group.post("placing", None)

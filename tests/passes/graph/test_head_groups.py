@@ -18,12 +18,13 @@ from torch.nn.attention.flex_attention import flex_attention
 from chunkflow_compile import register_collective
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import choose_cut, groups_for, make_cut
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.discover import collective_kind, discover, is_wait_tensor
 from chunkflow_compile.passes.graph.exchanges import NoGroups, exchanges, groups_of
 from chunkflow_compile.passes.graph.head_groups import in_head_groups, possible_groups
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, groups_for, make_cut
+from chunkflow_compile.passes.planning import Settings
 
 RANKS, TOKENS, WIDTH, HEADS = 2, 3, 32, 8
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import Node
 
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import choose_cut
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.coarsen import grouped
@@ -24,8 +25,8 @@ from chunkflow_compile.passes.graph.regions import Cut, Slicing, cut
 from chunkflow_compile.passes.graph.slice_graphs import Slice
 from chunkflow_compile.passes.graph.slices import Whole
 from chunkflow_compile.passes.graph.split import split, why_whole
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan
 from chunkflow_compile.passes.placement.splitting import REPEATS, split_into, splits
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.program.contracts import check_cut
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import verify

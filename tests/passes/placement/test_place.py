@@ -18,12 +18,12 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import POLICIES
-from chunkflow_compile.passes.pipeline import Settings, join_loss, make_plan
 from chunkflow_compile.passes.placement.curve import on_grid, plans_along
 from chunkflow_compile.passes.placement.place import PlanBuilder, least_memory, place
 from chunkflow_compile.passes.placement.search import Planner
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings, join_loss, make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import enough, size
 

@@ -1,0 +1,48 @@
+"""The copy of a resident weight on the device."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from .staging import GpuStagings
+
+
+class ResidentCopy:
+    """The copy of a weight on the device that all programs with this weight as a resident share.  It is freed when no
+    program uses it any more."""
+
+    def __init__(self) -> None:
+        # the version of the values in the copy, and the copy
+        self._copy: tuple[int, weakref.ref[torch.Tensor]] | None = None
+        self._arenas: weakref.WeakSet[object] = weakref.WeakSet()  # the arenas of the programs that use the copy
+
+    def at(self, version: int) -> torch.Tensor | None:
+        """Return the copy, or None if there is none with the values of this version."""
+        held, ref = self._copy or (None, None)
+        return None if ref is None or held != version else ref()
+
+    def add_reader(self, arena: object) -> None:
+        """Record that programs in ``arena`` use the copy."""
+        self._arenas.add(arena)
+
+    def renew(
+        self, version: int, arena: object, stored: torch.Tensor, device: torch.device, stagings: GpuStagings
+    ) -> torch.Tensor:
+        """Copy ``stored``, the values of ``version``, to the device, and return the copy.
+
+        An outdated copy is updated in place if only programs in ``arena`` use it.  No step may be running in ``arena``.
+        """
+        stale = None if self._copy is None else self._copy[1]()
+        if stale is not None and not self._arenas - {arena}:
+            with torch.inference_mode(stale.is_inference()), torch.no_grad():
+                renewed = stale.copy_(stored)
+        else:
+            renewed = stagings.copied_to(stored, device, copy=True)
+        self._copy = version, weakref.ref(renewed)
+        return renewed
+
+    def drop(self) -> None:
+        """Let later programs use a new copy."""
+        self._copy = None
