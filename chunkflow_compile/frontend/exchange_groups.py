@@ -38,7 +38,7 @@ _ROUNDS = 2
 
 @dataclass(frozen=True)
 class _Choice:
-    """What this rank chooses.
+    """The choice of this rank.
 
     ``groups``: number of groups of heads.  ``note``: note for the user.  ``traced``: the graph; its exchanges are divided if
     the user has passed the number of groups.  ``error``: error that prevents the choice, or None.
