@@ -2,6 +2,7 @@
 BenchRecord.
 
 Start with regimes.py (the configurations), arms.py (the names of policies on the command line) and job.py (the input and
-the result of a rank).  Then read turns.py (the work of one rank), which uses subject.py and link.py.  ranks.py starts the
-processes, summary.py computes the record and the table, and alternatives.py contains the alternatives to ChunkFlow.
+the result of a rank).  Then read turns.py (the work of one rank), which uses resident_steps.py and running_arm.py.
+ranks.py starts the processes, summary.py computes the record and the table, and alternatives.py contains the alternatives
+to ChunkFlow.
 """
