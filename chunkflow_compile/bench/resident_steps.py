@@ -38,7 +38,7 @@ class ResidentSteps:
     """Compiles the model of a job, and measures the resident step of each form.
 
     ``hardware``: the profile of the machine, with the emulated link once there is one.  ``profile``: the file of this
-    profile.  ``compiled``: the compilation that runs all forms without a compilation of their own.  ``layerwise``: the
+    profile.  ``compiled``: the first compilation, which runs all forms that need no other one.  ``layerwise``: the
     variant of policy layerwise, from which all budgets follow.
     """
 

@@ -98,7 +98,7 @@ class Turns:
             if job.seconds is not None and max(gather(another, self.job.processes)) > job.seconds:
                 break
         if RESIDENT in self.arms:
-            # replace the times by those of the measured turns, because the machine's speed may have changed
+            # take the times from the measured turns, because the machine's speed may have changed
             for name in (arm.name for arm in job.arms if arm.policy == RESIDENT):
                 resident = self.arms[name]
                 assert resident.variant is not None
