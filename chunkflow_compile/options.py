@@ -29,8 +29,8 @@ from chunkflow_compile.passes.names import (
     Split,
     Yield,
 )
-from chunkflow_compile.passes.pipeline import Settings, check_disabled
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings, check_disabled
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda_graphs import CudaGraphsWanted
 from chunkflow_compile.runtime.device import DeviceKind

@@ -2,7 +2,7 @@
 
 A module imports only from its own package or from packages to its left::
 
-    types < cost < graph < placement < program < pipeline
+    types < cost < graph < placement < program < planning < cutting < pipeline
 
 The frozen types are in the modules errors, hardware, problem, plan, step and ops.  The packages that use them::
 

@@ -27,8 +27,9 @@ from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.units import enough, size
 
+from .cutting import choose_cut, plans_of
 from .goal import Goal
-from .pipeline import Settings, choose_cut, make_plan, plans_of
+from .planning import Settings, make_plan
 
 # The maximum number of rows of a table: enough for a schedule of 50 steps for two prompts.
 MOST_ROWS = 128
@@ -137,7 +138,7 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
             "hoist=True, but no weight is read by products of small inputs alone, such as the timestep: leave hoist out. "
             f"(Inputs are small up to {size(MOST_SLOW_BYTES)}; others are named as hoist=('timestep', ...).)"
         )
-    if "verify" not in settings.disabled:
+    if settings.enables("verify"):
         check_halves(traced, halves)
     if goal.hoist != "auto":
         return plan_halves(halves, settings, repeats)

@@ -29,11 +29,12 @@ from chunkflow_compile.catalog.ulysses import enable_ulysses
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.options import Options
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.pipeline import Settings, make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem, Source

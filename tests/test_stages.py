@@ -23,13 +23,15 @@ import chunkflow_compile
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import OPTIONAL_PASSES, STAGES, Yield
 from chunkflow_compile.passes.ops import PREFETCH
-from chunkflow_compile.passes.pipeline import Settings, Stage, make_cut, make_plan, stages
+from chunkflow_compile.passes.pipeline import Stage, stages
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Source
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
 from chunkflow_compile.passes.program.verify import verify

@@ -12,12 +12,12 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.peers import streamable
 from chunkflow_compile.passes.names import ONLY_PREDICTED, POLICIES, OnPeers, Pack, Policy
 from chunkflow_compile.passes.pieces import piece_bytes
-from chunkflow_compile.passes.pipeline import make_plan
 from chunkflow_compile.passes.placement.choice import to_pack, to_peers
 from chunkflow_compile.passes.placement.exchanging import MOST_GROUPS
 from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.runtime.variants import Variant
 

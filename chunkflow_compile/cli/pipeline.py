@@ -17,12 +17,12 @@ from chunkflow_compile.catalog.published import Published, published
 from chunkflow_compile.catalog.trace_cache import CacheEntry
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.hoist import split
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, Hoist
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.report.generation import Limits, draw_generation, generation_answer, generation_tables
 from chunkflow_compile.report.perfetto import generation_events
 from chunkflow_compile.report.pictures import check_picture

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from chunkflow_compile.catalog.trace_cache import CacheEntry
+from chunkflow_compile.passes.cutting import choose_cut, groups_for
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.peers import on_peers
@@ -15,9 +16,9 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import Hoisting, HoistingFigures, hoisting_of
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, groups_for, make_plan
 from chunkflow_compile.passes.placement.exchanging import GroupChoice
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.plan_tables import hoisting_sentence
 from chunkflow_compile.report.record import prose

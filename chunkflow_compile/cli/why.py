@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from chunkflow_compile.passes.pipeline import make_plan
+from chunkflow_compile.passes.planning import make_plan
 from chunkflow_compile.report.story import Story, changes, find_weight, story_of
 from chunkflow_compile.weights.progress import Progress
 

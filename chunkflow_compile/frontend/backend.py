@@ -64,6 +64,7 @@ from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.passes.cutting import goal_of_cut
 from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, first_line
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packed
@@ -73,9 +74,10 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hoisting import hoisting_of
 from chunkflow_compile.passes.names import STAGES, ExchangeGroups, StageName
 from chunkflow_compile.passes.pieces import piece_bytes
-from chunkflow_compile.passes.pipeline import Settings, Stage, goal_of_cut, stages
+from chunkflow_compile.passes.pipeline import Stage, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.problem import Parameter, Problem
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex

@@ -11,13 +11,14 @@ import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from chunkflow_compile.passes.cutting import groups_for
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.passes.graph.exchanges import NoGroups, exchanges
 from chunkflow_compile.passes.graph.head_groups import in_head_groups
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import ExchangeGroups
-from chunkflow_compile.passes.pipeline import Settings, groups_for
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.weights.groups import Group, StoreEnded, group_named, numbers
 
 # The fields of the record that a rank posts: the value of the option, the number of groups that the rank chooses, and the

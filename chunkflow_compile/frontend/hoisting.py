@@ -12,7 +12,7 @@ from chunkflow_compile.options import Options
 from chunkflow_compile.passes.graph.hoist import split
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hoisting import Hoisting
-from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.placed.placement import Placement, placement_of
 from chunkflow_compile.runtime.graph import CompiledGraph

@@ -7,8 +7,8 @@ from collections import Counter
 import torch
 from torch import nn
 
+from chunkflow_compile.passes.cutting import goal_of_cut
 from chunkflow_compile.passes.graph.split import why_whole
-from chunkflow_compile.passes.pipeline import goal_of_cut
 from chunkflow_compile.passes.placement.coarsest import AS_GOOD
 from chunkflow_compile.placed.offload import programs
 from chunkflow_compile.placed.placement import placements_of

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, span_chunks, span_name
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.problem import Problem, Source, Weight
 from chunkflow_compile.units import size
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,13 +11,10 @@ from functools import partial
 from typing import NoReturn, Protocol
 
 import torch
-from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import ALIGNMENT
 from chunkflow_compile.passes.program.cycle import Cycle
-from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.bytes import as_weight
 from chunkflow_compile.weights.host_buffer import HostBuffer
@@ -34,6 +30,7 @@ from .device import DeviceKind, check_device, make_device
 from .device_base import Device
 from .input_bits import InputBits
 from .read_ahead import DriveReader
+from .tenants import Owner, Tenant, Tenants
 
 Make = Callable[[torch.device, DeviceKind], Device]
 
@@ -47,39 +44,6 @@ class SharedDevice(Protocol):
     def most_bytes(self, arena: Arena) -> int | None:
         """Return the maximum total bytes of weights in ``arena``.  None means that only the budgets of its models limit
         it."""
-
-
-class Owner(Protocol):
-    """The interface of a program or a cycle whose weights are in the memory of an arena."""
-
-    def unbind(self) -> None:
-        """Wait for work in flight, then drop every reference to the arena's memory, so that this memory can be freed."""
-
-
-class Tenant(Owner, Protocol):
-    """The interface of a program that runs in an arena, alone or as part of cycles.
-
-    ``budget``: a pair: the id of the program's model, and the maximum bytes of offloaded weights that this model may have on
-    the device (None means no limit).  If the program does not limit the arena at all, the property is None instead of a
-    pair.  ``reads``: ids of the weights that the program reads; two programs that read the same weights have equal values.
-    ``stale``: whether a weight of the program was dropped, moved or stored in other memory, so that the program can never
-    run again.
-    """
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def budget(self) -> tuple[int, int | None] | None: ...
-
-    @property
-    def reads(self) -> tuple[int, ...]: ...
-
-    @property
-    def stale(self) -> bool: ...
-
-    def close(self) -> None:
-        """End the program, which can then never run again."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +92,7 @@ class Arena:
         self.holder: ArenaContents | None = None
         self.lost_weight = False
         self.graphs = CudaGraphs()
+        self.tenants = Tenants()
         self.bits = InputBits()  # shared by all tables of rows, because all blocks of a model get the same tensors
         self._make = make
         self._shared = shared
@@ -136,13 +101,11 @@ class Arena:
         self._reader: DriveReader | None = None
         self._running: tuple[int, str] | None = None  # the process id and the title of the running call
         self._memory: torch.Tensor | None = None
-        self._programs: list[weakref.ref[Tenant]] = []
         # bound program or cycle -> its resident weights outside the arena's memory; several owners may share a copy
         self._residents: weakref.WeakKeyDictionary[Owner, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
         self._states: weakref.WeakValueDictionary[object, ArenaContents] = weakref.WeakValueDictionary()
-        self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
@@ -241,21 +204,10 @@ class Arena:
     def _evict_for(self, nbytes: int, residents: int) -> None:
         """Evict everything if the weights on the device and the next plan together would exceed the budgets of the models.
 
-        The budget of a model is the smallest budget of its programs, because a program with larger activations leaves less
-        memory for weights.  If any program of a model has no limit, the model has no limit.
-
         ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes of resident weights that the
         plan must still copy to the device, outside the arena's memory.
         """
-        budgets: dict[int, float] = {}
-        for program in self.programs:
-            if program.budget is None:
-                continue
-            model, budget = program.budget
-            most_bytes = math.inf if budget is None else budget
-            unlimited = math.inf in (most_bytes, budgets.get(model))
-            budgets[model] = math.inf if unlimited else min(most_bytes, budgets.get(model, most_bytes))
-        most = sum(budgets.values())
+        most = self.tenants.most_bytes()
         if self._shared is not None and (shared := self._shared.most_bytes(self)) is not None:
             most = min(most, shared)
         if self.held + max(0, nbytes - self.nbytes) + residents > most:
@@ -278,20 +230,7 @@ class Arena:
     @property
     def programs(self) -> list[Tenant]:
         """The programs that run in the arena, alone or in cycles, oldest first."""
-        return [program for ref in self._programs if (program := ref()) is not None]
-
-    def prove(self, program: Program) -> None:
-        """Verify a program together with each program of this arena.  Each pair of modules is verified only once.
-
-        Raises FindingError if two of the programs are not safe in one arena.
-        """
-        mine = program.module
-        for other in (tenant.program for tenant in self.programs):
-            theirs = other.module
-            if theirs is not mine and mine not in self._proved.setdefault(theirs, weakref.WeakSet()):
-                verify_together(other, program)
-                self._proved[theirs].add(mine)
-                self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
+        return self.tenants.programs
 
     def add(self, program: Tenant, kind: DeviceKind) -> None:
         """Add a program to the arena.  Raises ChunkflowError if the other programs use a different ``kind`` of device."""
@@ -305,12 +244,12 @@ class Arena:
                     "Programs that share an arena run on the same streams, so they need the same kind of device: set "
                     'debug="threads" for all of them or for none, and use one hardware profile if it emulates a link.'
                 )
-            self._programs.append(weakref.ref(program, partial(_sweep, weakref.ref(self))))
+            self.tenants.add(program, partial(_sweep, weakref.ref(self)))
 
     def remove(self, program: Tenant) -> None:
         """Remove a program.  The program must have released its memory."""
         with self.lock():
-            self._programs = [ref for ref in self._programs if ref() is not program]
+            self.tenants.remove(program)
             self.sweep()
 
     def begin_filling(self) -> None:
@@ -339,15 +278,9 @@ class Arena:
         self.lost_weight = True
 
     def close_stale(self) -> None:
-        """End the programs of which a weight was dropped (for example because an adapter was deleted).  Ending them frees
-        their other weights."""
+        """End the programs of which a weight was dropped, see :meth:`Tenants.close_stale`."""
         self.lost_weight = False
-        stale: dict[tuple[int, ...], bool] = {}  # cached, because programs for several sizes read the same weights
-        for program in self.programs:
-            if program.reads not in stale:
-                stale[program.reads] = program.stale
-            if stale[program.reads]:
-                program.close()
+        self.tenants.close_stale()
 
     def refuse_inside(self) -> None:
         """Raise ChunkflowError if this thread is already inside a call.  The caller holds the lock, so no other thread can
@@ -396,8 +329,7 @@ class Arena:
     def sweep(self) -> None:
         """Forget programs that were garbage-collected.  If no program is left, free the memory and close the streams."""
         with self.lock():
-            self._programs = [ref for ref in self._programs if ref() is not None]
-            if self._programs or self._streams is None:
+            if self.tenants.prune() or self._streams is None:
                 return
             for bound in list(self._residents):
                 self.release(bound)

@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.program.cycle import Call, Cycle, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.program.cycle import Call, block_of
 from chunkflow_compile.private_torch import core
 from chunkflow_compile.weights.counts import Counts
@@ -58,8 +58,8 @@ class CallSite:
     ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of these weights, in the order of
     ``buffers``.  ``in_place``: the parameters that are not offloaded, by name.  ``kept_bytes``: the total bytes of these
     parameters.
-    ``reads``: ids of all weights; call sites that read the same weights have equal ids.  ``model``: an id of the model that
-    owns the weights.  ``counts``: the counters of this model.
+    ``reads``: ids of all weights; call sites that read the same weights have the same ids.  ``model``: an id of the model
+    that owns the weights.  ``counts``: the counters of this model.
     ``steps``: the number of steps so far.  ``measured``: the measurements of the latest measured steps.  ``captures``: the
     log of captures of this call into CUDA graphs.
     """

@@ -22,7 +22,7 @@ def collective_issue(target: Target, node: Node, window: int, stream: Stream | N
     """Return a function that issues a node to a stream.
 
     ``node``: a collective, its completion, or an element of its results.  ``window``: the index of the window to which the
-    duration of the node's work is added.  ``stream``: the stream; None for the stream of collectives.
+    duration of the node's work is added.  ``stream``: the stream; None means the stream of collectives.
     """
     stream, traffic = stream or target.device.collective, target.traffic
     number, read = target.number[node], reader(target.number, node.args, node.kwargs)

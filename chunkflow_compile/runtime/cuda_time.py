@@ -47,7 +47,7 @@ class Frame:
 
     def mark(self, stream: torch.cuda.Stream | None) -> int:
         """Record a mark at this point of ``stream``; return its number."""
-        number = next(self._numbers)  # next() needs no lock, because it is one call into C
+        number = next(self._numbers)  # No lock is needed, because next() is one call into C.
         if number >= len(self._events):
             self._grow(number)
         self._events[number].record(stream)

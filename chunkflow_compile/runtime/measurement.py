@@ -36,7 +36,7 @@ class WindowSeconds(NamedTuple):
 
     ``compute_s``: the compute time of the region.  ``exposed_s``: the time for which compute stalled before the region
     because weights had not arrived.  ``collective_s``: the duration of the collectives before the region.  ``beside_s``: the
-    duration of the collectives before the region that overlapped a copy.
+    part of ``collective_s`` for collectives that overlapped a copy.
     """
 
     compute_s: MutableSequence[float]
@@ -244,7 +244,7 @@ class CycleTimes:
     def timings(self, least: int) -> Timings | None:
         """Return the median times of the warm passes so far, including the times between calls; None if there are fewer than
         ``least`` warm passes."""
-        single = len(self._predicted) == 1  # skip the first step: it has one-time costs even if it is warm
+        single = len(self._predicted) == 1  # Skip the first step: it has one-time costs even if it is warm.
         warm = [calls for calls in list(self.whole)[single:] if not any(call.primed_bytes for call in calls)]
         if len(warm) < least:
             return None

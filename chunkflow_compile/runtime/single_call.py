@@ -69,7 +69,7 @@ class SingleCall(BoundCycle):
         """
         variant = self.variant
         if variant.verified:
-            self.arena.prove(self.program)
+            self.arena.tenants.prove(self.program)
         self.arena.add(self, variant.kind)
         try:
             self.key = self.order.add(self.call)

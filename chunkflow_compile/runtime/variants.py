@@ -17,7 +17,8 @@ from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import Settings, Stage
+from chunkflow_compile.passes.pipeline import Stage
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.drive import in_files
 

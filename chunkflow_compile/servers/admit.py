@@ -34,12 +34,13 @@ from chunkflow_compile.catalog.sizes import Shape, Timestep
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.passes.cutting import make_cut, whole_blocks
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
-from chunkflow_compile.passes.pipeline import Settings, make_cut, whole_blocks
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.placement.splitting import REPEATS, split_into
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.pipeline.budget import Budget, budget_of
 from chunkflow_compile.report.record import seconds

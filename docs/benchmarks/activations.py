@@ -22,7 +22,8 @@ from tabulate import tabulate
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.passes.pipeline import Settings, make_cut, whole_blocks
+from chunkflow_compile.passes.cutting import make_cut, whole_blocks
+from chunkflow_compile.passes.planning import Settings
 
 BENCHMARKS = Path(__file__).parent
 PAGE = BENCHMARKS.parent / "activations.md"

@@ -28,8 +28,8 @@ from chunkflow_compile.catalog.sizes import Timestep
 from chunkflow_compile.hardware.device_figures import BACKENDS
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.problem import Problem
 
 STEPS = 7

@@ -39,7 +39,7 @@ import chunkflow_compile
 from chunkflow_compile import cycles
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend.block_kinds import between_hooks, parts_of, repeated_blocks
-from chunkflow_compile.passes import pipeline
+from chunkflow_compile.passes import planning as plan_making
 
 # The options of a resident model.  ``min_bytes`` is small, so that the weights of narrow blocks count as large.
 RESIDENT = {"policy": "resident", "min_bytes": 4096}
@@ -173,17 +173,17 @@ def measure_sizes(blocks: int) -> dict[str, Any]:
 @contextmanager
 def planning() -> Iterator[list[float]]:
     """Yield a list to which each plan made by this thread in the context adds its seconds."""
-    plan, took, thread = pipeline.make_plan, list[float](), threading.current_thread()
+    place, took, thread = plan_making.place, list[float](), threading.current_thread()
 
     def timed(*arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()
         try:
-            return plan(*arguments, **options)
+            return place(*arguments, **options)
         finally:
             if threading.current_thread() is thread:
                 took.append(time.perf_counter() - start)
 
-    with mock.patch.object(pipeline, "make_plan", timed):
+    with mock.patch.object(plan_making, "place", timed):
         yield took
 
 

@@ -16,10 +16,10 @@ from tqdm import tqdm
 from chunkflow_compile.catalog.presets import OutputSizes, preset
 from chunkflow_compile.catalog.sizes import Timestep
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Policy
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan, Prediction

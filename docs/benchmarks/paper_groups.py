@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from chunkflow_compile.catalog.presets import preset
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.head_groups import in_head_groups, possible_groups
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.exchanging import MOST_GROUPS
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.step import Scheduler

@@ -30,10 +30,10 @@ from tqdm import tqdm
 
 from chunkflow_compile.catalog.presets import preset
 from chunkflow_compile.hardware.profiles import load_profile, profile_names
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Policy
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.problem import Collective, Problem

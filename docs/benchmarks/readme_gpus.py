@@ -42,6 +42,7 @@ from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.cli.pipeline import kept_cost
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.hoist import Halves, split
@@ -51,10 +52,10 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import plan_halves
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
-from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.placement.splitting import best_split, splits
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.simulate.group_offload import play_group_offload
 from chunkflow_compile.weights.drive import for_the_drive, with_drive

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import make_cut
 
 BLOCKS, DEGREE = 60, 2
 

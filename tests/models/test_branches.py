@@ -19,9 +19,9 @@ from chunkflow_compile.catalog.branches import exchange_branches
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.options import Options
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.program.verify import verify

@@ -26,7 +26,7 @@ from chunkflow_compile.frontend.exchange_groups import agreed_groups
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.placed.notes import hoisting_notes, packing_notes
 from chunkflow_compile.placed.offload import offload
 

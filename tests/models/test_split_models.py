@@ -22,10 +22,11 @@ from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Size
 from chunkflow_compile.catalog.small import small_inputs
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import choose_cut, make_cut, whole_blocks
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan, whole_blocks
 from chunkflow_compile.passes.placement.splitting import splits
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.placed.notes import hoisting_notes, packing_notes
 from chunkflow_compile.placed.placement import placement_of
 

@@ -24,10 +24,10 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_
 from chunkflow_compile import explain
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.passes.cost.count import without_formula
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.listing import listing
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.passes.program.contracts import check_cut
 from chunkflow_compile.passes.program.fidelity import check_readers

@@ -22,7 +22,7 @@ import chunkflow_compile
 from chunkflow_compile import Arena, ChunkflowError, cycles, explain, offload, programs, restore
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.runtime import arena as arena_module
+from chunkflow_compile.runtime import tenants
 
 OPTIONS = {**OPTIONS, "lowering": "eager", "hardware": WRAPS}
 THREADS = ("threads", "poison")
@@ -189,7 +189,7 @@ def test_programs_are_verified_together_once_where_they_meet(no_grad: None, monk
         if len(seen) > 3:
             raise FindingError("not safe in one arena")
 
-    monkeypatch.setattr(arena_module, "verify_together", spy)
+    monkeypatch.setattr(tenants, "verify_together", spy)
     model, twin = stack(), stack()
     run = compiled(model)
     for shape in (*SHAPES, *SHAPES):

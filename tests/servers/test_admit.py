@@ -18,9 +18,10 @@ from small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile import ChunkflowError, admit, apply, cycles, explain, programs, remove
 from chunkflow_compile.catalog.families import FAMILIES
 from chunkflow_compile.catalog.weightless import trace_without_weights
-from chunkflow_compile.passes.pipeline import Settings, make_cut
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.placement.splitting import REPEATS
 from chunkflow_compile.passes.placement.timeline import Simulator
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.runtime.device_base import Device
 from chunkflow_compile.servers import admit as admit_module
 from chunkflow_compile.servers.admit import _KNOWN, Admitter, _branches, _Forecast

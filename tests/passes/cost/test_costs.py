@@ -11,9 +11,9 @@ from paper_formulas import dit_block_flops
 
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
 from chunkflow_compile.frontend.trace import trace
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.problem import RegionCost
 
 HARDWARE = Hardware(

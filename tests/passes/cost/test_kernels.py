@@ -11,7 +11,7 @@ from problems import MACHINE
 from torch import nn
 
 from chunkflow_compile.frontend.trace import trace
-from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.problem import RegionCost
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -15,10 +15,10 @@ from wrappers import Call, peaks_of
 from chunkflow_compile.catalog.presets import PRESETS, preset
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.passes.cost.live import live_of
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.coarsen import apart, grouped, merged
 from chunkflow_compile.passes.graph.regions import Cut, cut
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.coarsest import coarsest
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem

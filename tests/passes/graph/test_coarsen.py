@@ -16,14 +16,15 @@ from torch import nn
 
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import choose_cut, make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.coarsen import apart, divided, grouped, merged, repeated, streamed_bytes
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
 from chunkflow_compile.passes.placement import coarsest
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.cycle import Call, problem_of
 
@@ -70,7 +71,7 @@ def fine(traced: Traced) -> Cut:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The finest cut and those that are tried, as for weights of some MiB."""
-    monkeypatch.setattr("chunkflow_compile.passes.pipeline.DEFAULT_GROUP_BYTES", WEIGHT)
+    monkeypatch.setattr("chunkflow_compile.passes.cutting.DEFAULT_GROUP_BYTES", WEIGHT)
     monkeypatch.setattr(coarsest, "_MOST", (None, 3 * WEIGHT, 2 * WEIGHT))
 
 

@@ -17,11 +17,12 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile import register_collective
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import groups_for, make_cut
 from chunkflow_compile.passes.graph.discover import collective_kind, discover, is_wait_tensor
 from chunkflow_compile.passes.graph.exchanges import NoGroups, exchanges, groups_of
 from chunkflow_compile.passes.graph.head_groups import in_head_groups, possible_groups
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import Settings, groups_for, make_cut
+from chunkflow_compile.passes.planning import Settings
 
 RANKS, TOKENS, WIDTH, HEADS = 2, 3, 32, 8
 

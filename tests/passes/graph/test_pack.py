@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_map_only
 from chunkflow_compile.catalog.small import small_inputs, small_model
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.packing import Layout, pack
-from chunkflow_compile.passes.pipeline import Stage, make_cut
+from chunkflow_compile.passes.pipeline import Stage
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.problem import HOST, Weight
 from chunkflow_compile.passes.program.contracts import check_cut

@@ -12,9 +12,9 @@ from torch import nn
 from torch.fx import Node
 
 from chunkflow_compile.frontend.trace import trace
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.program.contracts import check_cut
 
 TOKENS, WIDTH = 512, 128

@@ -11,9 +11,9 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from chunkflow_compile.frontend.trace import trace
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.rotary import in_real_arithmetic
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.program.contracts import check_traced
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from torch.fx import Node
 
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import choose_cut
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.coarsen import grouped
@@ -24,8 +26,8 @@ from chunkflow_compile.passes.graph.regions import Cut, Slicing, cut
 from chunkflow_compile.passes.graph.slice_graphs import Slice
 from chunkflow_compile.passes.graph.slices import Whole
 from chunkflow_compile.passes.graph.split import split, why_whole
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_plan
 from chunkflow_compile.passes.placement.splitting import REPEATS, split_into, splits
+from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.program.contracts import check_cut
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import verify
@@ -71,6 +73,7 @@ class Joint(nn.Module):
         return (x * x.sin(), x[:, :TEXT] * 3) if isinstance(x, torch.Tensor) else x[0] * 2
 
 
+@cache  # no test changes a cut
 def blocks(count: int = 2, x: torch.Tensor = X) -> tuple[nn.Module, Cut]:
     """A model of equal blocks, and its cut with one region for each block."""
     torch.manual_seed(0)
@@ -230,9 +233,14 @@ def test_a_plan_with_slices_is_found_again() -> None:
     assert again.problem.digest == chosen.problem.digest == plan.problem
 
 
+@cache
+def in_two_slices() -> Cut:
+    return split_into(blocks()[1], 2)
+
+
 def wrong(change: Callable[[Program], None]) -> str:
     """The violations of a program of two blocks in two slices that was changed."""
-    program = program_of(split_into(blocks()[1], 2))
+    program = program_of(in_two_slices())
     verify(program)
     change(program)
     with pytest.raises(FindingError) as found:

@@ -16,10 +16,10 @@ from chunkflow_compile.catalog.quantised import quantised
 from chunkflow_compile.catalog.sizes import Size
 from chunkflow_compile.catalog.small import SMALL_MODELS
 from chunkflow_compile.catalog.weightless import trace_without_weights
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.stored import body_of, traced_from
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.problem import Problem
 
 SIZE = Size(layers=1, singles=1, head_dim=64)

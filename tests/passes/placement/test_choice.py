@@ -14,6 +14,7 @@ from torch import nn
 
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import choose_cut, make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packable, packed
@@ -21,8 +22,8 @@ from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, make_cut, make_plan
 from chunkflow_compile.passes.placement.choice import planned_for, to_fewer_peers, to_pack
+from chunkflow_compile.passes.planning import Settings, make_plan
 
 BLOCKS, WIDTH = 8, 256
 STEP = 0.01

@@ -13,14 +13,15 @@ from helpers import UlyssesStack, fake_ranks, plan_of
 from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import choose_cut, groups_for, make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.exchanges import groups_of
 from chunkflow_compile.passes.graph.head_groups import in_head_groups
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import Settings, choose_cut, groups_for, make_cut, make_plan
 from chunkflow_compile.passes.placement.exchanging import GroupChoice, choose_groups
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.planning import Settings, make_plan
 
 PLAN = plan_of(make_cut(trace(torch.nn.Sequential(torch.nn.Linear(8, 8)), {"input": torch.randn(4, 8)}, 0)).problem)
 

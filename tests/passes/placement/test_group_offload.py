@@ -11,9 +11,9 @@ from problems import CHUNK, MACHINE, blocks_problem, problem, weight
 
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.simulate.arms import PlayedStep

@@ -10,12 +10,12 @@ from problems import CHUNK, MACHINE, blocks_problem, problem, weight
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.curve import plans_along
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import END_OF_CALL, Simulator, Timeline
 from chunkflow_compile.passes.placement.windows import link_of
 from chunkflow_compile.passes.plan import Windows
+from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.problem import Problem, Source, Weight
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.step import Scheduler, order

@@ -14,14 +14,15 @@ from helpers import Stack, cut_of, plan_of
 from hypothesis import given
 from mutations import Mutation
 from random_cycles import CycleBench, Drawn, cycles
-from random_programs import Bench, Choices, Spec, choices, examples, specs
+from random_programs import Bench, Choices, Spec, choices, examples, pooled
 from test_verify import copied
 
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.pipeline import Settings, join_loss, make_cycle, stages
+from chunkflow_compile.passes.pipeline import make_cycle, stages
+from chunkflow_compile.passes.planning import Settings, join_loss
 from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, problem_of, write
 from chunkflow_compile.passes.program.happens_before import FORMS, Form, HappensBefore, Issued
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
@@ -56,7 +57,7 @@ def test_a_plan_without_joins_is_proved_as_before() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_random_programs_and_pairs_of_them_are_proved_in_every_form() -> None:
     @examples(4, 3)
-    @given(specs, choices, choices)
+    @given(pooled, choices, choices)
     def check_all(spec: Spec, one: Choices, other: Choices) -> None:
         found = Bench(spec)
         a, b = found.program(one), found.program(other)
