@@ -160,7 +160,7 @@ def _why_none() -> str:
     return "finds no GPU or no driver"
 
 
-def refuse_capture(device: torch.device) -> None:
+def check_no_capture(device: torch.device) -> None:
     """Raise ChunkflowError if the caller is recording a CUDA graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ChunkflowError(

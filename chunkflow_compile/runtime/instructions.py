@@ -144,7 +144,7 @@ class _Compiler:
         self._issue(start_issue(target, collective_issue(target, node, window), completion, target.ended[index]))
 
     def _finish(self, node: Node | None, index: int) -> None:
-        """Add the finish of a collective.  ``node``: its completion, or None if there is no completion to issue."""
+        """Add the finish of a collective.  ``node``: the completion of the collective, or None if there is none to issue."""
         target = self._target
         recorded, completion = node in self._completed, None
         if node is not None and not recorded:

@@ -54,45 +54,41 @@ def family_on_a_rank(rank: int, family: str, count: int) -> None:
 
 
 FAMILIES = ("wan", "flux", "hunyuanvideo", "qwen-image")
-CASES = [
-    pytest.param(*case, marks=[pytest.mark.long] * (case != ("wan", 2, 2)))
-    for case in [*itertools.product(FAMILIES, (2, 4), (2,)), *itertools.product(FAMILIES, (2,), (4,))]
-]
+CASES = [*itertools.product(FAMILIES, (2, 4), (2,)), *itertools.product(FAMILIES, (2,), (4,))]
 
 
+@pytest.mark.long  # make test combines groups with threads below
 @pytest.mark.parametrize(("family", "count", "ranks"), CASES)
 def test_families(family: str, count: int, ranks: int, on_ranks: Callable[..., None]) -> None:
     on_ranks(family_on_a_rank, family, count, world=ranks)
 
 
-def traced_on_a_rank(rank: int, wanted: tuple[Any, Any], said: str) -> None:
-    """The ranks pass these values."""
-    model = enable_ulysses(small_model("wan", replace(SIZE, layers=1)), 2)
-    traced = trace(model, small_inputs("wan", replace(SIZE, layers=1), 0))
-    settings = Settings(hardware=load_profile("cpu"), goal=Goal(exchange_groups=wanted[rank]))
-    if wanted[rank] is False:  # does not wait for the other, which learns of it
-        assert agreed_groups(traced, settings) == (False, ())
-        dist.barrier()
-        return
-    with pytest.raises(ChunkflowError, match=said):
-        agreed_groups(traced, settings)
-    if False in wanted:
-        dist.barrier()
-    else:
-        assert agreed_groups(traced, replace(settings, goal=Goal(exchange_groups=4)))[0] == 4
+DISAGREEING: list[tuple[tuple[Any, Any], str]] = [
+    ((2, 4), r"different values of exchange_groups \(2 on rank 0, 4 on rank 1\)"),
+    ((2, False), r"different values of exchange_groups \(2 on rank 0, False on rank 1\)"),
+    ((3, 3), r"^exchange_groups=3: 3 groups do not divide the 4 attention heads"),
+]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [
-        ((2, 4), r"different values of exchange_groups \(2 on rank 0, 4 on rank 1\)"),
-        ((2, False), r"different values of exchange_groups \(2 on rank 0, False on rank 1\)"),
-        ((3, 3), r"^exchange_groups=3: 3 groups do not divide the 4 attention heads"),
-    ],
-)
-def test_ranks_that_do_not_agree(wanted: tuple[Any, Any], said: str, on_ranks: Callable[..., None]) -> None:
+def disagreeing_on_a_rank(rank: int) -> None:
+    """The ranks pass the values of each case."""
+    traced = trace(UlyssesStack(1, 32, 8), {"x": torch.randn(64, 32)}, 0)
+    for wanted, said in DISAGREEING:
+        settings = Settings(hardware=load_profile("cpu"), goal=Goal(exchange_groups=wanted[rank]))
+        if wanted[rank] is False:  # does not wait for the other, which learns of it
+            assert agreed_groups(traced, settings) == (False, ())
+        else:
+            with pytest.raises(ChunkflowError, match=said):
+                agreed_groups(traced, settings)
+        if False in wanted:
+            dist.barrier()
+        else:
+            assert agreed_groups(traced, replace(settings, goal=Goal(exchange_groups=4)))[0] == 4
+
+
+def test_ranks_that_do_not_agree(on_ranks: Callable[..., None]) -> None:
     """All ranks raise the same error, and can agree afterwards."""
-    on_ranks(traced_on_a_rank, wanted, said)
+    on_ranks(disagreeing_on_a_rank)
 
 
 def choosing_on_a_rank(rank: int) -> None:
@@ -150,7 +146,8 @@ def combined_on_a_rank(rank: int, name: str) -> None:
     check()
     assert bool(hoisting_notes(model)) == ("hoist" in case.options)
     assert bool(packing_notes(model)) == ("pack" in case.options)
-    assert 2 in groups(model)
+    assert 2 in groups(model) and any(p.measurements[-1].moved_bytes for p in chunkflow_compile.programs(model))
+    assert "in 2 groups of heads" in str(chunkflow_compile.explain(model, details=True))
 
 
 @pytest.mark.parametrize(
