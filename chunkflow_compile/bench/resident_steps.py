@@ -38,8 +38,9 @@ class ResidentSteps:
     """Compiles the model of a job, and measures the resident step of each form.
 
     ``hardware``: the profile of the machine, with the emulated link once there is one.  ``profile``: the file of this
-    profile.  ``compiled``: the first compilation, which runs all forms that need no other one.  ``layerwise``: the
-    variant of policy layerwise, from which all budgets follow.
+    profile.  ``compiled``: the first compilation, which runs the uncompressed and the packed form.  Hoisted products and
+    groups of heads need other compilations.  ``layerwise``: the variant of policy layerwise, from which all budgets
+    follow.
     """
 
     def __init__(self, job: Job, rank: int, device: torch.device, progress: tqdm[NoReturn]) -> None:
