@@ -25,7 +25,7 @@ from torch._dynamo.utils import counters
 import chunkflow_compile
 from chunkflow_compile import programs
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
-from chunkflow_compile.frontend.slots import Slotted
+from chunkflow_compile.frontend.adapter_slots import Slotted
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import seconds
@@ -43,7 +43,7 @@ LOAD = 0.7
 # The budget as a share of the blocks' weights.  With six blocks, a smaller budget cannot hold two blocks at once.
 BUDGET = 0.5
 CHUNK = 1 << 20
-# The numbers of calls before the measurement, of calls after each swap, and of swaps.
+# LEARNING: calls before the measurement.  CALLS: calls after each swap.  SWAPS: swaps of the adapter.
 LEARNING = 8
 CALLS = 4
 SWAPS = 8
