@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from adapters import Library
 from conftest import EAGER, RESIDENT
-from helpers import Combined, UlyssesStack, check_small, small_twins
+from helpers import Block, Combined, UlyssesBlock, UlyssesStack, check_small, memory_named, small_twins
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkflow_compile
@@ -22,6 +23,7 @@ from chunkflow_compile import ChunkflowError, enable_adapters
 from chunkflow_compile.catalog.sizes import Size
 from chunkflow_compile.catalog.small import small_inputs, small_model
 from chunkflow_compile.catalog.ulysses import enable_ulysses
+from chunkflow_compile.frontend import backend
 from chunkflow_compile.frontend.exchange_groups import agreed_groups
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
@@ -29,6 +31,7 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.placed.notes import hoisting_notes, packing_notes
 from chunkflow_compile.placed.offload import offload
+from chunkflow_compile.private_torch.inductor import InductorError
 
 # Eight heads, four on each of two ranks.
 SIZE = Size(layers=2, singles=1, heads=8)
@@ -76,14 +79,14 @@ def disagreeing_on_a_rank(rank: int) -> None:
     for wanted, said in DISAGREEING:
         settings = Settings(hardware=load_profile("cpu"), goal=Goal(exchange_groups=wanted[rank]))
         if wanted[rank] is False:  # does not wait for the other, which learns of it
-            assert agreed_groups(traced, settings) == (False, ())
+            assert agreed_groups(traced, settings) == (traced, ())
         else:
             with pytest.raises(ChunkflowError, match=said):
                 agreed_groups(traced, settings)
         if False in wanted:
             dist.barrier()
         else:
-            assert agreed_groups(traced, replace(settings, goal=Goal(exchange_groups=4)))[0] == 4
+            assert agreed_groups(traced, replace(settings, goal=Goal(exchange_groups=4)))[0].exchange_groups == 4
 
 
 def test_ranks_that_do_not_agree(on_ranks: Callable[..., None]) -> None:
@@ -103,16 +106,70 @@ def choosing_on_a_rank(rank: int) -> None:
     )
     traced = trace(UlyssesStack(1, 32, 8), {"x": torch.randn(64, 32)}, 0)
     settings = Settings(hardware=machine, goal=Goal(exchange_groups="auto"))
-    groups, (note,) = agreed_groups(traced, settings)
-    assert groups == 4 and re.match(r"the exchanges .* in 4 groups of heads: 4 groups are predicted to take 8", note)
+    divided, (note,) = agreed_groups(traced, settings)
+    assert divided.exchange_groups == 4 and re.match(
+        r"the exchanges .* in 4 groups of heads: 4 groups are predicted to take 8", note
+    )
     if rank:
         settings = replace(settings, hardware=replace(machine, attention_slowdown=2.0))
-    groups, (note,) = agreed_groups(traced, settings)
-    assert groups is False and ("whole" in note if rank else "another rank chooses 1" in note)
+    divided, (note,) = agreed_groups(traced, settings)
+    assert divided is traced and ("whole" in note if rank else "another rank chooses 1" in note)
 
 
 def test_ranks_that_choose_differently_take_the_smallest_number(on_ranks: Callable[..., None]) -> None:
     on_ranks(choosing_on_a_rank)
+
+
+class Mixed(nn.Module):
+    """Blocks that exchange nothing, and then attention with larger weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(64, 64) for _ in range(2))
+        self.attention = UlyssesBlock(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.attention(x)
+
+
+def surveying_on_a_rank(rank: int) -> None:
+    """The blocks do not fit the budget of one rank, which then plans attention without the other rank."""
+    if rank:
+        return
+    model = Mixed().eval()
+    chunkflow_compile.compile(model, memory=10_000, dynamic=False, **{**GROUPED, "slowdown": None, "min_bytes": 0})
+    with pytest.raises(ChunkflowError, match=r"is too little") as told:
+        model(torch.randn(4, 64))
+    assert memory_named(told.value) > model.attention.qkv.weight.nbytes
+
+
+def test_a_survey_of_one_rank(on_ranks: Callable[..., None]) -> None:
+    on_ranks(surveying_on_a_rank)
+
+
+def retrying_on_a_rank(rank: int) -> None:
+    """Inductor fails on the symbols of one rank, which compiles its graph again at fixed sizes."""
+    lowered = backend.lower_regions
+    tries = list[str]()
+
+    def lower(program: Any, lowering: str, *args: Any) -> Any:
+        tries.append(lowering)
+        if rank == 0 and len(tries) == 1:
+            raise InductorError(ValueError("a symbol"), None)
+        return lowered(program, lowering, *args)
+
+    backend.lower_regions = lower
+    torch.manual_seed(0)
+    model, x = UlyssesStack(1, 32, 8).eval(), torch.randn(4, 32)
+    run = torch.compile(model, backend="chunkflow", dynamic=True, options={**EAGER, "exchange_groups": "auto"})
+    assert torch.equal(run(x), model(x))
+    assert len(tries) == 2 - rank and groups(model) == {1}
+
+
+def test_a_rank_that_compiles_again_at_fixed_sizes(on_ranks: Callable[..., None]) -> None:
+    on_ranks(retrying_on_a_rank)
 
 
 def load_an_adapter(model: Any) -> None:
