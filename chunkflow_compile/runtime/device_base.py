@@ -102,7 +102,7 @@ class Device:
     records = False
     pull: Stream | None = None
     reads: ReadStream | None = None
-    _left: int | None = None  # passes that measure() requested and that are still to come; None if choose() decides
+    _left: int | None = None  # the number of requested passes that are still to be measured; None if choose() decides
 
     @property
     def zero(self) -> float:

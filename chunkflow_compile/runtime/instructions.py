@@ -174,7 +174,7 @@ class _Compiler:
         self._picks_and_drops = None
 
     def _latest_picks_and_drops(self) -> PicksAndDrops:
-        """Return the work to which picks or drops can be added.  Work with drops gets no more picks: new work is begun."""
+        """Return the work to which picks or drops can be added.  If the latest work already drops values, begin new work."""
         if self._picks_and_drops is None or self._picks_and_drops.drops:
             work = PicksAndDrops()
             self._compute(Compute(work.work()))

@@ -256,7 +256,7 @@ def replan(
     BudgetError of the program with the largest minimum is raised.
     """
     swaps, remade = list[partial[None]](), dict[tuple[Variant, Timings | None], Variant]()
-    short: BudgetError | None = None  # the error that states the largest minimum
+    short: BudgetError | None = None  # the error of the program with the largest minimum budget
     for cycle, timings in cycles.items():
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
