@@ -34,7 +34,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .exchanges import GROUPS, Exchange, NoGroups, completion, exchanges
 from .slice_graphs import Builder, Slice
-from .slice_rules import Boundary, NoRule, Part, op_name, shape_of
+from .slice_parts import Boundary, NoRule, Part, op_name, shape_of
 from .slices import fake_mode
 from .traced import Traced
 

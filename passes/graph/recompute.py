@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .discover import is_view, nbytes, viewed
-from .slice_rules import is_pointwise
+from .slice_parts import is_pointwise
 
 # Smaller values are not recomputed: moving them takes less time than starting a kernel.
 LEAST_BYTES = 1 << 20
