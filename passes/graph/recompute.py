@@ -42,7 +42,7 @@ def to_recompute(
 ) -> dict[Node, None]:
     """Return the nodes to recompute in each segment that reads them.  ``of``: for each node, the segment that computes
     it.  ``lazy``: nodes that each segment computes for itself anyway.  ``streamed``: weights that may be streamed.
-    ``sizes``: values of the symbols."""
+    ``sizes``: values of the symbols in the sizes of tensors."""
     found = dict[Node, None]()
 
     def is_inside(node: Node) -> bool:

@@ -312,8 +312,8 @@ def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutReg
 
 
 def _allocated(region: CutRegion) -> Iterable[Node]:
-    """Return the outputs of a region with slices that have separate memory, although they may be views in the traced
-    graph."""
+    """Return the outputs of a region for which it allocates memory because it runs once per slice.  In the traced graph,
+    these outputs may be views."""
     if region.slicing is None:
         return ()
     if region.slicing.writes:

@@ -1,9 +1,8 @@
 """Search: finds, for a goal, the number of resident chunks and the memory for streaming the other chunks.
 
-Three numbers define a candidate.  ``residents``: the first ``residents`` chunks of the ranking stay on the device.
-``limit``: the windows of the other chunks are chosen such that at most ``limit`` bytes are live at the same time.
-``hard``: whether there is a barrier before each collective, so that no copy overlaps with the collective.  Candidates are
-compared by their simulated steps.
+Three parameters define a candidate.  ``residents``: number of resident chunks, which are the first ones of the ranking.
+``limit``: maximum bytes of the other chunks that are live at the same time.  ``hard``: whether there is a barrier before
+each collective, so that no copy overlaps with the collective.  Candidates are compared by their simulated steps.
 """
 
 from __future__ import annotations
@@ -287,8 +286,8 @@ class Planner:
         return candidate is not None and candidate.step_s <= step_s
 
     def rank_key(self, candidate: Candidate) -> tuple[int, int, int, float]:
-        """Return a sort key for candidates, best first.  The shorter step is better; if the steps are equally long
-        (SAME_STEP), the shorter step under strain; if these are equally long too, the smaller candidate."""
+        """Return a sort key for candidates, best first.  A shorter step is better.  Among candidates with equally long
+        steps (SAME_STEP), a shorter step under strain is better, and then less memory."""
         unit = self.resident.step_s or 1.0
         strained = round(self.strained(candidate) / (SAME_STRAIN * unit))
         return round(candidate.step_s / (SAME_STEP * unit)), strained, candidate.nbytes, candidate.step_s
