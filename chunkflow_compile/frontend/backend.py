@@ -231,7 +231,7 @@ def _graph_compiler(
         goal=replace(chosen.goal.aimed_at(goal), peers=sharded),
         plan=settings.plan if goal is None else None,
         part=part,
-        outside=bytes_outside(index.root, weights.values(), min_bytes, part),
+        external_bytes=bytes_outside(index.root, weights.values(), min_bytes, part),
         ranks=0 if peers is None else peers.ranks,
     )
     return _GraphCompiler(
@@ -412,7 +412,7 @@ class _GraphCompiler:
             poison="poison" in chosen.debugging(),
             cudagraphs=False if settings.preamble else chosen.cudagraphs,
             pin_bytes=chosen.pin_bytes(),
-            advice=partial(_room_advice, program, chosen, settings.outside, settings.arena, goal=settings.goal),
+            advice=partial(_room_advice, program, chosen, settings.external_bytes, settings.arena, goal=settings.goal),
         )
         place = partial(start_program, self.device, self.min_bytes, chosen.pack, variant.kind, self.root)
         goal = settings.goal if settings.preamble else decided(replace(chosen.goal, hoist=False), variant.cut)
@@ -427,7 +427,7 @@ class _GraphCompiler:
         if not self.pieces or memory is None:
             return
         goal, problem = self.settings.goal, program.problem
-        outside = self.settings.outside + self.pieces + goal.counted(problem.live_bytes)
+        outside = self.settings.external_bytes + self.pieces + goal.counted(problem.live_bytes)
         if memory < (least := least_memory(problem, chosen.profile(), chosen.chunk_bytes, outside)):
             raise ChunkflowError(
                 f"{goal.option}={size(memory)} is too little for peers=True: this rank's pieces of weights take "

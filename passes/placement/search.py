@@ -74,15 +74,15 @@ class Planner:
         problem: Problem,
         simulator: Simulator,
         goal: Goal = DEFAULT_GOAL,
-        outside: int = 0,
+        external_bytes: int = 0,
         joins: tuple[int, ...] = (),
         arena: int = 0,
     ) -> None:
-        """``outside``, ``arena``, ``joins``: as in :func:`place`."""
+        """``external_bytes``, ``arena``, ``joins``: as in :func:`place`."""
         self.problem = problem
         self.scheduler = Scheduler(problem, simulator.chunk_bytes)
         self.joins = joins
-        self.outside = outside
+        self.external_bytes = external_bytes
         self.arena = arena
         self.goal = goal
         self.simulator = simulator
@@ -91,7 +91,7 @@ class Planner:
         self.chunks: list[Chunk] = chunks_of(self.weights, simulator)
         streamed = {w.name for w in self.weights}
         self.kept_bytes = (
-            outside + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
+            external_bytes + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         )
         self.resident = simulator.play(self.scheduler.step({}))
         self.links: dict[Lane, Link] = {use: link_of(self.resident, simulator, joins, use) for use in LANES}
