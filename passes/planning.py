@@ -32,12 +32,12 @@ class Settings:
     about as good as the finest.  ``part``, ``external_bytes``, ``arena``: arguments of :func:`place`.  ``likes``:
     problems, each with its plan; a problem with the same structure gets the same placement.  ``joined``: whether the plan
     has joins, so that each call can be one CUDA graph; "auto" to add joins only if they cost little
-    (:data:`MOST_JOIN_LOSS`).  For several calls, True means "auto".  ``preamble``: whether the graph is the preamble of a model (hoisting.py), which
-    runs once for many steps; it is planned like a ``part``, and never as a call of a cycle.  ``table``: if the graph is a
-    block that is hoisted, the bytes of its table of rows.  ``tables``: total bytes of the tables for all blocks with its
-    type; they are not included in ``external_bytes``, because the cycle of the blocks counts the tables of all block types.
-    ``ranks``: number of ranks over whose devices weights may be sharded, or 0 if unknown.  ``disabled``: names of
-    :data:`OPTIONAL_PASSES`.
+    (:data:`MOST_JOIN_LOSS`).  For several calls, True means "auto".  ``preamble``: whether the graph is the preamble of a
+    model (hoisting.py), which runs once for many steps; it is planned like a ``part``, and never as a call of a cycle.
+    ``table``: if the graph is a block that is hoisted, the bytes of its table of rows.  ``tables``: total bytes of the
+    tables for all blocks with its type; they are not included in ``external_bytes``, because the cycle of the blocks
+    counts the tables of all block types.  ``ranks``: number of ranks over whose devices weights may be sharded, or 0 if
+    unknown.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware

@@ -51,13 +51,13 @@ class Durations:
                 raise ChunkflowError(f"Weights lie in pieces on the devices of {ranks} ranks, but {why}")
         self._pulls: dict[tuple[str, int, int], float] = {}
 
-    def taking_the_link(self, use: Lane = "copy") -> frozenset[str]:
+    def contending_collectives(self, lane: Lane = "copy") -> frozenset[str]:
         """Return the names of the collectives that slow down or delay copies in a lane.  If collectives use the
         interconnect of this lane, these are all collectives, otherwise only the collectives on copy engines."""
-        shared = self.hardware.shared_link or use == "pull"
+        shared = self.hardware.shared_link or lane == "pull"
         return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
 
-    def use(self, weight: str) -> Lane:
+    def lane(self, weight: str) -> Lane:
         """Return the lane of the copies of a weight."""
         return self.sources[weight].lane
 

@@ -25,7 +25,7 @@ from chunkflow_compile.units import enough, size
 from .policies import block_regions, layerwise, next_block_barriers
 from .reasons import reason
 from .search import ROUNDING, Candidate, Planner
-from .slots import Lifetime, Piece, assign_slots
+from .slots import Lifetime, LiveRange, assign_slots
 from .timeline import Simulator, Timeline
 from .windows import as_windows
 
@@ -308,14 +308,14 @@ class PlanBuilder:
         last reader, a resident chunk in all windows."""
         count, chunk_bytes = self.planner.count, self.planner.simulator.chunk_bytes
         first, last = weight.uses[0], weight.uses[-1]
-        pieces = []
+        ranges = []
         for run in runs(windows):
             begin, end = run.first * chunk_bytes, min(run.end * chunk_bytes, weight.nbytes)
             if run.window is None:
-                pieces.append(Piece(begin, end, 0, count))
+                ranges.append(LiveRange(begin, end, 0, count))
             else:
-                pieces.append(Piece(begin, end, run.window, (first - run.window) % count + last - first + 1))
-        return Lifetime(tuple(pieces))
+                ranges.append(LiveRange(begin, end, run.window, (first - run.window) % count + last - first + 1))
+        return Lifetime(tuple(ranges))
 
     def _prediction(self, timeline: Timeline, windows: Mapping[str, Windows], streamed: list[Weight]) -> Prediction:
         simulator = self.planner.simulator

@@ -24,7 +24,7 @@ from .barriers import barriers
 from .policies import layerwise
 from .residency import rank
 from .timeline import Simulator, Timeline
-from .windows import Chunk, Link, as_windows, chunks_of, fit, fit_slots, latest, link_of, live_bytes
+from .windows import Chunk, FreeTime, as_windows, chunks_of, fit, fit_slots, free_time_of, latest, live_bytes
 
 # Steps that differ by less than this share of the resident step count as equally long.
 SAME_STEP = 1e-3
@@ -94,7 +94,9 @@ class Planner:
             external_bytes + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         )
         self.resident = simulator.play(self.scheduler.step({}))
-        self.links: dict[Lane, Link] = {use: link_of(self.resident, simulator, joins, use) for use in LANES}
+        self.free_times: dict[Lane, FreeTime] = {
+            lane: free_time_of(self.resident, simulator, joins, lane) for lane in LANES
+        }
         longest = max((c.seconds for c in self.chunks), default=0.0)
         self.margin = longest  # an unexpected copy of one chunk may delay the next copy by this time
         self.ranking = self._rank()
@@ -279,7 +281,7 @@ class Planner:
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
     def _contended(self, candidate: Candidate) -> bool:
-        taking = any(self.simulator.taking_the_link(use) for use in {chunk.use for chunk in self.chunks})
+        taking = any(self.simulator.contending_collectives(lane) for lane in {chunk.lane for chunk in self.chunks})
         return self.goal.yields == "auto" and taking and candidate.timeline.inflation_s > 0
 
     def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
@@ -329,17 +331,17 @@ class Planner:
         """Return, for each chunk, the latest window that hides its copy.  Copies use the free time of their lane's
         interconnect."""
         answer = [0] * len(chunks)
-        for use, link in self.links.items():
-            mine = [i for i, chunk in enumerate(chunks) if chunk.use == use]
-            for i, window in zip(mine, latest([chunks[i] for i in mine], link, self.margin), strict=True):
+        for lane, free in self.free_times.items():
+            mine = [i for i, chunk in enumerate(chunks) if chunk.lane == lane]
+            for i, window in zip(mine, latest([chunks[i] for i in mine], free, self.margin), strict=True):
                 answer[i] = window
         return answer
 
     def barriers(self, step: Step) -> tuple[Barrier, ...]:
         """Return barriers that keep the copies of a step from overlapping with collectives.  They wait for the copies in
         the lanes whose interconnect collectives use, or for all copies if there is no such lane."""
-        uses = [use for use in LANES if self.simulator.taking_the_link(use)] or LANES
-        lanes = [[w.name for w in self.weights if self.simulator.use(w.name) == use] for use in uses]
+        contended = [lane for lane in LANES if self.simulator.contending_collectives(lane)] or LANES
+        lanes = [[w.name for w in self.weights if self.simulator.lane(w.name) == lane] for lane in contended]
         return barriers(self.problem, step, lanes)
 
     def _rank(self) -> list[int]:
