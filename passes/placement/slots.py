@@ -1,9 +1,9 @@
 """Slots: assigns each streamed weight an offset in the arena.
 
 A step is treated as a circle of windows, because its last windows prefetch the first weights of the next step.  The chunks
-of a weight arrive in different windows, so each run of chunks (a *live range*) is live in its own arc of the circle.  Live ranges
-that are live in the same window must not share bytes.  :func:`assign_slots` looks for the smallest arena: it tries first
-fit in several orders, and then a ring buffer.  Of several equally small arenas, it takes the first one that it finds, so
+of a weight arrive in different windows, so each run of chunks is live in its own arc of the circle, its *live range*.  Two
+live ranges must not share bytes in the same window.  :func:`assign_slots` looks for the smallest arena: it tries first fit
+in several orders, and then a ring buffer.  Of several equally small arenas, it takes the first one that it finds, so
 the result depends only on the input.  :class:`ArenaSpace` assigns slots in an arena of given size, before windows are
 chosen.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 
-# The maximum number of pairs of live ranges to compare for one order of the weights.  With 500 of them, this limit permits a dozen
-# rounds of first fit, which take a few tenths of a second.
+# The maximum number of pairs of live ranges to compare for one order of the weights.  With 500 live ranges, this limit
+# permits a dozen rounds of first fit, which take a few tenths of a second.
 _MOST_WORK = 3_000_000
 _MOST_ROUNDS = 40
 # Sizes of a ring buffer are tried from the peak of live bytes upward, in steps of 1 %.  For each size, the order of the
@@ -136,7 +136,8 @@ def _ring(
 
 
 def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], offsets: Sequence[int]) -> bool:
-    """Return whether no two live ranges share bytes in the same window.  ``masks``: windows of each live range, as a bit mask."""
+    """Return whether no two live ranges share bytes in the same window.  ``masks``: for each live range, a bit mask of its
+    windows."""
     ranges = sorted(
         (offset + part.begin, offset + aligned(part.end), mask)
         for offset, life, mine in zip(offsets, lifetimes, masks, strict=True)
