@@ -302,8 +302,8 @@ def _times(tiles: tuple[tuple[int, int], ...], repeat: int) -> tuple[tuple[int, 
 
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
-    """Return the memory of the values of a traced graph, and of the outputs of regions that are not nodes of this graph,
-    at the sizes of the graph."""
+    """Return the memory of the values of a traced graph.  It includes the incomplete values that only regions with slices
+    return, which are not in the graph."""
     regions = [item for item in sequence if isinstance(item, CutRegion)]
     nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
