@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, get_args
 
@@ -35,24 +32,11 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda_graphs import CudaGraphsWanted
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.measurement import Measured
-from chunkflow_compile.units import Size, is_size, parse_bytes, whole_number
+from chunkflow_compile.units import Size, parse_bytes, whole_number
 
 DEBUG = ("poison", "threads")
 # Field of Options -> name of the option, for an option whose name is a Python keyword.
 ALIASES = {"yields": "yield"}
-
-# Options in bytes that may also be given as strings such as "64MiB".
-_SIZES = ("min_bytes", "chunk_bytes", "group_bytes")
-
-# Settings of torch that ChunkFlow does not support -> the reason, which is part of the error message.  If one of them is on,
-# weights are not inputs of the graph, or the inputs cannot be matched to weights and blocks.
-_REFUSED_SETTINGS: Mapping[str, str] = {
-    "torch._dynamo.config.install_free_tensors": "makes weights attributes of the graph, where they cannot be streamed",
-    "torch._dynamo.config.use_graph_deduplication": "makes equal parts of the graph calls of one function, in which blocks "
-    "cannot be told apart; ChunkFlow compiles equal regions once in any case",
-    "torch._dynamo.config.verify_correctness": "runs the graph on copies of the weights, which are in no host store",
-    "torch._functorch.config.selective_decompose": "removes what says which input of the graph is which weight",
-}
 
 _Parsed = TypeVar("_Parsed")
 
@@ -352,108 +336,3 @@ def _read_file(path: str | Path, what: str, parse: Callable[[str], _Parsed]) -> 
         return parse(text)
     except ChunkflowError as error:
         raise ChunkflowError(f"{path}: {error}") from error
-
-
-def parse_options(
-    options: Mapping[str, Any] | None,
-    mode: str | None = None,
-    caller: Callable[..., Any] | None = None,
-    refused: Collection[str] = (),
-) -> Options:
-    """Check the options of the backend and return them.
-
-    ``mode``: the mode of torch.compile; its Inductor settings apply to all regions.  ``caller``: the function that takes the
-    options as ``**options``.  Errors about misspelt options also suggest its named arguments.  ``refused``: options that the
-    caller does not support.
-    Raises ChunkflowError for an unknown option, whose message suggests the nearest known one, and for a setting of torch that
-    ChunkFlow does not support.
-    """
-    _check_settings()
-    given = dict(options or {})
-    own = () if caller is None else inspect.signature(caller).parameters.values()
-    names = [p.name for p in own if p.default is not p.empty]
-    names += [name for f in fields(Options) if (name := ALIASES.get(f.name, f.name)) not in (*names, *refused)]
-    for key in given:
-        if key not in names:
-            close = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
-            raise ChunkflowError(f"Unknown option {key!r}; did you mean {close[0]!r}? Options are {', '.join(names)}.")
-    own_inductor = given.pop("inductor", None) or {}
-    if not isinstance(own_inductor, Mapping):
-        raise ChunkflowError(f"Option inductor={own_inductor!r} must be a dict of settings of Inductor.")
-    of_mode = _mode_options(mode)
-    if of_mode.pop("triton.cudagraphs", False):
-        given.setdefault("cudagraphs", True)
-    inductor = {**of_mode, **own_inductor}
-    _check_inductor(inductor)
-    for field_name, name in ALIASES.items():
-        if name in given:
-            given[field_name] = given.pop(name)
-    for name in _SIZES:
-        if isinstance(given.get(name), str | float):
-            given[name] = parse_bytes(given[name], name)
-    return Options(**given, inductor=inductor)
-
-
-def refuse_positional(caller: Callable[..., Any], given: Sequence[object]) -> None:
-    """Raise ChunkflowError if ``caller`` got positional arguments.  The message suggests the names that were meant.
-
-    ``given``: the positional arguments after the first one.
-    """
-    if not given:
-        return
-    value = given[0]
-    named = dict(value) if isinstance(value, Mapping) else {}
-    if not named:
-        name = "dtype" if isinstance(value, torch.dtype) else "memory" if is_size(value) else "device"
-        named = {name: value}
-    meant = ", ".join(f"{name}={one!r}" for name, one in named.items())
-    raise ChunkflowError(f"{caller.__name__} takes all arguments but the first by name; did you mean {meant}?")
-
-
-def for_backend(options: Mapping[str, Any], chosen: Options) -> dict[str, Any]:
-    """Convert the options of ``compile`` to options for the backend, to which no mode is passed.
-
-    ``chosen``: the same options, parsed together with the mode.
-    """
-    of_mode = {"inductor": chosen.inductor, "cudagraphs": chosen.cudagraphs}
-    return {**options, **{name: value for name, value in of_mode.items() if value}}
-
-
-def _check_settings() -> None:
-    """Raise ChunkflowError if a setting of torch that ChunkFlow does not support is on."""
-    for setting, why in _REFUSED_SETTINGS.items():
-        module, _, name = setting.rpartition(".")
-        if getattr(import_module(module), name, False):  # some releases of torch do not have it
-            raise ChunkflowError(f"{setting} {why}: set it to False, its default.")
-
-
-def _mode_options(mode: str | None) -> dict[str, Any]:
-    if mode is None or mode == "default":
-        return {}
-    from chunkflow_compile.private_torch.inductor import list_mode_options
-
-    modes = list_mode_options()
-    if mode not in modes:
-        raise ChunkflowError(f"Unknown mode {mode!r}; use one of {', '.join(modes)}.")
-    return dict(modes[mode])
-
-
-def _check_inductor(inductor: Mapping[str, Any]) -> None:
-    # imported here because it takes a second, and only compilation needs it
-    from chunkflow_compile.private_torch.inductor import config
-
-    settings = config.get_config_copy()
-    for key in inductor:
-        if key.replace("-", "_") not in settings:
-            close = difflib.get_close_matches(key, list(settings), n=1, cutoff=0.0)
-            raise ChunkflowError(f"Unknown Inductor option {key!r} in options['inductor']; did you mean {close[0]!r}?")
-    if inductor.get("triton.cudagraphs", config.triton.cudagraphs):
-        raise ChunkflowError(
-            "Inductor's CUDA graphs copy region inputs to addresses of their own, which would double the streamed weights: "
-            "leave triton.cudagraphs off, and set the option cudagraphs=True, which records the whole call."
-        )
-    if inductor.get("freezing", config.freezing):
-        raise ChunkflowError(
-            "Inductor freezing turns weights into constants of the compiled code, so they could not be streamed; set "
-            "torch._inductor.config.freezing = False (environment TORCHINDUCTOR_FREEZING=0)."
-        )

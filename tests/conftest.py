@@ -17,6 +17,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # of processes that set their number of threads
 # Two tests run at once, on two cores: Inductor needs no threads or processes beside them.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# Inductor need not try, in each process, which instructions the compiler and the processor have: that takes 7 s of CPU time.
+# With a compiler that is older than the processor, set this to an empty string.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Mutated programs leave collectives without a completion, and torch warns of each when the process ends.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 # Tests read and write no folder of this user.
@@ -31,6 +34,9 @@ from ranks import Ranks, as_rank
 from torch._dynamo.utils import counters
 
 from chunkflow_compile.passes import pieces
+
+# For a line of its log, Dynamo measures the guards of each compilation, and evicts the caches of the processor before.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 # An example may take as long as it likes, and so may its making: on a machine with other work, 200 ms pass in any of them.
 hypothesis.settings.register_profile(
@@ -122,6 +128,30 @@ def applied(quiet: None) -> Iterator[Callable[..., tuple[Any, Any]]]:
     for name, pipe in made:
         assert remove(pipe) is pipe and pipelines.is_plain(pipe)
         assert pipelines.same_weights(pipe, pipelines.plain(name))
+
+
+@pytest.fixture(scope="session")
+def traces() -> dict[tuple[Any, ...], Any]:
+    """What the command line has traced of the models in ``two_blocks.py``."""
+    return {}
+
+
+@pytest.fixture
+def traced_once(traces: dict[tuple[Any, ...], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line traces each model in ``two_blocks.py`` once in a run of pytest, for each number of ranks."""
+    from chunkflow_compile.cli import target
+
+    trace = target._trace
+
+    def traced(arguments: Any, work: Callable[[], Any]) -> Any:
+        if not arguments.model.startswith(f"{HERE / 'two_blocks.py'}:"):
+            return trace(arguments, work)
+        key = (arguments.model, arguments.ulysses, arguments.cfg_parallel, arguments.min_bytes)
+        if key not in traces:
+            traces[key] = trace(arguments, work)
+        return traces[key]
+
+    monkeypatch.setattr(target, "_trace", traced)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
-from random_programs import Bench, Choices, Layer, Runs, Spec, anywhere, choices, random_plan
+from random_programs import Bench, Choices, Runs, Spec, anywhere, choices, pooled, random_plan
 
 from chunkflow_compile.passes.program.cycle import Call, Cycle, problem_of, write
 from chunkflow_compile.passes.program.rewrite import Program
@@ -24,25 +24,10 @@ from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import Bytes, DriveBytes, WeightFile
 
 Turn = tuple[Program, torch.Tensor]
-_RNG = random.Random(0)
-# Few, because tracing one takes longer than running a cycle of several.
-POOL = [
-    Spec(
-        _RNG.choice([8, 16, 24]),
-        tuple(
-            Layer(_RNG.choice([8, 20, 36, 200]), *(_RNG.random() < 0.5 for _ in range(3)))
-            for _ in range(_RNG.randint(1, 3))
-        ),
-        *(_RNG.random() < 0.5 for _ in range(2)),
-        seed,
-    )
-    for seed in range(16)
-]
-
 # The models of a cycle, the order of the calls, whether calls of one model share its weights, and the plan's choices.
 Drawn = tuple[list[Spec], list[int], bool, Choices]
 _CALLS = (
-    st.lists(st.sampled_from(POOL), min_size=1, max_size=3),
+    st.lists(pooled, min_size=1, max_size=3),
     st.lists(st.integers(0, 2), min_size=2, max_size=4),
     st.booleans(),
 )

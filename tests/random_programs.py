@@ -108,6 +108,21 @@ specs = st.builds(
     st.booleans(),
     st.integers(0, 2**16),
 )
+_RNG = random.Random(0)
+# Few specs, which many tests share, because tracing a model takes longer than running several programs of it.
+POOL = [
+    Spec(
+        _RNG.choice([8, 16, 24]),
+        tuple(
+            Layer(_RNG.choice([8, 20, 36, 200]), *(_RNG.random() < 0.5 for _ in range(3)))
+            for _ in range(_RNG.randint(1, 3))
+        ),
+        *(_RNG.random() < 0.5 for _ in range(2)),
+        seed,
+    )
+    for seed in range(16)
+]
+pooled = st.sampled_from(POOL)
 _CHOSEN = st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from([1, 2, 0]), st.booleans(), st.integers(0, 2**16)
 # Plans of weights in host memory, and plans that also draw where the weights are.
 choices = st.builds(Choices, *_CHOSEN)

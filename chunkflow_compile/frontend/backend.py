@@ -63,7 +63,8 @@ from chunkflow_compile.frontend.trace import (
 from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.option_parsing import parse_options
+from chunkflow_compile.options import Options
 from chunkflow_compile.passes.cutting import goal_of_cut
 from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, first_line
 from chunkflow_compile.passes.goal import Goal

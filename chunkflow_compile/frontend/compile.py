@@ -32,12 +32,14 @@ from chunkflow_compile.frontend.block_kinds import (
 from chunkflow_compile.frontend.guard_filter import needed
 from chunkflow_compile.frontend.preconditions import guard_hooks, warn_of_small_weights
 from chunkflow_compile.frontend.survey import surveyed
-from chunkflow_compile.options import BackendOptions, Options, for_backend, parse_options
+from chunkflow_compile.option_parsing import for_backend, parse_options
+from chunkflow_compile.options import BackendOptions, Options
 from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, shortage
 from chunkflow_compile.passes.names import OnPeers
+from chunkflow_compile.placed.arguments import unwrap
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.offload import bring_back, group_of_peers, offload, refuse_applied, target_of
-from chunkflow_compile.placed.placement import Placement, placement_of, placements_of, unwrap
+from chunkflow_compile.placed.placement import Placement, placement_of, placements_of
 from chunkflow_compile.private_torch.dynamo import backend_of, compile_lock, maybe_mark_dynamic
 from chunkflow_compile.report.record import check_folder
 from chunkflow_compile.units import Size

@@ -10,7 +10,7 @@ from pathlib import Path
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-# Bytes per read.  The threads of the runtime read about as much at a time; larger reads would be faster.
+# Bytes per read, about as many as in the reads of the runtime.  Larger reads would be faster.
 _READ_BYTES = 8 << 20
 # Minimum size of the file.  For a smaller file, the latency of the first read would dominate.
 _LEAST = 64 << 20
@@ -38,7 +38,7 @@ def drive_rate(path: Path) -> float:
         raise ChunkflowError(
             f"{path} cannot be read beside the page cache: {error.strerror or error}. Give a file on a local drive."
         ) from error
-    buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # page-aligned, as direct reads require
+    buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # mmap aligns it to a page, as direct reads require
     with os.fdopen(number, "rb", buffering=0) as drive:
         done, begin = 0, time.perf_counter()
         while done + _READ_BYTES <= nbytes and time.perf_counter() - begin < _LONGEST_S:

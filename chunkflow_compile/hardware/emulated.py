@@ -19,7 +19,7 @@ def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Har
     """
     rate = link.bandwidth / (ranks if link.shared else 1)
     together = link.bandwidth if link.shared else 0.0
-    # the fraction of the time of an exchange in which gloo uses the CPU cores that attention uses, too
+    # the fraction of an exchange during which gloo uses the same CPU cores as attention
     moving = min(1.0, (link.peers or rate) / hardware.collective_bandwidth)
     by = f"emulated, {link.order}, {'all ranks' if link.shared else 'each rank'} {link.bandwidth:g} bytes/s"
     figures: dict[str, Any] = {

@@ -14,11 +14,12 @@ from typing_extensions import Never, Unpack
 
 from chunkflow_compile.frontend.compile import compile as compile_model
 from chunkflow_compile.frontend.compile import restore as restore_model
-from chunkflow_compile.options import BackendOptions, PipelineOptions, refuse_positional
+from chunkflow_compile.option_parsing import refuse_positional
+from chunkflow_compile.options import BackendOptions, PipelineOptions
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.pipeline.apply import Dtypes, PipelineT, apply, remove
-from chunkflow_compile.placed.placement import is_pipeline
+from chunkflow_compile.placed.arguments import is_pipeline
 from chunkflow_compile.units import Size
 
 _ModelT = TypeVar("_ModelT", bound=nn.Module)

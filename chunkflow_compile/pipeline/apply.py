@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,17 +14,15 @@ from torch import nn
 from typing_extensions import Never, Unpack
 
 from chunkflow_compile.frontend.adapters import ADAPTED, disable_adapters, enable_adapters, is_enabled
-from chunkflow_compile.frontend.block_kinds import repeated_blocks
 from chunkflow_compile.frontend.compile import (
     check_dynamic,
     check_options,
-    compile_by_kind,
-    compiled_whole,
     refuse_no_peers,
 )
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.options import Options, PipelineOptions, for_backend, refuse_positional
+from chunkflow_compile.option_parsing import for_backend, refuse_positional
+from chunkflow_compile.options import Options, PipelineOptions
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers, Pack
 from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
@@ -40,15 +36,15 @@ from chunkflow_compile.pipeline.components import (
 )
 from chunkflow_compile.pipeline.intercept import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.pipeline.phase import Phase, kept_by
+from chunkflow_compile.pipeline.phase_compilation import STEPPED, compile_phase
 from chunkflow_compile.placed.offload import bring_back, has_packable, offload, why_nothing_streams
 from chunkflow_compile.placed.placement import placement_of, placements_of
-from chunkflow_compile.placed.streamable import GGUF, class_of
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import Size, parse_bytes
 from chunkflow_compile.weights.bytes import alias
 from chunkflow_compile.weights.checkpoint import Mappings
-from chunkflow_compile.weights.leaves import leaves_of, tensors_of
+from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.limits import host_memory as machine_memory
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.source import DriveBytes
@@ -57,8 +53,6 @@ _log = logging.getLogger(__name__)
 
 # Components with which ControlNets alternate in every step.
 _DENOISERS = ("transformer", "unet")
-# Components that run in every denoising step.  Hoisting and splitting apply only to these components.
-_STEPPED = (*ADAPTED, "controlnet")
 # Options that the budget sets for each component.
 _PLANNED = {"arena", "slowdown", "plan", "policy", "weight_memory"}
 
@@ -178,7 +172,7 @@ def _extend(
     given = {**budget.arguments, **given}
     _add(fresh, budget, _arenas(models, budget), **given)
     for name, model in fresh.items():
-        if name in _STEPPED and (placement := placement_of(model)) is not None:
+        if name in STEPPED and (placement := placement_of(model)) is not None:
             placement.follow(functools.partial(_timesteps, weakref.ref(pipe)))
     pipe.__class__ = in_turns(type(pipe))
     budget.add_pipeline(pipe, models, given)
@@ -234,12 +228,12 @@ def _add(
                 }
                 offload(model, budget.device, min_bytes=chosen.min_bytes, **placing)
                 placed.append(model)
-                counts = name in _STEPPED or _takes_turns(name, model)
+                counts = name in STEPPED or _takes_turns(name, model)
                 phases.append(Phase(name, model, arenas[name], budget.forget, model in enabled, counts))
                 moved(_weight_bytes(model))
         small = kept_by((*budget.phases, *phases))
         for phase in phases:
-            _compile_phase(phase, budget, budget.usable - small, given, chosen, dynamic)
+            compile_phase(phase, budget, budget.usable - small, given, chosen, dynamic)
         _warn_if_nothing_streams(models, chosen.min_bytes)
     except BaseException:
         for model in placed:
@@ -329,54 +323,6 @@ def remove(pipe: PipelineT) -> PipelineT:
     return pipe
 
 
-def _compile_phase(
-    phase: Phase, budget: Budget, left: int, options: Mapping[str, Any], chosen: Options, dynamic: bool | None
-) -> None:
-    """Compile a placed component and make its calls a phase.
-
-    ``left``: the usable bytes of the budget minus the small weights of all components.
-    """
-    model, placement = phase.root, placement_of(phase.root)
-    assert placement is not None
-    if phase.name not in _STEPPED:  # hoisted rows would stay allocated after the component's only call
-        options = {name: value for name, value in options.items() if name != "hoist"}
-    if not phase.counts:
-        options = {name: value for name, value in options.items() if name != "split"}
-    # Activations that are not predicted are measured in the first call.  Until then, weights may use the whole budget.
-    expected = replace(chosen.goal, memory=max(0, left + phase.kept), activations=phase.counts)
-    # Arena and goal are not passed as options: for new options, Dynamo recompiles and also keeps the code for the old
-    # options.
-    placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
-    # the methods whose calls are intercepted; empty if calls of the module are intercepted
-    methods: tuple[str, ...] = ()
-    if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
-        placement.store.expect_eager_reads()
-        # The decoders of Wan and Qwen-Image keep a list of frames, which each call changes.  Dynamo would compile each block
-        # for every state of this list.
-        keeps_frames = "feat_cache" in inspect.signature(decoder.forward).parameters
-        # If regions run eagerly, compiling has no benefit.  On a CPU, AutoencoderKL even fails, because its group norms would
-        # run as ATen ops; it also fails with torch's backend aot_eager.
-        if repeated_blocks(decoder) and not keeps_frames and chosen.lowering != "eager":
-            compile_by_kind(decoder, placement, options, dynamic, name=f"pipe.{phase.name}", levels=True)
-        methods = tuple(name for name in ("encode", "decode") if hasattr(model, name))
-    elif any(class_of(tensor) == GGUF for _, tensor in tensors_of(model)):
-        _log.warning(
-            "pipe.%s runs eagerly, and each op fetches its weights: torch.compile does not trace ops on GGUF weights, which "
-            "stay on the device",
-            phase.name,
-        )
-        placement.store.expect_eager_reads()
-    else:
-        # A component that runs once per generation gets no CUDA graph, because the memory of the graph would stay allocated.
-        if phase.name not in _STEPPED:
-            options = {**options, "cudagraphs": False}
-        # If the model is compiled as one graph, its first plan may keep as many weights on the device as the goal allows.
-        if phase.counts or compiled_whole(model, options):
-            placement.aim_for(expected)
-        compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
-    budget.add(phase, methods)
-
-
 def _timesteps(ref: weakref.ref[Any]) -> torch.Tensor | None:
     """Return the timesteps that a pipeline's scheduler has set; None until they are set.
 
@@ -384,15 +330,6 @@ def _timesteps(ref: weakref.ref[Any]) -> torch.Tensor | None:
     """
     timesteps = getattr(getattr(ref(), "scheduler", None), "timesteps", None)
     return timesteps if isinstance(timesteps, torch.Tensor) else None
-
-
-def _owner(name: str, ref: weakref.ref[Budget]) -> str | None:
-    """Return a description of the component for error messages; None once no pipeline of the budget is compiled.
-
-    ``name``: the name of the component.  ``ref``: a weak reference to the budget.
-    """
-    budget = ref()
-    return f"pipe.{name} of a compiled pipeline" if budget is not None and budget.pipelines else None
 
 
 def _default_device(device: torch.device | str | None) -> torch.device:

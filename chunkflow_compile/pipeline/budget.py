@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile.hardware.headroom import budget_for, usable
+from chunkflow_compile.hardware.headroom import usable
 from chunkflow_compile.passes.errors import ChunkflowError, shortage
 from chunkflow_compile.pipeline.allocators import Allocator
 from chunkflow_compile.pipeline.oom_retry import RngSnapshot, given_to, out_of_memory, runs_once
 from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
+from chunkflow_compile.pipeline.shortages import no_memory_for_weights, no_plan, out_of_memory_again
 from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.locks import ProcessLock
 
 _log = logging.getLogger(__name__)
@@ -204,11 +204,13 @@ class Budget:
                 self.most = peak if self.most is None else max(self.most, peak or 0)
         except (torch.OutOfMemoryError, ChunkflowError) as error:
             if phase.counts and (short := shortage(error)) is not None:
-                raise self._needs(phase, short.needed, short is error) from error
+                needed = short.needed + kept_by(self.phases) - phase.kept
+                raise no_plan(phase, needed, self.total, symbolic=short is error) from error
             if not out_of_memory(error):
                 raise
             if again or runs_once(phase.root, call):
-                raise self._does_not_fit(phase, error) from error
+                self._vacate(self.phases)
+                raise out_of_memory_again(phase, self.total, error) from error
         else:
             phase.ended(steps, time.perf_counter() - begun)
             try:
@@ -327,30 +329,6 @@ class Budget:
                         other.keep_budget()
                 return
 
-    def _does_not_fit(self, phase: Phase, error: BaseException) -> ChunkflowError:
-        self._vacate(self.phases)
-        tiling = f", or pipe.{phase.name}.enable_tiling()." if hasattr(phase.root, "enable_tiling") else "."
-        return ChunkflowError(
-            f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {size(self.total)} with its weights "
-            f"streamed: {str(error).splitlines()[0]} Call restore(pipe), then compile with more "
-            f"memory, or call the pipeline with smaller sizes{tiling}"
-        )
-
-    def _needs(self, phase: Phase, needed: int, compiled: bool) -> ChunkflowError:
-        """Return the error for a program that has no plan within the budget.
-
-        ``needed``: the number of bytes that the program needs in addition to the small weights of other phases.
-        ``compiled``: whether the program was already compiled with symbolic sizes.
-        """
-        fixed = " or with dynamic=False (blocks are split only at fixed sizes)" if compiled else ""
-        needed += kept_by(self.phases) - phase.kept
-        return ChunkflowError(
-            f"memory={size(self.total)} is too little for {phase.name} ({type(phase.root).__name__}): one of its programs "
-            f"needs {size(needed)}, for its predicted activations and as few of its weights as possible. Call restore(pipe), "
-            f"then compile with at least memory={enough(budget_for(needed))!r}{fixed}, or call the pipeline with "
-            "smaller sizes."
-        )
-
     def _note(self, phase: Phase, held: int, others: int, peak: int | None) -> None:
         """Record the memory that a call needed in addition to the weights, and plan the weights for the rest of the budget.
 
@@ -405,20 +383,12 @@ class Budget:
         return replanned
 
     def _set_budget(self, phase: Phase, budget: int) -> None:
+        """Plan a phase for ``budget`` bytes of weights on the device.  Raises ChunkflowError if this is too little."""
         try:
             phase.plan_for(budget)
         except ChunkflowError as error:
-            least, most = phase.least, max(self._sharing(phase), key=lambda p: p.activations)
-            calls, whose = "its calls", "its"
-            if most is not phase:
-                calls, whose = f"calls of {most.name}, with which it takes turns,", "their"
-            needs = f", which need {size(least)}" if budget < least else f": {error}"
-            raise ChunkflowError(
-                f"memory={size(self.total)} is too little for {phase.name} ({type(phase.root).__name__}): {calls} take "
-                f"{size(most.activations - most.kept)} beside {whose} weights, activations mostly, so {size(max(0, budget))} "
-                f"are left for the weights{needs}. Call restore(pipe), then compile with at least "
-                f"memory={enough(budget_for(least + most.activations - phase.kept))!r}, or the pipeline with smaller sizes."
-            ) from error
+            largest = max(self._sharing(phase), key=lambda p: p.activations)
+            raise no_memory_for_weights(phase, largest, budget, self.total, error) from error
         if phase.arena.held > budget - phase.kept:
             self._vacate([phase])
 

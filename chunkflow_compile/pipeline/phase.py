@@ -220,7 +220,7 @@ class Phase:
         ``small``: the size in bytes of the weights that never leave the device, summed over all phases.  ``first``: the first
         of the phases that share this phase's arena; the memory of the arena is counted only for this first phase.
         """
-        predicted, measured = self._predicted(), self.seconds(wait=True)
+        predicted, measured = self._predicted_s(), self.seconds(wait=True)
         newest = self._newest()
         hardware = next((program.plan.hardware for program, _ in newest), None)
         notes = dict.fromkeys(note for program in programs(self.root) for note in program.notes)
@@ -263,7 +263,7 @@ class Phase:
         """Return the programs of the newest call, and how often each of them ran."""
         return [(program, count) for ref, count in self._ran if (program := ref()) is not None]
 
-    def _predicted(self) -> float | None:
+    def _predicted_s(self) -> float | None:
         """Return the predicted seconds for the newest call, or None if there is no prediction.
 
         If the programs of the call run in a cycle, the prediction is from the plan of the cycle.  Otherwise it is from the
@@ -274,9 +274,9 @@ class Phase:
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(program.variant.cut) in cuts for program, _ in newest):
-                return _predicted(bound, problems.keys())
+                return _planned_s(bound, problems.keys())
             if problems.keys() == set(bound.keys):  # the cycle contains these calls, but at other sizes
-                return _played(bound, problems)
+                return _simulated_s(bound, problems)
         times = [(count, s.plan.predicted.step_s) for s, count in newest if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
 
@@ -298,7 +298,7 @@ class Phase:
         return _median([*self._seconds]) if self._seconds else None
 
 
-def _predicted(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
+def _planned_s(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
     """Return the predicted seconds for the calls of a cycle that have these keys; None if the plan has no prediction.
 
     The time of a call ends when the next call begins.
@@ -308,7 +308,7 @@ def _predicted(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | N
     return sum(seconds for key, seconds in zip(cycle.keys, seconds_of_calls(cycle.cycle), strict=True) if key in keys)
 
 
-def _played(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> float:
+def _simulated_s(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> float:
     """Simulate a pass over a cycle with the cycle's plan, but with other input sizes; return the predicted seconds.
 
     ``problems``: for each key of a call, the scheduling problem of this call at its new sizes.

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, Hoist, OnPeers, Pack
+from chunkflow_compile.placed.arguments import unwrap
 from chunkflow_compile.placed.index import ModelIndex, filled_by, is_distributed
 from chunkflow_compile.placed.placement import (
     PLACEMENT,
@@ -22,7 +23,6 @@ from chunkflow_compile.placed.placement import (
     packable,
     placement_of,
     placements_of,
-    unwrap,
 )
 from chunkflow_compile.placed.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 from chunkflow_compile.private_torch.dynamo import compile_lock

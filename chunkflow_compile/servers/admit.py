@@ -9,19 +9,17 @@ leave too little memory for weights, the tokens of the blocks are split into the
 
 from __future__ import annotations
 
-import copy
 import difflib
 import inspect
 import json
-import math
 import os
 import pickle
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,17 +31,15 @@ from chunkflow_compile.catalog.presets import PRESETS
 from chunkflow_compile.catalog.sizes import Shape, Timestep
 from chunkflow_compile.catalog.weightless import trace_without_weights
 from chunkflow_compile.hardware.headroom import budget_for
-from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.option_parsing import parse_options
+from chunkflow_compile.options import Options
 from chunkflow_compile.passes.cutting import make_cut, whole_blocks
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
-from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.placement.splitting import REPEATS, split_into
-from chunkflow_compile.passes.placement.timeline import Simulator
-from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.pipeline.budget import Budget, budget_of
 from chunkflow_compile.report.record import seconds
+from chunkflow_compile.servers.forecast import Forecast, tokens_of
 from chunkflow_compile.units import enough, size
 from chunkflow_compile.weights.leaves import leaves, tensors_of
 from chunkflow_compile.weights.locks import ProcessLock
@@ -68,7 +64,7 @@ _NEGATIVE = ("negative_prompt", "negative_prompt_embeds")
 # The key of a trace: the number of text tokens, the number of samples, and the numbers of slices.
 _Key = tuple[int, int, tuple[int, ...]]
 # The result of a trace: the three numbers of tokens, and one forecast per number of slices.
-_Found = tuple[tuple[int, ...], tuple["_Forecast", ...]]
+_Found = tuple[tuple[int, ...], tuple["Forecast", ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +213,7 @@ class Admitter:
         given = {**self.defaults, **sizes}
         shape = self._shape(given)
         for forecast in self._forms(shape):
-            activations = forecast.activations_at(_tokens(shape))
+            activations = forecast.activations_at(tokens_of(shape))
             least, room = forecast.least, self.usable - activations
             if room >= least:
                 break
@@ -230,7 +226,7 @@ class Admitter:
                 f"memory={enough(budget_for(least + activations))!r}, or ask for smaller sizes."
             )
         plan = forecast.plan(max(nbytes, least))
-        step_s = _branches(given) * forecast.seconds(plan, _tokens(shape))
+        step_s = _branches(given) * forecast.seconds(plan, tokens_of(shape))
         return Admission(
             fits=not reason,
             step_s=step_s,
@@ -242,17 +238,17 @@ class Admitter:
             reason=reason,
         )
 
-    def _forms(self, shape: Shape) -> Iterator[_Forecast]:
+    def _forms(self, shape: Shape) -> Iterator[Forecast]:
         """Yield forecasts for a request: first for whole blocks, then for more and more slices, as far as the option
         ``split`` allows."""
         split = self.chosen.split
-        found: tuple[_Forecast, ...] = ()
+        found: tuple[Forecast, ...] = ()
         for repeats in (REPEATS[:1], REPEATS[1:]) if split == "auto" else ((split,), REPEATS[:1]):
             if split == "auto" or not found:  # tokens that cannot be split into this number are not split
                 found = self._known(shape, repeats)
                 yield from found
 
-    def _known(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
+    def _known(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[Forecast, ...]:
         """Return the forecasts for a request with these numbers of slices.  The transformer is traced if no earlier trace
         covers the request."""
         found = self._cached(shape, repeats)
@@ -262,14 +258,14 @@ class Admitter:
                 if found is None:
                     found = self._traced(shape, repeats)
                     key = shape.text, shape.batch, repeats
-                    around = found[0].tokens if found else (_tokens(shape),)
+                    around = found[0].tokens if found else (tokens_of(shape),)
                     self.forecasts[key] = ((around, found), *self.forecasts.get(key, ()))
         return found
 
-    def _cached(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...] | None:
+    def _cached(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[Forecast, ...] | None:
         """Return the forecasts of an earlier trace that covers a request; None if there is none."""
         forecasts = self.forecasts.get((shape.text, shape.batch, repeats), ())
-        within = (found for around, found in forecasts if around[0] <= _tokens(shape) <= around[-1])
+        within = (found for around, found in forecasts if around[0] <= tokens_of(shape) <= around[-1])
         return next(within, None)
 
     def _shape(self, given: Mapping[str, Any]) -> Shape:
@@ -294,7 +290,7 @@ class Admitter:
             **edges,
         )
 
-    def _traced(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
+    def _traced(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[Forecast, ...]:
         """Run :meth:`trace` in a separate process, and return its result.
 
         In this process, a trace would change the default dtype while a request runs, and would use the process group of the
@@ -312,7 +308,7 @@ class Admitter:
             cause = self._why_not_split(shape) or done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             at = f"a latent of {shape.frames}x{shape.height}x{shape.width} and {shape.text} text tokens"
             raise ChunkflowError(f"The transformer of {self.pipeline} could not be traced for {at}: {cause}")
-        forecasts: tuple[_Forecast, ...] = pickle.loads(done.stdout)
+        forecasts: tuple[Forecast, ...] = pickle.loads(done.stdout)
         return forecasts
 
     def _why_not_split(self, shape: Shape) -> str:
@@ -327,7 +323,7 @@ class Admitter:
             "width or number of frames."
         )
 
-    def trace(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[_Forecast, ...]:
+    def trace(self, shape: Shape, repeats: tuple[int, ...]) -> tuple[Forecast, ...]:
         """Trace the transformer at three numbers of tokens; return one forecast per number of slices.  ``repeats``: the
         numbers of slices; 1 stands for whole blocks.  Numbers that do not divide all three numbers of tokens are left out."""
         found, tokens = list[list[Problem]](), list[int]()
@@ -340,13 +336,13 @@ class Admitter:
             whole = cut if repeats == (1,) else whole_blocks(cut, self.chosen.settings())
             forms = (cut if repeat == 1 else split_into(whole, repeat) for repeat in repeats)
             found.append([self._as_stored(form.problem) for form in forms])
-            tokens.append(_tokens(at))
+            tokens.append(tokens_of(at))
         alike = [
             problems
             for problems in zip(*found, strict=True)
             if len({tuple(region.repeat for region in problem.regions) for problem in problems}) == 1
         ]
-        return tuple(_Forecast(self.chosen.settings(), tuple(tokens), problems) for problems in alike)
+        return tuple(Forecast(self.chosen.settings(), tuple(tokens), problems) for problems in alike)
 
     def _as_stored(self, problem: Problem) -> Problem:
         """Return the problem with the stored sizes of the weights, which are smaller for quantized weights."""
@@ -391,57 +387,6 @@ def _others(pipe: Any, budget: Budget) -> float:
     """Return the measured seconds of one call of every component except the transformers."""
     kind = type(pipe.transformer)
     return sum(phase.seconds() or 0.0 for phase in budget.phases if type(phase.root) is not kind)
-
-
-@dataclass(eq=False)
-class _Forecast:
-    """Forecasts of a transformer for one number of slices, interpolated between traces at three numbers of tokens.
-    ``plans``: bytes for weights -> the plan for them."""
-
-    settings: Settings
-    tokens: tuple[int, ...]
-    problems: tuple[Problem, ...]
-    plans: dict[int, Plan] = field(default_factory=dict)
-
-    @cached_property
-    def least(self) -> int:
-        """The minimum bytes on the device that any plan needs for weights."""
-        return least_memory(self.problems[0], self.settings.hardware, self.settings.chunk_bytes)
-
-    @cached_property
-    def _simulators(self) -> list[Simulator]:
-        return [Simulator(p, self.settings.hardware, self.settings.chunk_bytes) for p in self.problems]
-
-    def plan(self, nbytes: int) -> Plan:
-        """Return the fastest plan with at most ``nbytes`` bytes of weights on the device."""
-        if nbytes not in self.plans:
-            chosen = self.settings
-            goal = replace(chosen.goal, memory=nbytes, activations=False)
-            self.plans[nbytes] = place(self.problems[0], chosen.hardware, goal, chunk_bytes=chosen.chunk_bytes)
-        return self.plans[nbytes]
-
-    def seconds(self, plan: Plan, count: int) -> float:
-        """Return the seconds of a call with ``count`` tokens, under a plan that was made for another number of tokens."""
-        simulator = copy.copy(self._simulators[0])
-        for name in ("compute_s", "collective_s", "link_s"):
-            columns = zip(*(getattr(s, name) for s in self._simulators), strict=True)
-            setattr(simulator, name, [max(0.0, _interpolated(self.tokens, column, count)) for column in columns])
-        return simulator.step_under(plan)
-
-    def activations_at(self, count: int) -> int:
-        """Return the bytes of activations of a call with ``count`` tokens."""
-        return max(0, round(_interpolated(self.tokens, [problem.live_bytes for problem in self.problems], count)))
-
-
-def _tokens(shape: Shape) -> int:
-    """Return the number of elements in the latent of a sample, which is proportional to the number of tokens."""
-    return shape.frames * shape.height * shape.width
-
-
-def _interpolated(at: Sequence[int], values: Sequence[float], x: int) -> float:
-    """Return the value at ``x`` of the parabola that has ``values`` at the three points ``at`` (Lagrange interpolation)."""
-    parts = (math.prod((x - other) / (here - other) for other in at if other != here) for here in at)
-    return sum(part * value for part, value in zip(parts, values, strict=True))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -108,7 +108,8 @@ def settings_from(environ: Mapping[str, str]) -> PluginSettings | None:
 def _parsed(*, peers: OnPeers = False, **options: Any) -> Options:
     """Parse the options of the backend.  Raises ChunkflowError for unknown options and for invalid values."""
     # imported here, because it imports torch, which only a server with settings needs
-    from chunkflow_compile.options import check_choice, parse_options
+    from chunkflow_compile.option_parsing import parse_options
+    from chunkflow_compile.options import check_choice
 
     chosen = parse_options(options, caller=_parsed)
     check_choice("peers", peers, get_args(OnPeers))

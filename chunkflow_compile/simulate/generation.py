@@ -153,16 +153,28 @@ def _hoisted(c: Component, settings: Settings) -> PhaseMemory:
 
 def least_budget(components: Sequence[Component], hardware: Hardware) -> int:
     """Return the minimum budget with which all components run, in bytes."""
-    return max(_needed(c, _small_of_others(c, components), hardware) for c in components)
+    return max(budget for budget, _ in _minimums(components, hardware))
+
+
+def _minimums(components: Sequence[Component], hardware: Hardware) -> list[tuple[int, int]]:
+    """Return, for each component, the minimum budget with which it runs and its bytes of activations with that budget.
+
+    Experts have the same cut, for which the minimum is computed once: splitting a large cut takes seconds.
+    """
+    found = dict[tuple[object, ...], tuple[int, int]]()
+    minimums = []
+    for c in components:
+        key = (id(c.cut), c.weights, c.activations, c.pack, c.split)
+        if key not in found:
+            found[key] = _least(c, hardware)
+        least, alive = found[key]
+        minimums.append((budget_for(_small_of_others(c, components) + least), alive))
+    return minimums
 
 
 def _small_of_others(component: Component, components: Sequence[Component]) -> int:
     """Return the bytes of the small weights of all other components."""
     return sum(other.small for other in components if other is not component)
-
-
-def _needed(component: Component, others: int, hardware: Hardware) -> int:
-    return budget_for(others + _least(component, hardware)[0])
 
 
 def _least(c: Component, hardware: Hardware) -> tuple[int, int]:
@@ -191,9 +203,9 @@ def _too_little(
     component: Component, components: Sequence[Component], hardware: Hardware, budget: int
 ) -> ChunkflowError:
     """Return the error for a component that does not fit in the budget.  It states the minimum for all components."""
-    others = _small_of_others(component, components)
-    least, alive = _least(component, hardware)
-    needed, every = budget_for(others + least), least_budget(components, hardware)
+    minimums = _minimums(components, hardware)
+    needed, alive = next(found for found, c in zip(minimums, components, strict=True) if c is component)
+    every = max(budget for budget, _ in minimums)
     more = f", and another component needs {size(every)}" if every > needed else ""
     return ChunkflowError(
         f"memory={size(budget)} is too little for {component.name}: its activations take up to {size(alive)}, and with the "

@@ -125,7 +125,7 @@ class CheckpointReader:
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
         # the path may belong to another file by now
         part.file.check()
-        # raises the first error
+        # wait for all reads, and raise the first error
         deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)
 
     def close(self) -> None:

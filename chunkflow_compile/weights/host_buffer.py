@@ -106,14 +106,14 @@ class HostBuffer:
         self.form = Form.COMPRESSED if self.backing.compressed else raw
         # held while the form of the values is read or changed
         self._lock = ProcessLock()
-        # held during a whole write; ``_lock`` is not
+        # held during a whole write, unlike ``_lock``
         self._writing = ProcessLock()
         # whether code compiled by other backends has used the memory
         self.exposed = False
         self._uses = MemoryUses()
         self._store: Store | None = None
         self._token: Callable[[], WeightToken | None] = lambda: None
-        self._writes: torch.Tensor | None = None  # shares only the version counter with the weight
+        self._writes: torch.Tensor | None = None  # a tensor that has only the version counter of the weight
         self._resident_copy = ResidentCopy()
         self._pins = Pins()
 

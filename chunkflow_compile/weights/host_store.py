@@ -89,7 +89,7 @@ class HostStore:
     def _kept(self) -> list[HostBuffer]:
         """All buffers of the store, oldest first, including buffers of weights that were replaced or dropped."""
 
-        buffers = (ref() for ref in self._buffers.keyrefs())  # any thread may call keyrefs
+        buffers = (ref() for ref in self._buffers.keyrefs())  # ``keyrefs`` is thread-safe
         return [buffer for buffer in buffers if buffer is not None]
 
     @property
@@ -162,7 +162,6 @@ class HostStore:
         origin: torch.device,
         grad: torch.Tensor | None = None,
     ) -> None:
-        """Add the buffer of a weight to the store."""
         buffer = weight.buffer
         buffer.enter(self, names, origin, host, weight, grad)
         self._total += 0 if buffer in self._buffers else host.nbytes
@@ -200,7 +199,7 @@ class HostStore:
                     restore_weight(weight, target, stagings)
                 elif buffer.compressed:
                     buffer.unpack(leaving=True)
-                buffer.unpin()  # not earlier, because pinned memory is copied faster
+                buffer.unpin()  # unpinned only now, because copies from pinned memory are faster
                 buffer.leave()
                 moved(buffer.nbytes)
             self._buffers.clear()

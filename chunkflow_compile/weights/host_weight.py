@@ -273,7 +273,7 @@ class HostWeight(torch.Tensor):
         if buffer is None and is_same_view(host, self.host) and self.buffer.backs(self):
             # a tensor of the weight's own state_dict
             return
-        # another view of the same memory, perhaps of only a part
+        # whether ``value`` is another view of the same memory, perhaps of only a part of it
         part = buffer is self.buffer
         if part:
             self.buffer.unpack()
@@ -342,7 +342,7 @@ class HostWeight(torch.Tensor):
 
     @property
     def __cuda_array_interface__(self) -> NoReturn:
-        raise AttributeError(refusal(self, "__cuda_array_interface__"))  # hasattr is False
+        raise AttributeError(refusal(self, "__cuda_array_interface__"))  # so that hasattr returns False
 
 
 # Two getters for code that looks for changes of many weights in every call.  Both raise AttributeError for a tensor

@@ -88,9 +88,8 @@ class WeightLoader:
             self._after = dict(pairwise(read))
             copied = [w for w in self._weights.values() if self._takes_memory(w)]
             self._todo = sum(w.takes for w in copied)
-            self._temporary = max(
-                (w.takes_temporarily for w in copied), default=0
-            )  # weights are placed one after the other
+            # the maximum and not the sum, because weights are placed one after the other
+            self._temporary = max((w.takes_temporarily for w in copied), default=0)
             check_room(self._todo + self._temporary)
         except BaseException as error:
             self.close(error)
@@ -163,7 +162,7 @@ class WeightLoader:
         and its values do not fit in the packed form."""
         backing = shared.backing(weight.name)
         if weight.source.compressed and not fits(backing.host):
-            # the shared memory has only the size of the packed form
+            # the shared memory is too small for the unpacked values
             return self._unshared(replace(weight, source=replace(weight.source, values=0)), values)
         self._kept.add(weight.name)
         if weight.source.compressed:
@@ -258,7 +257,7 @@ class WeightLoader:
         """Return new pages with the values of a weight.  ``values``: the values; not needed if the weight is in a
         file."""
 
-        # because ``_thread`` does not inherit the modes of its caller
+        # ``_thread`` does not inherit the modes of its caller
         with torch.inference_mode(False), torch.no_grad():
             host = empty_pages(weight.like)
             self._fill(host, weight, values)
@@ -272,7 +271,6 @@ class WeightLoader:
 
     @cached_property
     def _scratch(self) -> Scratch:
-        """The scratch file of this rank."""
         shared = self._shared or ()
         own = [w for w in self._weights.values() if w.source.file and not w.stays and w.name not in shared]
         return Scratch.made(sum(whole_pages(w.nbytes) for w in own))

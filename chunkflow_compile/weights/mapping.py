@@ -40,7 +40,7 @@ def memory_file(name: str, nbytes: int) -> Descriptor:
     """Create a memfd: shared memory in the form of a file without a name.  No process can change its size."""
     memory = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(memory.number, nbytes)
-    # so that no rank can truncate it while another rank reads it
+    # fix the size, so that no rank can truncate the memory while another rank reads it
     fcntl.fcntl(memory.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return memory
 
@@ -49,7 +49,7 @@ def reopened(path: str, identity: tuple[int, int]) -> Descriptor:
     """Open the file at a path for reading and writing.  Raises OSError if the file cannot be opened, or if its
     ``identity`` (device and inode number) differs."""
 
-    # checked first, because opening an unknown pipe or terminal may have side effects
+    # check before opening, because opening an unknown pipe or terminal may have side effects
     if identity_of(os.stat(path)) != identity:
         raise OSError(errno.ESTALE, "another file")
     opened = Descriptor(os.open(path, os.O_RDWR))

@@ -206,7 +206,7 @@ class Peers:
         """Shard weights that have the same size on all ranks.  Returns the names of the weights that are not sharded
         because their values differ."""
 
-        versions = [buffer.version for buffer in buffers]  # read before the values
+        versions = [buffer.version for buffer in buffers]  # read before the values, so that a later write is noticed
         sizes = [piece_bytes(buffer.nbytes, self.ranks) for buffer in buffers]
         held = zip(*(memory.split(sizes) for memory in self._memories(buffers, sizes)), strict=True)
         sharded = [

@@ -43,7 +43,7 @@ def restore_weight(weight: HostWeight, device: torch.device, stagings: GpuStagin
             if buffer.compressed:
                 buffer.unpack(leaving=True)
             if buffer.backing.where is Where.SHARED:
-                buffer.make_private()  # an ordinary tensor may be written at any time
+                buffer.make_private()  # writes to an ordinary tensor must not reach other ranks
             if buffer.backing.in_scratch_file and (cause := no_room(weight.host.nbytes)) is not None:
                 raise ChunkflowError(
                     f"There is no room in host memory for {buffer.name} ({size(weight.host.nbytes)}): {cause}. It and the "

@@ -325,7 +325,7 @@ def process_of(number: int) -> list[int]:
     with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
         if state not in "ZX":
-            return [number, int(fields[18])]  # its start time
+            return [number, int(fields[18])]  # the start time of the process
     return []
 
 
@@ -343,6 +343,6 @@ def _ended(task: str, rank: int, why: str) -> RankFailed:
 def cause_of(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
-    if (inner := getattr(error, "inner_exception", None)) is not None:  # from a failed compilation
+    if (inner := getattr(error, "inner_exception", None)) is not None:  # Dynamo wraps the error of a failed compilation
         return cause_of(inner)
     return str(error) if isinstance(error, ChunkflowError) else first_line(error)

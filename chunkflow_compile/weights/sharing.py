@@ -116,7 +116,7 @@ class SharedPages:
         whole = sum(w.shard is None for w in wanted)  # the number of unsharded weights, which all ranks should have
         reports = node.gather([whole, [(kind, w.origin) for kind, w in mine.items()]])
         sources = [dict(each) for _, each in reports]
-        # in the order of the first rank, without weights that another rank lacks or has in another size
+        # weights that a rank lacks or has in another size are not shared; the order is the first rank's
         kinds = [k for k in sources[0] if all(k in each for each in sources) and mine[k].nbytes]
         common = [mine[k] for k in kinds]
         if 2 * len([w for w in common if w.shard is None]) < max(count for count, _ in reports):

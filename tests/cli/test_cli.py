@@ -40,6 +40,8 @@ from chunkflow_compile.weights.progress import Progress
 OWN = "examples/ulysses_dit.py:planned"
 ULYSSES, SPLIT = (f"{HERE / 'two_blocks.py'}:{name}" for name in ("ulysses", "split"))
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 def chunkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python(

@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from conftest import HERE
 from expecttest import TestCase
 
@@ -17,6 +18,8 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.explain import explain_plan
 from chunkflow_compile.runtime.measurement import Measured, WindowSeconds
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 
 def cli(*arguments: str, code: int = 0) -> str:

@@ -127,10 +127,9 @@ def test_a_file_that_is_no_entry_is_written_again(kind: str, traces: Traces, pla
     expected = plan()
     (file,) = traces.files(kind)
     good = file.read_text()
-    key, digest, body = good.split("\n", 2)
-    other = body.replace("blocks.1", "blocks.2")
-    wrong = "", "{}", good[:-100], good.replace("blocks.1", "blocks.2"), "\0\xff", f"{{}}\n{digest}\n{body}"
-    for text in (*wrong, f"{key}\n{trace_cache._digest('[]')}\n[]", f"{key}\n{trace_cache._digest('7')}\n7"):
+    key = good.partition("\n")[0]
+    other = good.replace("blocks.1", "blocks.2")
+    for text in (other, f"{key}\n{trace_cache._digest('[]')}\n[]", f"{key}\n{trace_cache._digest('7')}\n7"):
         count = traces.count
         file.write_text(text)
         if kind == "trace":  # which is read where the problem is not there
@@ -140,8 +139,26 @@ def test_a_file_that_is_no_entry_is_written_again(kind: str, traces: Traces, pla
     file.write_bytes(b"\xff\xfe")
     traces.files("problem")[0].unlink()
     assert plan() == expected and file.read_text() == good
-    assert other != body
+    assert other != good
     assert not [f for f in traces.folder.iterdir() if f not in traces.files()], "no file is left over"
+
+
+def text_entry(number: int) -> CacheEntry[str]:
+    return CacheEntry(kind="text", key={"number": number}, write=str, read=str)
+
+
+def test_a_file_with_other_contents_is_not_found(traces: Traces) -> None:
+    text_entry(0).keep("blocks.1")
+    (file,) = traces.files("text")
+    good = file.read_bytes()
+    _, digest, body = good.split(b"\n", 2)
+    other = good.replace(b"blocks.1", b"blocks.2")
+    assert other != good
+    for contents in (b"", b"{}", good[:-3], other, b"\0\xc3\xbf", b"\xff\xfe", b"{}\n%s\n%s" % (digest, body)):
+        file.write_bytes(contents)
+        assert text_entry(0).find() is None, contents
+    file.write_bytes(good)
+    assert text_entry(0).find() == "blocks.1"
 
 
 def test_an_entry_of_other_versions_is_not_read(
@@ -172,12 +189,9 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(
 
 
 def test_the_files_used_longest_ago_are_removed(traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(number: int) -> CacheEntry[str]:
-        return CacheEntry(kind="text", key={"number": number}, write=str, read=str)
-
     def file_of(number: int) -> Path:
         before = set(traces.files())
-        entry(number).keep("x" * 100_000)
+        text_entry(number).keep("x" * 100_000)
         (made,) = set(traces.files()) - before
         return made
 
@@ -186,11 +200,11 @@ def test_the_files_used_longest_ago_are_removed(traces: Traces, monkeypatch: pyt
     torn.write_text("by a process that was killed")
     for age, file in enumerate((torn, *files)):
         os.utime(file, (1000 + age, 1000 + age))
-    assert entry(0).find() == "x" * 100_000, "from here on it was used last"
+    assert text_entry(0).find() == "x" * 100_000, "from here on it was used last"
     monkeypatch.setattr(trace_cache, "MOST_BYTES", 350_000)
     files.append(file_of(3))
     assert [file.exists() for file in (torn, *files)] == [False, True, False, True, True]
-    assert entry(1).find() is None
+    assert text_entry(1).find() is None
 
 
 def test_importing_it_reads_nothing() -> None:

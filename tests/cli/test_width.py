@@ -26,6 +26,8 @@ from chunkflow_compile.weights.progress import EVERY_S, QUIET_S, Lines, Progress
 LONG, ULYSSES = (f"{HERE / 'two_blocks.py'}:{name}" for name in ("long_names", "ulysses"))
 SIZES = ("--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096")
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 def wide(text: str) -> list[str]:
     """The lines of ``text`` that are longer than a page is wide, but for paths of this machine."""

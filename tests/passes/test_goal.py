@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.option_parsing import parse_options
+from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import DEFAULT_GOAL, Goal
 

@@ -22,7 +22,7 @@ from fake_cuda import FakeCuda, FakeStream
 from helpers import Broken, Stack, UlyssesStack, anonymous_bytes, check_steps, twins
 from hypothesis import given
 from hypothesis import strategies as st
-from random_programs import Bench, Choices, Spec, choices, examples, specs
+from random_programs import Bench, Choices, Spec, choices, examples, pooled
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs, restore
@@ -150,7 +150,7 @@ def test_time_is_measured_by_the_device(no_grad: None) -> None:
 
 
 @examples(7, 8)
-@given(specs, st.lists(choices, min_size=2, max_size=2))
+@given(pooled, st.lists(choices, min_size=2, max_size=2))
 def test_random_programs(spec: Spec, plans: list[Choices]) -> None:
     """As on the threads device: several steps, new inputs, slots full of NaN between them."""
     found = Bench(spec)

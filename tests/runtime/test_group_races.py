@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS, Mutation, caught, listed
-from random_programs import Bench, Choices, Spec, choices, examples, specs
+from random_programs import POOL, Bench, Choices, Spec, choices, examples, specs
 from schedules import goes_wrong, matches
 from torch.fx import Node
 
@@ -36,18 +36,26 @@ def attending(spec: Spec, count: int) -> Spec:
     return replace(spec, layers=(replace(first, exchange=True), *others), groups=count)
 
 
-@pytest.mark.parametrize("programs", [20, pytest.param(200, marks=pytest.mark.long)])
-def test_random_programs(programs: int, record_property: Callable[[str, object], None]) -> None:
+drawn = st.builds(attending, specs, groups)
+# Models of one or two layers, which all short tests share.
+SMALL = [attending(spec, 2 + 2 * (i % 2)) for i, spec in enumerate(spec for spec in POOL if len(spec.layers) < 3)]
+pooled = st.sampled_from(SMALL[:4])
+
+
+@pytest.mark.parametrize(("models", "programs"), [(pooled, 20), pytest.param(drawn, 200, marks=pytest.mark.long)])
+def test_random_programs(
+    models: st.SearchStrategy[Spec], programs: int, record_property: Callable[[str, object], None]
+) -> None:
     count: Counter[str] = Counter()
     seen: set[str] = set()
 
     @examples(300, 60)
-    @given(specs, groups, st.lists(choices, min_size=10, max_size=10))
-    def check_all(spec: Spec, of_heads: int, plans: list[Choices]) -> None:
+    @given(models, st.lists(choices, min_size=10, max_size=10))
+    def check_all(spec: Spec, plans: list[Choices]) -> None:
         if len(seen) >= programs:
             return
-        found = Bench(attending(spec, of_heads))
-        assert found.problem.exchange_groups == of_heads
+        found = Bench(spec)
+        assert found.problem.exchange_groups == spec.groups
         for chosen in plans:
             program = found.program(chosen)
             if program.plan.digest in seen:
@@ -108,19 +116,22 @@ OF_GROUPS = (
 )
 
 
-SAMPLED = [*OF_GROUPS, *(pytest.param(m, marks=pytest.mark.long) for m in MUTATIONS)]
+SAMPLED = [
+    *(pytest.param(m, pooled, id=m.__name__) for m in OF_GROUPS),
+    *(pytest.param(m, drawn, id=f"{m.__name__}, any model", marks=pytest.mark.long) for m in (*OF_GROUPS, *MUTATIONS)),
+]
 
 
-@pytest.mark.parametrize("mutation", SAMPLED, ids=lambda m: m.__name__)
+@pytest.mark.parametrize(("mutation", "models"), SAMPLED)
 def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
-    mutation: Mutation, record_property: Callable[[str, object], None]
+    mutation: Mutation, models: st.SearchStrategy[Spec], record_property: Callable[[str, object], None]
 ) -> None:
     count: Counter[str] = Counter()
 
     @examples(310, 6)
-    @given(specs, groups, st.lists(choices, min_size=2, max_size=2), st.integers(0, 2**16))
-    def check_all(spec: Spec, of_heads: int, plans: list[Choices], seed: int) -> None:
-        found = Bench(attending(spec, of_heads))
+    @given(models, st.lists(choices, min_size=2, max_size=2), st.integers(0, 2**16))
+    def check_all(spec: Spec, plans: list[Choices], seed: int) -> None:
+        found = Bench(spec)
         for chosen in plans:
             program = mutation(found.program(chosen), random.Random(seed))
             if program is None:

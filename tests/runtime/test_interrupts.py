@@ -87,7 +87,7 @@ def interrupted(
     return count
 
 
-@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+@pytest.mark.parametrize("debug", [pytest.param((), marks=pytest.mark.long), ("threads", "poison")])
 def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_c: None) -> None:
     """Ctrl-C, at ten moments of two steps whose copies are slow."""
     model, twin = stack(), stack()
@@ -157,7 +157,7 @@ def test_an_interrupt_while_weights_move(no_grad: None, monkeypatch: pytest.Monk
         assert_survives(model, twin)
 
 
-@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+@pytest.mark.parametrize("debug", [(), pytest.param(("threads", "poison"), marks=pytest.mark.long)])
 def test_an_interrupt_during_a_cycle(debug: tuple[str, ...], no_grad: None, ctrl_c: None) -> None:
     """Ctrl-C, at twelve moments of passes over blocks that are compiled one by one."""
     model, twin = stack(), stack()

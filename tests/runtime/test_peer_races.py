@@ -13,7 +13,7 @@ import torch
 from helpers import without_joins
 from hypothesis import given
 from mutations import listed
-from random_programs import Bench, Choices, Layer, Spec, choices, examples, in_turns, specs
+from random_programs import Bench, Choices, Layer, Spec, choices, examples, in_turns, pooled
 from schedules import goes_wrong, matches
 
 from chunkflow_compile.passes.ops import WAIT
@@ -38,7 +38,7 @@ def test_without_the_wait_for_both_lanes_they_go_wrong(monkeypatch: pytest.Monke
     shown: Counter[str] = Counter()
 
     @examples(220, 6)
-    @given(specs, sharded, sharded)
+    @given(pooled, sharded, sharded)
     def check_all(spec: Spec, one: Choices, other: Choices) -> None:
         shown[goes_wrong(*in_turns(spec, one, other), one.seed)] += 1
 
@@ -124,7 +124,7 @@ def test_nothing_else_than_the_pieces_is_right(
     count: Counter[str] = Counter()
 
     @examples(210, 6)
-    @given(specs, sharded)
+    @given(pooled, sharded)
     def check_all(spec: Spec, chosen: Choices) -> None:
         found = Bench(spec, chosen)
         program: Program = found.program(chosen)

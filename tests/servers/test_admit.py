@@ -24,7 +24,8 @@ from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.runtime.device_base import Device
 from chunkflow_compile.servers import admit as admit_module
-from chunkflow_compile.servers.admit import _KNOWN, Admitter, _branches, _Forecast
+from chunkflow_compile.servers.admit import _KNOWN, Admitter, _branches
+from chunkflow_compile.servers.forecast import Forecast, tokens_of
 
 SIZES = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 
@@ -78,7 +79,7 @@ def test_it_says_what_explain_says_after_the_run(name: str, branches: int) -> No
 def check_refusals(pipe: Any, sizes: dict[str, Any]) -> None:
     """What does not fit, neither in slices; and what is no request."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Forecast, "activations_at", lambda *_: 2 << 20)
+        patch.setattr(Forecast, "activations_at", lambda *_: 2 << 20)
         answer = admit(pipe, **sizes)
     assert not answer.fits and "give compile at least memory=" in answer.reason and "no: " in str(answer)
     multiple = 4 if type(pipe).__name__ == "FluxPipeline" else 16  # of these small ones
@@ -97,9 +98,9 @@ def test_an_answer_follows_from_three_traces(monkeypatch: pytest.MonkeyPatch) ->
     """Between their sizes, a step of both branches takes what a trace of that size would; asked here or elsewhere."""
     problems = {rows: blocks_problem(4, compute=rows + rows**2 / 64) for rows in (16, 32, 48, 64)}
     chosen = Settings(hardware=MACHINE, chunk_bytes=CHUNK)
-    forecast = _Forecast(chosen, (16, 32, 64), tuple(problems[n] for n in (16, 32, 64)))
+    forecast = Forecast(chosen, (16, 32, 64), tuple(problems[n] for n in (16, 32, 64)))
     monkeypatch.setattr(Admitter, "_traced", lambda *_: (forecast,))
-    monkeypatch.setattr(admit_module, "_tokens", lambda shape: shape.width)
+    monkeypatch.setattr(admit_module, "tokens_of", lambda shape: shape.width)
     pipe = apply(small_pipeline("wan"), memory="2MiB", min_bytes=2048, lowering="eager")
     sizes = {**sizes_of({**SMALL_PIPELINES["wan"].call}), "width": 48 * 8}
     answer = admit(pipe, **sizes)
@@ -162,7 +163,7 @@ def test_activations_are_those_alive_in_compiled_regions(monkeypatch: pytest.Mon
     between = replace(shape, width=3 * shape.width // 2)
     build = partial(FAMILIES["wan"].model_and_inputs, admitter.config, between, admitter.dtype)
     problem = make_cut(replace(trace_without_weights(build, 1, 2048, admitter.dtype), fused=False)).problem
-    assert whole.activations_at(admit_module._tokens(between)) == pytest.approx(problem.live_bytes, rel=0.05)
+    assert whole.activations_at(tokens_of(between)) == pytest.approx(problem.live_bytes, rel=0.05)
     known = {REPEATS[:1]: (whole,), REPEATS[1:]: slices}
     monkeypatch.setattr(Admitter, "_traced", lambda _, __, repeats: known[repeats])
     needed = [each.least + each.problems[1].live_bytes for each in (whole, *slices)]

@@ -132,8 +132,15 @@ def test_a_write_to_it_is_a_write_to_the_model(place: str) -> None:
     assert same(*pair.both)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("policy", ["layerwise", "resident"])
+# Each place with one policy; the other is long.
+WITH_POLICIES = [
+    pytest.param(place, policy, marks=[pytest.mark.long] * (("packed" in place) == (policy == "layerwise")))
+    for place in PLACES
+    for policy in ("layerwise", "resident")
+]
+
+
+@pytest.mark.parametrize(("place", "policy"), WITH_POLICIES)
 def test_it_is_seen_by_the_first_step_and_the_next_ones(place: str, policy: str) -> None:
     """Also after a program has copied the weight for good, and of an array that has outlived its tensor."""
     pair = Pair(place, policy)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ class Joint(nn.Module):
         return (x * x.sin(), x[:, :TEXT] * 3) if isinstance(x, torch.Tensor) else x[0] * 2
 
 
+@cache  # no test changes a cut
 def blocks(count: int = 2, x: torch.Tensor = X) -> tuple[nn.Module, Cut]:
     """A model of equal blocks, and its cut with one region for each block."""
     torch.manual_seed(0)
@@ -231,9 +233,14 @@ def test_a_plan_with_slices_is_found_again() -> None:
     assert again.problem.digest == chosen.problem.digest == plan.problem
 
 
+@cache
+def in_two_slices() -> Cut:
+    return split_into(blocks()[1], 2)
+
+
 def wrong(change: Callable[[Program], None]) -> str:
     """The violations of a program of two blocks in two slices that was changed."""
-    program = program_of(split_into(blocks()[1], 2))
+    program = program_of(in_two_slices())
     verify(program)
     change(program)
     with pytest.raises(FindingError) as found:

@@ -14,7 +14,7 @@ from helpers import Stack, cut_of, plan_of
 from hypothesis import given
 from mutations import Mutation
 from random_cycles import CycleBench, Drawn, cycles
-from random_programs import Bench, Choices, Spec, choices, examples, specs
+from random_programs import Bench, Choices, Spec, choices, examples, pooled
 from test_verify import copied
 
 from chunkflow_compile.frontend.trace import trace
@@ -57,7 +57,7 @@ def test_a_plan_without_joins_is_proved_as_before() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_random_programs_and_pairs_of_them_are_proved_in_every_form() -> None:
     @examples(4, 3)
-    @given(specs, choices, choices)
+    @given(pooled, choices, choices)
     def check_all(spec: Spec, one: Choices, other: Choices) -> None:
         found = Bench(spec)
         a, b = found.program(one), found.program(other)

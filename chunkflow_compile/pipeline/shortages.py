@@ -1,0 +1,57 @@
+"""The errors for a budget that is too small for a component of a pipeline.  Each says which budget would suffice."""
+
+from __future__ import annotations
+
+from chunkflow_compile.hardware.headroom import budget_for
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.pipeline.phase import Phase
+from chunkflow_compile.units import enough, size
+
+
+def out_of_memory_again(phase: Phase, total: int, error: BaseException) -> ChunkflowError:
+    """Return the error for a call that ran out of memory although all weights were streamed.
+
+    ``total``: the size of the budget in bytes.  ``error``: the error of the call.
+    """
+    tiling = f", or pipe.{phase.name}.enable_tiling()." if hasattr(phase.root, "enable_tiling") else "."
+    return ChunkflowError(
+        f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {size(total)} with its weights "
+        f"streamed: {str(error).splitlines()[0]} Call restore(pipe), then compile with more "
+        f"memory, or call the pipeline with smaller sizes{tiling}"
+    )
+
+
+def no_plan(phase: Phase, needed: int, total: int, symbolic: bool) -> ChunkflowError:
+    """Return the error for a program that has no plan within the budget.
+
+    ``needed``: the bytes that the program and the small weights of all phases need.  ``total``: the size of the budget in
+    bytes.  ``symbolic``: whether the program was already compiled with symbolic sizes, so that fixed sizes may help.
+    """
+    fixed = " or with dynamic=False (blocks are split only at fixed sizes)" if symbolic else ""
+    return ChunkflowError(
+        f"memory={size(total)} is too little for {phase.name} ({type(phase.root).__name__}): one of its programs "
+        f"needs {size(needed)}, for its predicted activations and as few of its weights as possible. Call restore(pipe), "
+        f"then compile with at least memory={enough(budget_for(needed))!r}{fixed}, or call the pipeline with "
+        "smaller sizes."
+    )
+
+
+def no_memory_for_weights(
+    phase: Phase, largest: Phase, budget: int, total: int, error: ChunkflowError
+) -> ChunkflowError:
+    """Return the error for a phase whose weights have no plan in the memory that activations leave.
+
+    ``largest``: the phase with the largest activations among the phases that share the arena.  ``budget``: the bytes that are
+    left for weights.  ``total``: the size of the budget in bytes.  ``error``: the error of the planner.
+    """
+    least = phase.least
+    calls, whose = "its calls", "its"
+    if largest is not phase:
+        calls, whose = f"calls of {largest.name}, with which it takes turns,", "their"
+    needs = f", which need {size(least)}" if budget < least else f": {error}"
+    return ChunkflowError(
+        f"memory={size(total)} is too little for {phase.name} ({type(phase.root).__name__}): {calls} take "
+        f"{size(largest.activations - largest.kept)} beside {whose} weights, activations mostly, so {size(max(0, budget))} "
+        f"are left for the weights{needs}. Call restore(pipe), then compile with at least "
+        f"memory={enough(budget_for(least + largest.activations - phase.kept))!r}, or the pipeline with smaller sizes."
+    )
