@@ -81,9 +81,22 @@ SIZES = ("--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096", "--sl
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
+def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Resets Dynamo before and after each test; for a test that uses ``kept_dynamo``, only its counters."""
+    keeps = "kept_dynamo" in request.fixturenames and request.node.get_closest_marker("long") is None
+    if not keeps:
+        torch._dynamo.reset()
     counters.clear()
+    yield
+    if not keeps:
+        torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def kept_dynamo() -> Iterator[None]:
+    """The tests of a module that use this fixture share what Dynamo compiles: another model of the same class, with the same
+    options, runs the code that an earlier test has compiled.  Tests with the marker ``long`` compile anew."""
+    torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 

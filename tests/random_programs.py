@@ -225,7 +225,7 @@ class Runs:
     def bind(self, arena: Arena, plan: Plan, names: Iterable[str], *more: Any) -> Binding:
         """The memory of a program that reads the weights of these names.  The slots are full of NaN before its first step."""
         memory = self.join(arena, plan)
-        if arena.holder is None:
+        if arena.contents is None:
             memory.fill_(255)
         slots = {w.name: memory.narrow(0, w.offset or 0, w.nbytes) for w in plan.streamed}
         values = {n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in names}

@@ -430,7 +430,7 @@ def test_what_is_missing_is_said(
         ChunkflowError, match=r"gpus.json is missing: it contains the plans for several GPUs. Write it again"
     ):
         readme_table.several(tmp_path / "several_gpus.json")
-    with pytest.raises(ChunkflowError, match=r"README.md has no place for the figures: put <!-- figures"):
+    with pytest.raises(ChunkflowError, match=r"README.md has no place for the figures: add the lines <!-- figures"):
         written("# ChunkFlow\n", readme_gpus.planned())
     with pytest.raises(ChunkflowError, match=r"The planned forwards lack the measured one as the pipeline calls it"):
         pair(measured())

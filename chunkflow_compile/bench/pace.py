@@ -1,8 +1,9 @@
-"""Regions of a fixed duration on shared processors.
+"""Give regions a fixed duration on shared processors.
 
 Other processes slow down the cores of a machine for seconds at a time, and a copy thread takes time from compute.  On a
 GPU, compute is equally fast in every step, and copies have separate engines.  A paced region computes as usual and then
-sleeps until its duration is over.  So it has the fixed duration unless it is slowed down by more than its slack.
+sleeps until its duration is over.  So it takes the fixed duration, unless other work slows it down by more than the time
+that it would sleep.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ if TYPE_CHECKING:
     from chunkflow_compile.runtime.variants import Variant
     from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
-# Fixed durations as a multiple of the measured ones.  On two shared cores, most steps took at most 1.4 times the median.
+# The fixed durations, as a multiple of the measured durations.  On two shared cores, most steps took at most 1.4 times
+# the median.
 PACE = 1.5
 
 
 def paced(variant: Variant, compute_s: Sequence[float], pace: float, clock: HostClock = MONOTONIC) -> Variant:
-    """``variant`` with fixed durations for its regions: ``pace`` times their measured compute times.
+    """Return a variant whose regions have fixed durations: ``pace`` times their measured compute times.
 
-    ``compute_s``: seconds per region of a step, in program order.  Regions that share their code get the mean.  ``clock``:
-    clock that measures the durations.
+    ``compute_s``: the measured seconds of each region, in program order.  Regions that share their code get the mean.
+    ``clock``: the clock that measures the durations.
     """
     names = [str(n.target) for n in variant.program.module.graph.nodes if n.op == "call_module"]
     taken: dict[str, list[float]] = {}
     for name, seconds in zip(names, compute_s, strict=True):
         taken.setdefault(name, []).append(seconds)
-    late_s = 0.0  # delay of the previous region; it shortens the following ones, each by at most its own duration
+    late_s = 0.0  # how late the previous region ended; the next region is shortened by this time
 
     def hold(region: LoweredRegion, duration_s: float) -> LoweredRegion:
         def run(inputs: list[Any]) -> Sequence[Any]:

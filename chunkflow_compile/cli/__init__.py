@@ -1,5 +1,6 @@
 """The command line, with one file per command.  A command takes arguments, prints tables or JSON, and returns an exit code.
 
 Start with main.py (exit codes), parsers.py (all arguments, without torch), arguments.py (arguments that several commands
-share), output.py (stdout, stderr, --json) and target.py (the model and the machine that most commands take).
+share), output.py (stdout, stderr, --json), target.py (from the arguments of most commands to a model and a machine) and
+planned_model.py (the model that they plan).
 """

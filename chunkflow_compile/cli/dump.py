@@ -22,7 +22,8 @@ from chunkflow_compile.report.stages import StageWriter, annotator
 from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
-from .target import PlannedModel, load_target, options_of
+from .planned_model import PlannedModel
+from .target import load_target, options_of
 
 
 def run(arguments: argparse.Namespace) -> int:

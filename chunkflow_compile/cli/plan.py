@@ -27,7 +27,8 @@ from chunkflow_compile.units import size
 from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
-from .target import PlannedModel, load_and_plan, load_target, note_rates
+from .planned_model import PlannedModel
+from .target import load_and_plan, load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:

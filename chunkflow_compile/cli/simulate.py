@@ -27,7 +27,8 @@ from chunkflow_compile.weights.progress import Progress
 from .degrees import sweep
 from .output import say, write_json
 from .parsers import SIMULATED
-from .target import PlannedModel, load_target, note_rates
+from .planned_model import PlannedModel
+from .target import load_target, note_rates
 
 # The policies that support neither packed weights nor weights sharded over peers (--peers).
 _RAW = ("resident", *ONLY_PREDICTED)

@@ -10,7 +10,8 @@ from chunkflow_compile.report.story import Story, changes, find_weight, story_of
 from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
-from .target import PlannedModel, load_target, note_rates
+from .planned_model import PlannedModel
+from .target import load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -68,12 +68,13 @@ from chunkflow_compile.options import Options
 from chunkflow_compile.passes.cutting import goal_of_cut
 from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, first_line
 from chunkflow_compile.passes.goal import Goal
+from chunkflow_compile.passes.graph.head_groups import in_head_groups
 from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hoisting import hoisting_of
-from chunkflow_compile.passes.names import STAGES, ExchangeGroups, StageName
+from chunkflow_compile.passes.names import STAGES, StageName
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.pipeline import Stage, stages
 from chunkflow_compile.passes.placement.place import least_memory
@@ -316,7 +317,7 @@ class _GraphCompiler:
     survey: Survey | None = None
     root: Callable[[], nn.Module | None] = lambda: None
     notes: tuple[str, ...] = ()
-    agreed: list[tuple[ExchangeGroups, tuple[str, ...]]] = field(default_factory=list)
+    agreed: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> CompiledGraph | HoistedGraph:
         with dynamo_timed("chunkflow.program"):
@@ -329,9 +330,11 @@ class _GraphCompiler:
         with dynamo_timed("chunkflow.exchange_groups"):
             if not self.agreed:
                 expected = replace(self.settings, goal=self._expected_goal)
-                self.agreed.append(agreed_groups(traced, expected, alone=self.survey is not None))
+                traced, said = agreed_groups(traced, expected, alone=self.survey is not None)
+                self.agreed.append((traced.exchange_groups, said))
             groups, notes = self.agreed[0]
-        settings = replace(self.settings, goal=replace(self.settings.goal, exchange_groups=groups))
+            traced = in_head_groups(traced, groups)
+        settings = replace(self.settings, goal=replace(self.settings.goal, exchange_groups=groups > 1 and groups))
         return replace(self, settings=settings, notes=notes)._halves(aten, traced, tables)
 
     def _halves(self, aten: GraphModule, traced: Traced, tables: HostConstants) -> CompiledGraph | HoistedGraph:

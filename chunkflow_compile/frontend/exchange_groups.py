@@ -2,35 +2,58 @@
 
 All ranks must divide an exchange in the same way.  If one rank ran a different number of all-to-alls than the others, the
 ranks would receive wrong data or wait forever.
+
+Each rank posts a record in each process group whose exchanges the graph contains, and reads the records of the other ranks of
+the group.  There are always two rounds, and each rank posts in all of them, also after an error.  Otherwise a rank could wait
+for a record that is never posted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from chunkflow_compile.passes.cutting import groups_for
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
-from chunkflow_compile.passes.graph.exchanges import NoGroups, exchanges
+from chunkflow_compile.passes.graph.exchanges import NoGroups
 from chunkflow_compile.passes.graph.head_groups import in_head_groups
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import ExchangeGroups
 from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.weights.groups import Group, StoreEnded, group_named, numbers
+from chunkflow_compile.weights.rounds import cause_of
 
 # The fields of the record that a rank posts: the value of the option, the number of groups that the rank chooses, and the
-# error if the rank cannot divide its exchanges (otherwise None).
+# number of a rank that failed with its error (otherwise None).
 _WANTED, _GROUPS, _FAILED = "wanted", "groups", "failed"
 _NOTE = "the exchanges of attention are"
+# In the first round, a rank in several process groups passes on the smallest number and the error that it has seen so far.
+# The second round also tells the groups in which the rank posted before it saw them.
+_ROUNDS = 2
 
 
-def agreed_groups(traced: Traced, settings: Settings, alone: bool = False) -> tuple[ExchangeGroups, tuple[str, ...]]:
-    """Return the number of groups that all ranks use for this graph, and notes for the user.
+@dataclass(frozen=True)
+class _Choice:
+    """The choice of this rank.
 
-    The number is False if exchanges are not divided.
+    ``groups``: number of groups of heads.  ``note``: note for the user.  ``traced``: the graph; its exchanges are divided if
+    the user has passed the number of groups.  ``error``: error that prevents the choice, or None.
+    """
+
+    groups: int
+    note: str
+    traced: Traced
+    error: Exception | None = None
+
+
+def agreed_groups(traced: Traced, settings: Settings, alone: bool = False) -> tuple[Traced, tuple[str, ...]]:
+    """Divide the exchanges of a graph into the number of groups that all ranks use; return the graph, and notes for the
+    user.
+
     ``alone``: whether only this rank compiles the graph, as in a survey: it uses its own choice then.
     With "auto", each rank chooses a number, and all ranks use the smallest of these numbers.
     Raises ChunkflowError on all ranks if the ranks pass different values of the option, or if one of the ranks cannot divide
@@ -38,41 +61,36 @@ def agreed_groups(traced: Traced, settings: Settings, alone: bool = False) -> tu
     """
     wanted, exchanged = settings.goal.exchange_groups, _exchanged(traced)
     if not exchanged:
-        return False, ()
+        return traced, ()
     groups = [] if alone else [group for name in exchanged if (group := group_named(name)) is not None]
     if not wanted:
         _post_none(groups, traced)
-        return False, ()
-    mine, note, failed = _chosen(traced, settings)
-    chosen = mine
-    # A rank in several groups passes on the smallest number that it has seen.  After two rounds, all ranks of a mesh have the
-    # smallest number of all.
-    for group in groups * min(len(groups), 2):
-        chosen = min(chosen, _agree(group, traced, {_WANTED: wanted, _GROUPS: chosen, _FAILED: failed and str(failed)}))
-    if chosen < mine:
+        return traced, ()
+    mine = _choice(traced, settings)
+    chosen = _agreed(groups, wanted, mine)
+    note = mine.note
+    if chosen < mine.groups:
         note = f"{note}; another rank chooses {chosen}, which all ranks use"
-    if failed is not None:
-        raise failed
-    return chosen > 1 and chosen, (note,) if note else ()
+    divided = mine.traced if mine.traced.exchange_groups == chosen else in_head_groups(traced, chosen)
+    return divided, (note,) if note else ()
 
 
-def _chosen(traced: Traced, settings: Settings) -> tuple[int, str, NoGroups | None]:
-    """Return the number of groups that this rank chooses, a note on this choice, and an error or None.
-
-    There is an error if exchanges cannot be divided into the number of groups that the user has passed.
-    """
+def _choice(traced: Traced, settings: Settings) -> _Choice:
+    """Choose the number of groups for this rank."""
     wanted = settings.goal.exchange_groups
-    if wanted == "auto":
-        choice = groups_for(traced, settings)
-        form = f"in {choice.groups} groups of heads" if choice.groups > 1 else "whole"
-        return choice.groups, f"{_NOTE} {form}: {choice.why}", None
     try:
-        if wanted > 1 and not exchanges(traced.graph.graph):
-            return 1, f"exchange_groups={wanted} changes nothing here: no attention is between all-to-alls", None
-        in_head_groups(traced, wanted)
+        if wanted == "auto":
+            choice = groups_for(traced, settings)
+            form = f"in {choice.groups} groups of heads" if choice.groups > 1 else "whole"
+            return _Choice(choice.groups, f"{_NOTE} {form}: {choice.why}", traced)
+        divided = in_head_groups(traced, wanted)
     except NoGroups as error:
-        return 1, "", NoGroups(f"exchange_groups={wanted}: {error}")
-    return wanted, f"{_NOTE} in {wanted} groups of heads" if wanted > 1 else "", None
+        return _Choice(1, "", traced, NoGroups(f"exchange_groups={wanted}: {error}"))
+    except Exception as error:  # noqa: BLE001  # raised again, after the other ranks have been told
+        return _Choice(1, "", traced, error)
+    if divided.exchange_groups == 1 < wanted:
+        return _Choice(1, f"exchange_groups={wanted} changes nothing here: no attention is between all-to-alls", traced)
+    return _Choice(wanted, f"{_NOTE} in {wanted} groups of heads" if wanted > 1 else "", divided)
 
 
 def _exchanged(traced: Traced) -> Collection[str]:
@@ -87,31 +105,73 @@ def _occasion(traced: Traced) -> str:
     return f"exchange groups {hashlib.sha256(names.encode()).hexdigest()[:16]}"
 
 
-def _post_none(groups: Collection[Group], traced: Traced) -> None:
+def _rounds(groups: Sequence[Group]) -> Iterator[Group]:
+    for _ in range(_ROUNDS):
+        yield from groups
+
+
+def _post_none(groups: Sequence[Group], traced: Traced) -> None:
     """Post that this rank does not divide exchanges, without waiting for other ranks.
 
     If another rank does divide exchanges, it reads this record and raises an error.
     """
-    for group in groups:
+    for group in _rounds(groups):
         with contextlib.suppress(StoreEnded):
             group.post(_occasion(traced), {_WANTED: False, _GROUPS: 1, _FAILED: None})
 
 
-def _agree(group: Group, traced: Traced, mine: Mapping[str, Any]) -> int:
-    """Return the number of groups that the ranks of a process group agree on.
+def _agreed(groups: Sequence[Group], wanted: ExchangeGroups, mine: _Choice) -> int:
+    """Return the number of groups of heads that the ranks agree on.  Raises the error of this rank, or ChunkflowError if the
+    ranks cannot agree."""
+    chosen, error, occasion = mine.groups, mine.error, _occasion(mine.traced)
 
-    Raises ChunkflowError if the ranks cannot agree.  ``mine``: the record of this rank.
+    def post(group: Group) -> str:
+        failed = None if error is None else _report(error, group.rank)
+        return group.post(occasion, {_WANTED: wanted, _GROUPS: chosen, _FAILED: failed})
+
+    for group in _rounds(groups):
+        key = post(group)
+        if error is not None:
+            continue
+        values = group.posted(key, group.timeout.total_seconds())
+        try:
+            chosen = min(chosen, _smallest(group, values))
+        except ChunkflowError as found:
+            error = found
+        if group.missing(values):  # this rank has withdrawn its record, so ranks that come later need another one
+            post(group)
+    if error is not None:
+        raise error
+    return chosen
+
+
+class _ErrorOfRank(ChunkflowError):
+    """An error on another rank.  ``rank``: number of this rank.  ``cause``: message of the error."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(f"Exchanges are not divided because of an error on rank {rank}: {cause}")
+        self.rank, self.cause = rank, cause
+
+
+def _report(error: Exception, rank: int) -> tuple[int, str]:
+    """Return the rank on which an error has occurred, and its message.  ``rank``: number of this rank."""
+    return (error.rank, error.cause) if isinstance(error, _ErrorOfRank) else (rank, cause_of(error))
+
+
+def _smallest(group: Group, values: Mapping[int, Any]) -> int:
+    """Return the smallest number of groups of heads that the ranks of a process group have posted.
+
+    ``values``: rank -> its record.  Raises ChunkflowError if the ranks cannot agree.
     """
-    key = group.post(_occasion(traced), mine)
-    values = group.posted(key, group.timeout.total_seconds())
+    for value in values.values():
+        if value is not None and value[_FAILED] is not None:
+            raise _ErrorOfRank(*value[_FAILED])
     if missing := group.missing(values):
         raise ChunkflowError(
-            f"{numbers(missing).capitalize()} did not say into how many groups of heads exchanges are divided: compile the "
-            "same model on all ranks."
+            f"{numbers(missing).capitalize()} did not compile this graph within {group.timeout.total_seconds():g} s, and all "
+            "ranks must divide its exchanges alike: call the same model on all ranks with inputs of the same sizes, so that "
+            "all of them compile it, or none compiles it again (TORCH_LOGS=recompiles shows why a rank does)."
         )
-    for rank, value in values.items():
-        if value[_FAILED] and not mine[_FAILED]:
-            raise ChunkflowError(f"Rank {rank} cannot divide its exchanges: {value[_FAILED]}")
     wanted: dict[int, ExchangeGroups] = {rank: value[_WANTED] for rank, value in values.items()}
     if len({*wanted.values()}) > 1:
         said = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(wanted.items()))

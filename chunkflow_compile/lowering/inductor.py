@@ -101,7 +101,7 @@ def _without_wrappers(region: LoweredRegion, module: GraphModule) -> LoweredRegi
     """
     compiled: Any = inspect.unwrap(region)
     strides = getattr(compiled, "output_strides", None)
-    # if AOTAutograd has work to do after the call, it adds outputs
+    # AOTAutograd adds outputs if it has work to do after the call
     whole = strides is not None and len(strides) == len(module.graph.output_node().args[0])  # type: ignore[arg-type]
     writes = getattr(compiled, "mutated_input_idxs", True)
     if not whole or writes or not getattr(compiled, "_boxed_call", False) or not _needs_no_wrapper(module):

@@ -26,10 +26,11 @@ HEADER = f"{'cost':>12} {'window':>9} {'slot':>13} {'bytes':>11}  slack or work"
 class Note:
     """The annotation at the end of a line.  A field is None if it does not apply to the line.
 
-    ``cost_s``: the duration of the computation, collective or copy in seconds.  ``window``: the number of the window.
-    ``slot``: the offset in the arena in bytes.  ``nbytes``: the number of bytes that are copied or sent, or the size of the
-    input in bytes.  ``slack_s``: the seconds between the arrival of the weight and its first reader.  ``late``: the word that
-    is printed before a negative slack.  ``said``: the text to print if there is no slack.
+    ``cost_s``: the duration of the computation, collective or copy in seconds.  ``window``: the number of the window of
+    the region or copy.  ``slot``: the offset in the arena in bytes.  ``nbytes``: the number of bytes that are copied or
+    sent, or the size of the input in bytes.  ``slack_s``: the seconds between the arrival of the weight and its first
+    reader.  ``late``: the word that is printed before a negative slack.  ``said``: the text to print if there is no
+    slack.
     """
 
     cost_s: float | None = None
@@ -52,7 +53,7 @@ class Note:
 
 
 class FlopNotes:
-    """Makes notes for a graph that is not cut into regions yet.  A note shows the FLOPs of an op.
+    """Makes notes for the lines of a graph that is not cut into regions.  A note shows the FLOPs of an op.
 
     ``values``: the values of the symbols in the graph.
     """
@@ -115,11 +116,11 @@ class Annotator(FlopNotes):
         return super().note(line)
 
     def _seconds(self, lane: SpanLane, name: str, uncontended_s: float) -> float:
-        """Return the duration of a span that the plan predicts, in seconds.
+        """Return the duration of a span in seconds, as the plan predicts it.
 
-        The plan may be for other hardware.  The predicted duration includes the slowdown that copies and collectives cause
-        each other.
-        ``uncontended_s``: the duration without contention, in seconds; it is returned if the plan does not predict the span.
+        The predicted duration is for the plan's hardware, and includes the slowdown that copies and collectives cause
+        each other.  ``uncontended_s``: the duration without contention, in seconds; it is returned if the plan does not
+        predict the span.
         """
         span = self.spans.get((lane, name))
         return uncontended_s if span is None else span.end - span.start
@@ -153,7 +154,8 @@ class Annotator(FlopNotes):
         return Note(slot=slot, slack_s=min((w.slack_s for w in weights if w.slack_s is not None), default=None))
 
     def _slack(self, item: Copy, reader: int) -> float | None:
-        """Return the seconds between the end of a copy and the start of its reader, which may be in the next step."""
+        """Return the seconds between the end of a copy and the start of the first region that reads the weight, which may
+        be in the next step."""
         if self.plan is None or self.plan.predicted is None:
             return None
         copy = self.spans.get((item.stream, _copied(item)))

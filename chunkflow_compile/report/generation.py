@@ -14,7 +14,7 @@ from .pictures import new_axes, save_figure
 from .record import fitted, prose, seconds, tiling_sentence
 
 _WAY_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
-# Labels for methods whose names do not explain themselves.
+# The labels of methods that have an unclear name.
 _LABELS = {"plain": "torch.compile alone, all on the GPU"}
 
 
@@ -22,12 +22,12 @@ _LABELS = {"plain": "torch.compile alone, all on the GPU"}
 class PhaseMemory:
     """A phase of a generation: all calls of one component.
 
-    ``weights``, ``activations``: the bytes of weights and of activations on the device while the phase runs.  ``calls``: the
-    number of calls.  ``seconds``: the duration of one call in seconds.  ``loading_s``: the seconds of non-overlapped copies
-    before the first call.  If the weights return to the host after the last call, ``loading_s`` includes these copies.
-    ``host``: the bytes of the component's weights in host memory during the generation.  ``plan``: the plan for the weights,
-    or None if the phase runs eagerly or with group offload.  ``tileable``: whether ``enable_tiling`` would reduce the memory
-    of the phase.  ``notes``: notes on the code that runs.
+    ``weights``, ``activations``: the bytes of weights and of activations on the device while the phase runs.  ``calls``:
+    the number of calls.  ``seconds``: the duration of one call in seconds.  ``loading_s``: the seconds of copies before
+    the first call that do not overlap with compute.  If the weights are copied back to the host after the last call,
+    ``loading_s`` includes the time of this, too.  ``host``: the bytes of the component's weights in host memory during
+    the generation.  ``plan``: the plan for the weights, or None if the phase runs eagerly or with group offload.
+    ``tileable``: whether ``enable_tiling`` would reduce the memory of the phase.  ``notes``: notes on the compiled code.
     """
 
     name: str
@@ -59,8 +59,9 @@ Generation = Sequence[PhaseMemory]
 class Limits:
     """The device memory that a generation may use.
 
-    ``budget``: the budget that the user has set, in bytes; None if there is no budget.  Then the limit is ``card_bytes``.
-    ``card``: the name of the GPU.  ``card_bytes``: the memory of this GPU according to its data sheet; 0 if it is unknown.
+    ``budget``: the budget that the user has set, in bytes; None if the user has set no budget, so that ``card_bytes`` is
+    the limit.  ``card``: the name of the GPU.  ``card_bytes``: the memory of this GPU according to its data sheet; 0 if
+    it is unknown.
     """
 
     budget: int | None

@@ -17,7 +17,7 @@ from chunkflow_compile.weights.limits import VARIABLE, HostMemory
 from .record import fitted, prose
 
 Verdict = Literal["ok", "note", "missing"]
-# If less host memory than this is free, there is a finding, because a model that needs streaming is larger.
+# A finding is reported if fewer bytes of host memory are free, because models that need streaming are larger.
 _SMALL_HOST = 16 << 30
 
 
@@ -194,7 +194,8 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         yield Finding("pinnable memory", "no limit")
         return
     limit = f"limit {size(machine.pinnable_bytes)}"
-    # The limit applies to mlock, but not to cudaHostRegister.  So a low limit is reported, although pinning still works.
+    # The limit applies to mlock, but not to cudaHostRegister.  A low limit is reported, although ChunkFlow can pin
+    # memory.
     fix = "copies from unpinned memory are slow: raise the limit with ulimit -l unlimited" if machine.gpus else ""
     yield _noted("pinnable memory", limit if machine.gpus else f"{limit}, enough without a GPU", fix)
 

@@ -21,7 +21,7 @@ StepLane = Literal["compute", "collective", "copy", "pull", "read"]
 STEP_LANES: tuple[StepLane, ...] = get_args(StepLane)
 HELD = "held back until the copies have arrived, so that none runs beside it"
 _JOINED = "the call ends when its copies have arrived, so that it can be one CUDA graph"
-# A bound on the rounding error in a sum of a thousand spans, in seconds.  Every real span is longer.
+# An upper bound of the rounding error in a sum of a thousand spans, in seconds.  Every span is longer than this.
 _TOLERANCE_S = 1e-8
 
 

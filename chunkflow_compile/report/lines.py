@@ -59,7 +59,8 @@ class Line:
 def stage_lines(stage: Stage) -> list[Line]:
     """Return the lines of a stage.
 
-    The lines show the program; before there is a program, the regions; and before there are regions, the traced graph.
+    The lines show the program of the stage.  If the stage has no program yet, they show its regions, or else the traced
+    graph.
     """
     if stage.program is not None and stage.cut is not None:
         return [*_proof_lines(stage), *_program_lines(stage)]
@@ -70,7 +71,7 @@ def stage_lines(stage: Stage) -> list[Line]:
 
 
 def _proof_lines(stage: Stage) -> list[Line]:
-    """Return comments that state the proved properties of the program and the size of the proof.
+    """Return comments that list the proved properties of the program and the size of the proof.
 
     The list is empty if the program is not verified yet.
     """

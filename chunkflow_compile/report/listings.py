@@ -15,8 +15,8 @@ from .annotate import HEADER, FlopNotes
 from .lines import INPUTS, PROOF, Line
 from .record import fine
 
-# The width of the program text in columns, which is enough for the call of a region with its first inputs.  With its note, a
-# line is 160 columns wide.
+# The width of the program text in columns.  It is enough for the call of a region with its first inputs.  A line with a
+# note is 160 columns wide.
 COLUMN = 96
 
 

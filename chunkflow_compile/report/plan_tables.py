@@ -140,7 +140,7 @@ def hoisting_sentence(hoisted: HoistingFigures) -> str:
 
 
 def slices_notes(problem: Problem) -> tuple[str, ...]:
-    """Return one sentence for each block type whose blocks are split.  It contains the number of slices per block."""
+    """Return a sentence with the number of slices per block for each block type whose blocks are split."""
     slices = dict[str, int]()
     for region in problem.regions:
         blocks = block_type(region.block, problem)

@@ -27,7 +27,8 @@ PROSE_WIDTH = 100  # the maximum number of characters per line, in prose and in 
 _SHORT = 24
 _GAP = 2  # the number of characters between two columns
 _PADDING = 2  # the number of characters that tabulate adds to a header
-# A prediction with a larger relative error than this is reported as wrong.  Smaller errors are within the variation of steps.
+# A prediction is reported as wrong if its relative error is larger than this.  Smaller errors are within the variation of
+# steps.
 _FAR = 0.10
 
 
@@ -248,9 +249,8 @@ def _wrapped(cell: str, width: int) -> str:
 def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]], per: str = "step") -> str:
     """Return a record as a table with one row per arm.
 
-    ``extra``: additional columns; for each header, the cells by the name of the arm.  ``per``: the unit to which times and
-    bytes refer, such as "step".
-    If there is only one rank, columns about collectives are left out.
+    ``extra``: additional columns.  It maps each header to the cells of the column by arm.  ``per``: the unit to which
+    times and bytes refer, such as "step".  If there is only one rank, columns about collectives are left out.
     """
     rows = []
     alone = record.ranks == 1 and not any(arm.collective_s for arm in record.arms.values())

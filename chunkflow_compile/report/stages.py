@@ -1,6 +1,6 @@
 """Write compilation stages to files: each stage as ``NN_stage.py``, its diff to the previous stage, the plan, and a report.
 
-The files of stages are complete, so that tools can compare them.  Only the report folds equal blocks.
+The files list every line of a stage, so that tools can compare them.  The report folds equal blocks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StageWriter:
         check_folder(folder)
         with _report_write_errors(folder):
             for name in (*(f"{_file_stem(n)}.{e}" for n in STAGES for e in ("py", "diff")), PLAN_FILE, REPORT_FILE):
-                (folder / name).unlink(missing_ok=True)  # so that no file is from an earlier run
+                (folder / name).unlink(missing_ok=True)  # so that the folder contains no files of an earlier run
 
     def add(self, stage: Stage) -> None:
         """Write one stage."""

@@ -32,7 +32,7 @@ from .input_bits import InputBits
 from .read_ahead import DriveReader
 from .tenants import Owner, Tenant, Tenants
 
-Make = Callable[[torch.device, DeviceKind], Device]
+MakeDevice = Callable[[torch.device, DeviceKind], Device]
 
 
 class SharedDevice(Protocol):
@@ -77,19 +77,19 @@ class Arena:
     the same slots, the second program uses the weights that the first one has left there.  If programs are called in a
     repeating order, they run as a cycle (order.py).
 
-    ``lock``: a lock that is held while the ops of a call are issued.  ``holder``: the contents of the memory; None if they
+    ``lock``: a lock that is held while the ops of a call are issued.  ``contents``: the contents of the memory; None if they
     are unknown or incomplete.  ``lost_weight``: whether a weight of a program was dropped since the last call.
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", *, make: Make = make_device, shared: SharedDevice | None = None
+        self, device: torch.device | str = "cpu", *, make: MakeDevice = make_device, shared: SharedDevice | None = None
     ) -> None:
         """``make``: a function that creates the streams for a device and its kind.  ``shared``: an object that limits the
         memory that the arena may use; None if no other arena uses the device.  Raises ChunkflowError for an unsupported
         device."""
         self.device = check_device(device)
         self.lock = ProcessLock()
-        self.holder: ArenaContents | None = None
+        self.contents: ArenaContents | None = None
         self.lost_weight = False
         self.graphs = CudaGraphs()
         self.tenants = Tenants()
@@ -121,7 +121,7 @@ class Arena:
     def evict(self) -> None:
         """Free the arena's memory and the resident weights.  The next step of each program copies its weights again."""
         with self.lock():
-            self.refuse_inside()
+            self.check_not_inside()
             self._unbind()
             self._residents.clear()
 
@@ -235,7 +235,7 @@ class Arena:
     def add(self, program: Tenant, kind: DeviceKind) -> None:
         """Add a program to the arena.  Raises ChunkflowError if the other programs use a different ``kind`` of device."""
         with self.lock():
-            self.refuse_inside()
+            self.check_not_inside()
             self.sweep()
             if self._streams is None:
                 self._streams, self._kind = self._make(self.device, kind), kind
@@ -255,16 +255,16 @@ class Arena:
     def begin_filling(self) -> None:
         """Note that copies into the memory begin.  Until :meth:`hold` is called, the contents of the memory are incomplete,
         so that any other call starts cold."""
-        self.holder = None
+        self.contents = None
 
     def hold(self, contents: ArenaContents) -> None:
         """Note that the memory now has these ``contents``: all copies into the memory have been issued."""
-        self.holder = contents
+        self.contents = contents
 
     def discard(self, contents: ArenaContents | None) -> None:
         """If the memory contains the chunks of ``contents``, make the next call a cold start."""
-        if self.holder is contents:
-            self.holder = None
+        if self.contents is contents:
+            self.contents = None
 
     def begin_call(self, title: str) -> None:
         """Note that a call has begun; it ends with :meth:`end_call`.  ``title``: the name of the call in error messages."""
@@ -282,7 +282,7 @@ class Arena:
         self.lost_weight = False
         self.tenants.close_stale()
 
-    def refuse_inside(self) -> None:
+    def check_not_inside(self) -> None:
         """Raise ChunkflowError if this thread is already inside a call.  The caller holds the lock, so no other thread can
         be inside a call."""
         if self._running is not None and self._running[0] == os.getpid():
@@ -321,7 +321,7 @@ class Arena:
         """Unbind all programs and cycles, and free the memory."""
         for bound in list(self._residents):
             bound.unbind()
-        self._memory = self.holder = None
+        self._memory = self.contents = None
         if self._streams is not None:
             self._streams.release()
         self._states.clear()
@@ -334,7 +334,7 @@ class Arena:
             for bound in list(self._residents):
                 self.release(bound)
             streams, memory = self._streams, self._memory
-            self._streams = self._memory = self.holder = None
+            self._streams = self._memory = self.contents = None
             self._states.clear()  # an ended program may keep its contents alive, and their events belong to these streams
             streams.close()
             if self._reader is not None:

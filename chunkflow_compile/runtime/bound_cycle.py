@@ -61,9 +61,9 @@ class BoundCycle:
         self.replan_after = replan_after
         self.folder: Path | None = None
         self._advice = advice
-        self._refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
+        self._buffer_refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
         # for each call: the versions of its weights when it last ran
-        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]
+        self._last_versions: list[tuple[int, ...] | None] = [None for _ in calls]
         self.times = CycleTimes(cycle)
         self._passes_begun = 0
         self._in_order = 0  # the number of calls that the current pass has made in order; 0 after a jump
@@ -73,7 +73,7 @@ class BoundCycle:
         ]
         self._proved: weakref.WeakKeyDictionary[GraphModule, str] = (
             weakref.WeakKeyDictionary()
-        )  # the keys of proved regions
+        )  # for each proved region, its key
 
     @property
     def plan(self) -> Plan:
@@ -82,7 +82,7 @@ class BoundCycle:
     @property
     def alive(self) -> bool:
         """Whether all weights still exist, and are still in the memory in which they were when the cycle was planned."""
-        return all((buffer := ref()) is not None and buffer.token is not None for ref in self._refs.values())
+        return all((buffer := ref()) is not None and buffer.token is not None for ref in self._buffer_refs.values())
 
     def can_bind(self) -> bool:
         """Return whether the cycle is bound to the arena's memory or can be bound now."""
@@ -91,14 +91,14 @@ class BoundCycle:
     @property
     def buffers(self) -> dict[str, HostBuffer]:
         """The buffers of the weights that still exist, by their names in the cycle."""
-        return {name: buffer for name, ref in self._refs.items() if (buffer := ref()) is not None}
+        return {name: buffer for name, ref in self._buffer_refs.items() if (buffer := ref()) is not None}
 
     @property
     def passes(self) -> list[tuple[StepMeasurement, ...]]:
         """The latest measured passes, oldest first; each is a tuple of one measurement per call.  Waits for passes in
         flight."""
         self._collect()
-        return list(self.times.whole)
+        return list(self.times.complete)
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
@@ -166,15 +166,15 @@ class BoundCycle:
 
         Raises ChunkflowError if the device does not have enough memory for the arena.
         """
-        seen = self._seen[number] == call.versions
-        names = [] if seen else [*self._names(call, number).values()]
+        seen = self._last_versions[number] == call.versions
+        names = [] if seen else [*self._names_in_cycle(call, number).values()]
         if not seen:
             self._renew(names)
         if (executor := self._executors[number].get(call)) is None:
-            executor = self._executors[number][call] = self._make(call, number)
+            executor = self._executors[number][call] = self._make_executor(call, number)
         if not seen:
             executor.copy_again(dict(zip(names, call.versions, strict=True)))
-            self._seen[number] = call.versions
+            self._last_versions[number] = call.versions
         return executor
 
     def unbind(self) -> None:
@@ -185,7 +185,7 @@ class BoundCycle:
         for executors in self._executors:
             for call, executor in list(executors.items()):
                 executor.forget()
-                del executors[call]  # removed first, so that a Ctrl-C does not leave an unusable executor here
+                del executors[call]  # a Ctrl-C after this line leaves no unusable executor here
                 executor.drop_references()
         if self._binding is not None:
             self.arena.discard(self._binding.state)
@@ -221,23 +221,23 @@ class BoundCycle:
             return now is not bound
         return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.should_pin
 
-    def _make(self, call: CallSite, number: int) -> Executor:
+    def _make_executor(self, call: CallSite, number: int) -> Executor:
         cycle, placed = self.cycle, self.calls[number]
-        names = self._names(call, number)
+        names = self._names_in_cycle(call, number)
         # The call may run another graph than the planned call, for example because its size differs.  Or both run the same
         # graph on the same weights, but in another order: for example, the projections of queries and keys are swapped.
         if call.variant.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
             placed = call.in_cycle(call.names() | names)
-            cycle = cycle.at(number, self._program(call, number, placed))
+            cycle = cycle.at(number, self._program_for(call, number, placed))
         file = partial(self.times.add, number, call.measured, call.counts)
         run, poison, captures = (
             call.variant.regions,
             call.variant.poison,
             call.captures if call.captures.wanted else None,
         )
-        return Executor(cycle.calls[number], run, self._bound(call), poison, cycle, file, self._versions, captures)
+        return Executor(cycle.calls[number], run, self._bind(call), poison, cycle, file, self._versions, captures)
 
-    def _program(self, call: CallSite, number: int, placed: Call) -> Program:
+    def _program_for(self, call: CallSite, number: int, placed: Call) -> Program:
         """Return a program for a call at position ``number`` whose graph or sizes differ from the planned call."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         earlier = [(self.cycle.calls[number], self.calls[number].cut)]
@@ -251,28 +251,28 @@ class BoundCycle:
             verify_call(self.cycle, number, program, self._proved)
         return program
 
-    def _names(self, call: CallSite, number: int) -> dict[str, str]:
+    def _names_in_cycle(self, call: CallSite, number: int) -> dict[str, str]:
         """Return a mapping from the name of each weight in a call to its name in the cycle.  A buffer has several names in
         the cycle if parameters were tied after compilation."""
         placed = self.calls[number].names
         of_buffer: dict[int, list[str]] = {}
         for name in placed.values():
-            if name in self._refs:
-                of_buffer.setdefault(id(self._refs[name]()), []).append(name)
+            if name in self._buffer_refs:
+                of_buffer.setdefault(id(self._buffer_refs[name]()), []).append(name)
         return {
             name: placed[name] if placed.get(name) in (names := of_buffer[id(buffer)]) else names[0]
             for name, buffer in call.buffers.items()
         }
 
-    def _bound(self, call: CallSite) -> Binding:
+    def _bind(self, call: CallSite) -> Binding:
         """Return the binding of the cycle.  If the cycle is not bound, bind it first.
 
         Raises ChunkflowError if the device does not have enough memory.
         """
-        if self.keys:  # programs that ran alone may keep some of these weights outside the arena's memory
+        if self.keys:  # programs that ran alone may keep weights of this cycle outside the arena's memory
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
-            buffers = {name: self._buffer(name) for name in self._refs}
+            buffers = {name: self._buffer(name) for name in self._buffer_refs}
             self._binding = self.arena.bind(
                 self, self.cycle, buffers, pin_bytes=call.variant.pin_bytes, advice=self._advice
             )
@@ -280,9 +280,9 @@ class BoundCycle:
 
     def _versions(self) -> dict[str, int]:
         """Return a mapping from the name of each weight in the cycle to the current version of its values."""
-        return {name: self._buffer(name).version for name in self._refs}
+        return {name: self._buffer(name).version for name in self._buffer_refs}
 
     def _buffer(self, name: str) -> HostBuffer:
-        buffer = self._refs[name]()
+        buffer = self._buffer_refs[name]()
         assert buffer is not None, "its weights exist"
         return buffer

@@ -82,7 +82,9 @@ class CallSite:
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._storeless = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
         weights = [parameters[name] for name in self.buffers]
-        self._marks = list(map(mark_of, weights))  # read before the states, so that a concurrent change is noticed
+        self._marks = list(
+            map(mark_of, weights)
+        )  # read the marks before the states, so that a concurrent change is noticed
         self._watch(list(map(state_of, weights)))
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
@@ -127,11 +129,11 @@ class CallSite:
         self.steps += 1
         self.counts.add_call(cost.moved, cost.primed)
 
-    def notice(self, again: bool = False) -> None:
+    def refresh(self, again: bool = False) -> None:
         """Let modules write the weights that they compute before each call, such as the weights of adapters.  Then find
         writes through tensors of a state_dict (exported weights), which no version counter records.
 
-        The caller does not hold the lock of the arena.  ``again``: whether :meth:`notice` already ran for the current call.
+        The caller does not hold the lock of the arena.  ``again``: whether :meth:`refresh` already ran for the current call.
         If so, exported weights are not checked again: each check would count a write for every exported weight that is still
         in use.
         """
@@ -208,7 +210,7 @@ class CallSite:
         in_files = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.source.file)
         return Call(self.variant.cut, names, keep, in_files, live)
 
-    def let_go(self) -> None:
+    def drop_weights(self) -> None:
         """Drop all references to weights after the program has ended."""
         self.buffers, self.in_place = {}, {}
         self._states, self._hosts, self._storeless, self._stores, self._fills = [], [], [], [], []

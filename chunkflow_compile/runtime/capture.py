@@ -59,7 +59,7 @@ def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> Cu
         graph.drop(why)
         graph = None
     if why:
-        log.refuse(why)
+        log.give_up(why)
     return graph
 
 

@@ -44,8 +44,8 @@ def collective_issue(target: Target, node: Node, window: int, stream: Stream | N
 def start_issue(target: Target, collective: Issue, completion: Issue | None = None, ended: Any = None) -> Issue:
     """Return a function that issues a collective, which starts once compute has reached this point.
 
-    If ``completion`` is given, the function also issues the completion of the collective to the stream of completions,
-    which then records ``ended``.
+    If ``completion`` is given, the function also issues the completion of the collective to the stream of completions, and
+    records the event ``ended`` after it.
     """
     compute, stream, started = target.device.compute, target.device.collective, target.started
     completions, in_flight = target.device.completion, target.in_flight
@@ -69,7 +69,8 @@ def finish_issue(target: Target, completion: Issue | None, ended: Any, recorded:
     """Return a function that makes compute wait for the end of a collective.
 
     ``completion``: a function that issues the completion of the collective; None if there is no completion to issue.
-    ``ended``: the event that marks the end of the collective.  ``recorded``: whether the start of the collective records it.
+    ``ended``: the event that marks the end of the collective.  ``recorded``: whether the function that :func:`start_issue`
+    returned records this event.
     """
     compute, stream = target.device.compute, target.device.collective
 

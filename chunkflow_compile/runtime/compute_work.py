@@ -67,7 +67,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
     if (slicing := node.meta.get(SLICING)) is not None:
         outputs = sorted(node.users, key=lambda user: cast(int, user.args[1]))
         region = repeated(region, slicing, [output.meta["val"] for output in outputs])
-    # a call ran op by op before it is recorded, and was checked then
+    # before a call is recorded, it runs op by op and is checked
     if not target.device.records and (ops := undeclared(getattr(program.module, module))):
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
 
@@ -114,12 +114,12 @@ def reader(number: Mapping[Node, int], operands: Sequence[Any], kwargs: Mapping[
     """Return a function that gets the values of a step and returns the operands of a node.  ``number``: node -> its index
     among the values."""
     kwargs = kwargs or {}
-    if not kwargs and all(isinstance(a, Node) for a in operands):  # for example the operands of a region
+    if not kwargs and all(isinstance(a, Node) for a in operands):  # such as the operands of a region
         take = tuple_getter([number[a] for a in operands])
         return lambda env: (take(env), kwargs)
     nested = list[Node]()
     map_arg([a for a in operands if not isinstance(a, Node)], nested.append)
-    if not kwargs and not nested:  # for example the operands of a collective
+    if not kwargs and not nested:  # such as the operands of a collective
         places = [(number[a], None) if isinstance(a, Node) else (-1, a) for a in operands]
         return lambda env: ([constant if n < 0 else env[n] for n, constant in places], kwargs)
 

@@ -112,9 +112,9 @@ class CudaDevice(Device):
         stream.copy_bytes(target, source)
 
     def copy_all(self, copies: Sequence[NamedCopy], lane: Lane = "copy") -> None:
-        if self.cuda.profiled():  # one by one, so that the profiler shows the name of each copy
+        if self.cuda.profiled():  # issue the copies one by one, so that the profiler shows the name of each copy
             super().copy_all(copies, lane)
-        else:  # all in one piece of work, because switching streams takes the host longer than issuing a copy
+        else:  # all copies in one piece of work: switching streams takes the host longer than issuing a copy
             self.lane(lane).run(partial(self._copy_each, copies, lane))
 
     def _copy_each(self, copies: Sequence[NamedCopy], lane: Lane) -> None:
@@ -170,7 +170,7 @@ class CudaDevice(Device):
         self.copy.end_step()
         if begun is not None:
             self._clock.end(begun, self.compute.stream, [lane.stream for lane in self.lanes], over)
-        self.collect()  # now, because the host needs milliseconds to read a thousand events, and the GPU has a step to run
+        self.collect()  # now, while the GPU runs the step, because reading a thousand events takes the host milliseconds
 
     def collect(self, wait: bool = False) -> None:
         # after measure(0), the caller times the steps, and reading events would disturb these times

@@ -120,7 +120,7 @@ class CaptureLog:
             self.why_not = f"the host is busy for {share:.0%} of a step only"
         return not self.why_not
 
-    def refuse(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         """Stop recording the call, and log the reason once."""
         self.why_not = why
         _log.warning("A call is no CUDA graph, and is issued op by op: %s", why)
@@ -131,7 +131,7 @@ class CaptureLog:
         self.passes, self.nbytes = PASSES - 1, 0
         self._dropped_early = self._dropped_early + 1 if launches < _LEAST_LAUNCHES else 0
         if self._dropped_early >= _MAX_DROPPED_EARLY:
-            self.refuse(f"{_MAX_DROPPED_EARLY} graphs were dropped after fewer than {_LEAST_LAUNCHES} calls: {why}")
+            self.give_up(f"{_MAX_DROPPED_EARLY} graphs were dropped after fewer than {_LEAST_LAUNCHES} calls: {why}")
 
 
 class CudaGraph:
@@ -156,10 +156,10 @@ class CudaGraph:
         nbytes: int,
     ) -> None:
         """``copied``: for each input that is copied before a launch, its position and the tensor that it is copied to.
-        ``in_place``: positions and tensors of the inputs that the graph reads at the inputs' own addresses.  ``fixed``:
-        positions and values of the inputs that are not tensors.  ``outputs``: for each output, its recorded value and a
-        position: if the output is one of the inputs, the position of this input; otherwise None.  ``suspects``: names of ops
-        that may write to inputs without declaring this in their schemas."""
+        ``in_place``: positions and tensors of the inputs that the graph reads without such a copy.  ``fixed``: positions and
+        values of the inputs that are not tensors.  ``outputs``: for each output, its recorded value and a position: if the
+        output is one of the inputs, the position of this input; otherwise None.  ``suspects``: names of ops that may write
+        to inputs without declaring this in their schemas."""
         self.graph = graph
         self.moved_bytes, self.nbytes = moved_bytes, nbytes
         self.launches = 0
@@ -208,7 +208,7 @@ class CudaGraph:
         for target, tensor in zip(self._targets, given, strict=True):
             if not same_bits(target, tensor):
                 tensor.copy_(target)
-                self._log.refuse(
+                self._log.give_up(
                     f"one of {', '.join(self._suspects)} writes an input, of which a graph has a copy: declare it "
                     "(torch.library.custom_op(..., mutates_args=...))"
                 )
@@ -226,7 +226,7 @@ class CudaGraph:
         """Wait for launches in flight, then free the memory of the graph.  ``why``: the reason that is logged."""
         if self.graph is not None:
             self._device.compute.synchronize()
-            graph, self.graph = self.graph, None  # first, so that a Ctrl-C cannot leave a graph without its tensors
+            graph, self.graph = self.graph, None  # cleared first, so that a Ctrl-C leaves no graph without its tensors
             self._outputs, self._inputs, self._targets, self._shared = [], [], [], {}
             self._device.reset(graph)
             self._log.dropped(self.launches, why)

@@ -28,7 +28,7 @@ MOST_EVENTS = 8192
 
 
 class Frame:
-    """The marks of a call.  ``whole``: whether the previous call of the same program was also measured."""
+    """The marks of a call.  ``consecutive``: whether the previous call of the same program was also measured."""
 
     def __init__(self, event: Callable[[], torch.cuda.Event]) -> None:
         self._event = event
@@ -37,11 +37,11 @@ class Frame:
         self._reports: list[Callable[[Callable[[int], float]], None]] = []
         self._lock = threading.Lock()  # the thread that issues copies from unpinned memory also records marks
         self._ends: tuple[int, ...] = ()
-        self.whole = True
+        self.consecutive = True
 
-    def open(self, stream: torch.cuda.Stream | None, whole: bool) -> None:
+    def open(self, stream: torch.cuda.Stream | None, consecutive: bool) -> None:
         """Begin a call on ``stream``."""
-        self._numbers, self._ends, self.whole = count(), (), whole
+        self._numbers, self._ends, self.consecutive = count(), (), consecutive
         self._reports.clear()
         self.mark(stream)
 
@@ -75,9 +75,9 @@ class Frame:
         self._reports.append(lambda at: waited(at(end) - at(begin)))
 
     def close(self, compute: torch.cuda.Stream | None, lanes: Sequence[torch.cuda.Stream], over: StepEnd) -> None:
-        end, whole = self.mark(compute), self.whole
+        end, consecutive = self.mark(compute), self.consecutive
         self._ends = end, *map(self.mark, lanes)
-        self._reports.append(lambda at: over(at(0), at(end), whole))
+        self._reports.append(lambda at: over(at(0), at(end), consecutive))
 
     def passed(self) -> bool:
         return all(self._events[i].query() for i in self._ends)
@@ -128,7 +128,7 @@ class Clock:
         ``marked``: whether to measure the call.  ``consecutive``: whether the previous call of the program was measured.
         """
         with self._lock:
-            if self.open is not None:  # left open by a call that failed
+            if self.open is not None:  # a call that failed has left its frame open
                 self._free.append(self.open)
                 self.open = None
             if marked:
@@ -171,6 +171,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # only now, because since() has just read this frame
+            self._free.append(before)  # not earlier, because since() reads this frame
         self._newest = frame, start
         frame.report(start)

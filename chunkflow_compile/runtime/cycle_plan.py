@@ -70,10 +70,10 @@ def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
         return False
     if wanted is None or planned is None:
         return wanted is planned
-    return wanted <= planned and has_room_for(cycle, cycle.cycle.problem.live_bytes, settings.goal)
+    return wanted <= planned and fits_budget(cycle, cycle.cycle.problem.live_bytes, settings.goal)
 
 
-def has_room_for(cycle: BoundCycle, live_bytes: int, goal: Goal) -> bool:
+def fits_budget(cycle: BoundCycle, live_bytes: int, goal: Goal) -> bool:
     """Return whether the weights of a cycle and ``live_bytes`` of activations fit into the budget of ``goal``."""
     used = cycle.plan.device_bytes + cycle.settings.external_bytes + goal.counted(live_bytes)
     return goal.memory is None or used <= goal.memory
@@ -85,7 +85,7 @@ def _unbudgeted(settings: Settings) -> Settings:
     return replace(settings, goal=replace(settings.goal, memory=None))
 
 
-def planned(
+def plan_cycle(
     arena: Arena,
     keys: tuple[CallKey, ...],
     calls: Sequence[Call],
@@ -139,7 +139,7 @@ def _outside(calls: Sequence[CallSite]) -> int:
     These are the weights of the models that none of the calls reads, and the tables of rows.
     """
     left: dict[int, int] = {}
-    for call in dict.fromkeys(calls):  # without repetitions, because a call may occur several times in a cycle
+    for call in dict.fromkeys(calls):  # each call is counted once, although it may occur several times in a cycle
         left[call.model] = (
             left.get(call.model, call.variant.settings.external_bytes + call.kept_bytes) - call.kept_bytes
         )
@@ -152,10 +152,10 @@ def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:
     other = next((call.variant.folder for call in calls if call.variant.folder is not None), None)
     if other is not None:
         with contextlib.suppress(OSError):  # a full disk must not stop the run
-            cycle.measure_into(_written(cycle, other))
+            cycle.measure_into(_write(cycle, other))
 
 
-def _written(cycle: BoundCycle, other: Path) -> Path:
+def _write(cycle: BoundCycle, other: Path) -> Path:
     plan, rank = cycle.plan, other.name.partition("_")[0]
     folder = other.parent / f"{rank}_cycle_of_{len(cycle.keys)}_{plan.digest}"
     folder.mkdir(exist_ok=True)

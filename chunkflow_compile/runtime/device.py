@@ -160,7 +160,7 @@ def _why_none() -> str:
     return "finds no GPU or no driver"
 
 
-def refuse_capture(device: torch.device) -> None:
+def check_no_capture(device: torch.device) -> None:
     """Raise ChunkflowError if the caller is recording a CUDA graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ChunkflowError(
@@ -202,7 +202,7 @@ def make_device(device: torch.device, kind: DeviceKind) -> Device:
 
 
 def make_port(link: LinkEmulation) -> Port:
-    """Create the port of this rank for the emulated link.  If ranks share a port, each rank is numbered by its rank in the
+    """Create the port of this rank for the emulated link.  If ranks share a port, the number of this rank is its rank in the
     default process group."""
     rank = dist.get_rank() if dist.is_initialized() and link.shared else 0
     return Port(link, Path(link.shared) if link.shared else None, rank)

@@ -86,8 +86,8 @@ class Device:
     ``copy``: the stream of copies from the host.  ``pull``: the stream of pulls from other ranks.  ``reads``: the stream of
     reads from the SSD.  ``pull`` and ``reads`` are None until they are first used.
     ``collective``: the stream of collectives; on some devices, this is the same object as ``compute``.  ``completion``: the
-    stream that completes collectives, so that those that are already in flight do not delay the start of others; None if
-    ``collective`` completes them.  ``clock``: the clock
+    stream on which collectives complete, so that a collective can start before earlier ones have completed; None if
+    collectives complete on ``collective``.  ``clock``: the clock
     of the host threads.  ``closed``: whether the streams are closed.  ``records``: whether the device records issued work as
     a CUDA graph instead of running it.
     """
@@ -102,9 +102,7 @@ class Device:
     records = False
     pull: Stream | None = None
     reads: ReadStream | None = None
-    _left: int | None = (
-        None  # the number of passes that are still to be measured after measure(); None: choose() decides
-    )
+    _left: int | None = None  # the number of requested passes that are still to be measured; None if choose() decides
 
     @property
     def zero(self) -> float:

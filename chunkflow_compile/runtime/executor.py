@@ -2,8 +2,8 @@
 
 The ops of a call are called its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue is
 issued before the step (``Cycle.prologue``).  The streams are ordered only by the events that these ops record and wait for.
-If collectives have separate streams, further events order them: one makes a collective wait until compute has reached the
-Start op, and each collective has one that makes compute wait, at the Finish op, until this collective has ended.
+If collectives have separate streams, further events order these streams.  One event makes a collective wait until compute
+has reached the Start op.  One event per collective makes compute wait at the Finish op until the collective has ended.
 
 instructions.py makes the functions that issue the ops.  The executor calls these functions, or launches the call as a CUDA
 graph.
@@ -138,7 +138,7 @@ class Executor:
         self.cost = step.cost
         self._steps += 1
         if self._streams:  # a program without streamed weights does not use the arena's memory
-            if self.binding.arena.holder is not state:
+            if self.binding.arena.contents is not state:
                 self._prime(step)
             elif jumps:
                 self._prime(step, self._stale(), jumps=True)
@@ -156,7 +156,7 @@ class Executor:
                 issue(step)
             step.cost.end_issue(self.device.clock.now() - begin_s)
         number = state.end_call(self._next)
-        # the cost only, because a reference to the step would keep its values alive
+        # pass the cost only: a reference to the step would keep its values alive
         over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
         return step
@@ -229,11 +229,11 @@ class Executor:
             self._prologues[jumps, lanes] = made
         return made
 
-    def _finish(self, cost: Cost, number: int, begin: float, end: float, whole: bool) -> None:
+    def _finish(self, cost: Cost, number: int, begin: float, end: float, consecutive: bool) -> None:
         idle_s = self.state.idle_before(number, begin, end)
         copied, windows = self.traffic.drain(end), cost.windows
         read_s, read_bytes = self.binding.arena.reader.collect() if self.target.on_drive else (0.0, 0)
-        if not whole or windows is None or self._file is None:
+        if not consecutive or windows is None or self._file is None:
             return
         if self.captures is not None and end > begin:
             self.captures.shares.append(cost.issue_s / (end - begin))

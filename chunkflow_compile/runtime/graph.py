@@ -63,7 +63,9 @@ class HostConstants:
     def __init__(self, device: torch.device, positions: Sequence[int] = ()) -> None:
         self._device = device
         self.positions = tuple(positions)
-        self._moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # table -> its version, and the copy
+        self._moved: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # table -> its version when copied, and the copy
 
     def move(self, inputs: list[Any]) -> None:
         """Replace each table in ``inputs`` by its copy on the device.  If a table was written since it was copied, copy it
@@ -142,7 +144,7 @@ class CompiledGraph:
     def ready(self, inputs: Sequence[Any]) -> Iterator[SingleCall]:
         """A context that yields the program for a call with ``inputs`` and holds the lock of the program's arena."""
         weights = self._weights(inputs)
-        noticed = False
+        refreshed = False
         while True:
             sizes = self.variants.sizes(inputs)
             if sizes is None:
@@ -151,12 +153,12 @@ class CompiledGraph:
             key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]]), sizes
             program = self._programs.get(key)
             if program is not None:
-                program.call.notice(again=noticed)
+                program.call.refresh(again=refreshed)
                 with program.arena.lock():
                     if not program.closed and program.call.fits(weights):
                         yield program
                         return
-            noticed = True
+            refreshed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
                 # otherwise another thread has replaced the program in the meantime

@@ -23,7 +23,7 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.private_torch import core
 from chunkflow_compile.units import size
 
-from .device import refuse_capture
+from .device import check_no_capture
 from .graph import CompiledGraph, HostConstants, on_fakes
 from .rows import Row, Rows, RowStatistics, Table
 from .schedules import Key
@@ -85,7 +85,7 @@ class Preamble:
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
             if program.arena.device.type == "cuda":
-                refuse_capture(program.arena.device)  # reading tensor values on the host would invalidate the capture
+                check_no_capture(program.arena.device)  # reading tensor values on the host would invalidate the capture
             table, counts = self._table_of(program, inputs), program.call.counts
             rows, before = table.rows, table.newest
             if (timesteps := self._timesteps(program)) is not None:
@@ -98,7 +98,7 @@ class Preamble:
                 return None
             counts.add_row_miss()
             row = self._compute(program, rows, key, inputs)
-            others = [] if before is None else _others(program, before)
+            others = [] if before is None else _tables_of_other_blocks(program, before)
         for other in others:
             other.compute_ahead(slow)
         return row
@@ -172,7 +172,7 @@ def _most_bytes(ref: weakref.ref[Preamble]) -> int:
     return 0 if preamble is None else preamble.most_bytes
 
 
-def _others(program: SingleCall, newest: Key) -> list[Table]:
+def _tables_of_other_blocks(program: SingleCall, newest: Key) -> list[Table]:
     """Return the tables of the other blocks of the model whose latest call had the key ``newest``: in each step, these
     blocks get the same slow inputs as the block of ``program``."""
     return [
@@ -210,8 +210,8 @@ class HoistedGraph:
         self._halves: tuple[Preamble, CompiledGraph] | None = (preamble, main)
         self._compile = whole
         self._whole: CompiledGraph | None = None
-        self._of_preamble = tuple_getter(halves.preamble_inputs)
-        self._of_main = tuple_getter(halves.main_inputs)
+        self._preamble_inputs = tuple_getter(halves.preamble_inputs)
+        self._main_inputs = tuple_getter(halves.main_inputs)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -231,7 +231,7 @@ class HoistedGraph:
         preamble, main = self._halves
         if self._tables.positions:
             self._tables.move(args)
-        row = preamble.row(self._of_preamble(args))
+        row = preamble.row(self._preamble_inputs(args))
         if row is None:
             _log.warning(
                 "hoist: none of the rows computed so far was used again, because the timestep or another small input takes "
@@ -239,7 +239,7 @@ class HoistedGraph:
             )
             self._halves = None
             return self._run_whole(args)
-        inputs = [*self._of_main(args), *row.values]
+        inputs = [*self._main_inputs(args), *row.values]
         args.clear()
         return main(inputs)
 

@@ -152,7 +152,7 @@ def values_like(like: Any, wanted: Sequence[Bits]) -> list[Any]:
 
 
 def _number(value: Any) -> Bits:
-    # not compared by ==, because 0.0 == -0.0 is True, and a NaN does not equal itself
+    # floats are compared by their bits, because 0.0 == -0.0 is True, and a NaN does not equal itself
     if isinstance(value, float):
         return float, struct.pack("d", value)
     if isinstance(value, complex):
@@ -179,7 +179,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    dense = tensor if plain else _dense(tensor)  # _dense would take half of the time of this function
+    dense = tensor if plain else _dense(tensor)  # skip _dense if possible: it takes half of this function's time
     return ctypes.string_at(dense.data_ptr(), dense.nbytes)
 
 

@@ -144,7 +144,7 @@ class _Compiler:
         self._issue(start_issue(target, collective_issue(target, node, window), completion, target.ended[index]))
 
     def _finish(self, node: Node | None, index: int) -> None:
-        """Add the finish of a collective.  ``node``: its completion, or None if there is no completion to issue."""
+        """Add the finish of a collective.  ``node``: the completion of the collective, or None if there is none to issue."""
         target = self._target
         recorded, completion = node in self._completed, None
         if node is not None and not recorded:
@@ -174,7 +174,7 @@ class _Compiler:
         self._picks_and_drops = None
 
     def _latest_picks_and_drops(self) -> PicksAndDrops:
-        """Return the work to which picks or drops can be added.  Work with drops gets no more picks: new work is begun."""
+        """Return the work to which picks or drops can be added.  If the latest work already drops values, begin new work."""
         if self._picks_and_drops is None or self._picks_and_drops.drops:
             work = PicksAndDrops()
             self._compute(Compute(work.work()))

@@ -29,7 +29,7 @@ LANES: tuple[LaneName, ...] = get_args(LaneName)
 # The maximum number of ranks on one machine that can share a port.
 MOST_RANKS = 16
 # A transfer with fewer bytes left counts as ended, because the rest is a rounding error.
-_NOTHING = 1e-3
+_LEAST_BYTES = 1e-3
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Wire:
             other.carry_again(share * rate / len(others))
         self.arrivals += 1
         added.begin(nbytes - (unused + share) * rate, self.arrivals, self.now)
-        if added.left <= _NOTHING:
+        if added.left <= _LEAST_BYTES:
             added.end(self.now if share else begin + unused)
 
     def advance(self, until: float, lane: int | None = None) -> None:
@@ -117,7 +117,7 @@ class Wire:
             self.quantum -= amount
             if single:  # several quanta were served at once; a new transfer waits for the rest of the last one
                 self.quantum %= self.emulation.quantum
-            if served.left <= _NOTHING:
+            if served.left <= _LEAST_BYTES:
                 served.end(self.now)
                 self.quantum = 0.0
             elif amount <= 0:  # the remaining time is too short for one byte

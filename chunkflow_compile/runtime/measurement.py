@@ -190,14 +190,14 @@ def _ratio(whole: float, parts: Sequence[float]) -> float:
 class CycleTimes:
     """Measured times of the passes over the calls of a cycle.
 
-    ``whole``: the latest complete passes, oldest first; each pass is a tuple with the measurements of all its calls.
+    ``complete``: the latest complete passes, oldest first; each pass is a tuple with the measurements of all its calls.
     """
 
     def __init__(self, cycle: Cycle) -> None:
-        self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
-        self._newest: list[StepMeasurement] = []  # the measured calls of the current, incomplete pass
+        self.complete: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
+        self._current: list[StepMeasurement] = []  # the measured calls of the current, incomplete pass
         self._cycle = cycle
-        self._ended = 0  # the number of passes without a jump, including passes that were not measured
+        self._passes_ended = 0  # the number of passes without a jump, including passes that were not measured
         self._predicted = seconds_of_calls(cycle)
         self._ranks: RankTimes | None = None  # set while the times of other ranks are awaited
 
@@ -233,19 +233,19 @@ class CycleTimes:
             stalled_s=step.exposed_h2d_s,
             collective_s=step.collective_s,
         )
-        if call != len(self._newest):
-            self._newest = []
-        if call == len(self._newest):
-            self._newest.append(step)
-        if len(self._newest) == len(self._predicted):
-            self.whole.append(tuple(self._newest))
-            self._newest = []
+        if call != len(self._current):
+            self._current = []
+        if call == len(self._current):
+            self._current.append(step)
+        if len(self._current) == len(self._predicted):
+            self.complete.append(tuple(self._current))
+            self._current = []
 
     def timings(self, least: int) -> Timings | None:
         """Return the median times of the warm passes so far, including the times between calls; None if there are fewer than
         ``least`` warm passes."""
         single = len(self._predicted) == 1  # Skip the first step: it has one-time costs even if it is warm.
-        warm = [calls for calls in list(self.whole)[single:] if not any(call.primed_bytes for call in calls)]
+        warm = [calls for calls in list(self.complete)[single:] if not any(call.primed_bytes for call in calls)]
         if len(warm) < least:
             return None
         timings = measured(self._cycle.plan, [as_one(calls) for calls in warm]).timings()
@@ -264,9 +264,9 @@ class CycleTimes:
         depends only on counts of passes, so ranks that run the same calls re-plan in the same pass.  The exchange of times
         takes one more pass per process group.  Raises ChunkflowError if another rank does not run this cycle.
         """
-        self._ended += 1
+        self._passes_ended += 1
         if self._ranks is None:
-            if self._ended % (after + 1):
+            if self._passes_ended % (after + 1):
                 return None
             device.collect(wait=True)
             self._ranks = RankTimes(self.groups, {self.name: self.timings(after)})
@@ -283,7 +283,7 @@ class CycleTimes:
         path = folder / MEASURED_FILE
         part = path.with_suffix(".part")  # renamed below, so that a reader never sees an incomplete file
         with contextlib.suppress(OSError, ChunkflowError):
-            part.write_text(measured(self._cycle.plan, [as_one(calls) for calls in self.whole]).to_json())
+            part.write_text(measured(self._cycle.plan, [as_one(calls) for calls in self.complete]).to_json())
             part.replace(path)
 
 

@@ -27,11 +27,11 @@ from .cycle_plan import (
     calls_of,
     candidate_periods,
     dump,
-    has_room_for,
+    fits_budget,
     is_optimal_for,
     is_rotation,
     merge_settings,
-    planned,
+    plan_cycle,
 )
 from .executor import Executor
 
@@ -58,7 +58,7 @@ class Order:
         self._calls: weakref.WeakKeyDictionary[CallSite, CallKey | None] = weakref.WeakKeyDictionary()  # oldest first
         self._keys: weakref.WeakValueDictionary[object, CallKey] = weakref.WeakValueDictionary()
         self._history: deque[CallKey] = deque(maxlen=2 * MOST_CALLS + 1)
-        self._refused: deque[tuple[CallKey, ...]] = deque(maxlen=4 * _MOST_CYCLES)
+        self._rejected: deque[tuple[CallKey, ...]] = deque(maxlen=4 * _MOST_CYCLES)
         self._unexpected = 0
 
     def add(self, call: CallSite) -> CallKey | None:
@@ -89,11 +89,11 @@ class Order:
         if key is None or not key.alive:
             key = self._keys[identity] = CallKey(itertools.chain(*regions), settings)
         elif key.renew(settings):  # the call was re-planned for another goal
-            self._start_anew(key, lambda cycle: is_optimal_for(cycle, settings))
+            self._relearn(key, lambda cycle: is_optimal_for(cycle, settings))
         else:
-            fits = partial(has_room_for, live_bytes=problem.live_bytes, goal=settings.goal)
+            fits = partial(fits_budget, live_bytes=problem.live_bytes, goal=settings.goal)
             if not all(map(fits, self._cycles_with(key))):
-                self._start_anew(key, fits)
+                self._relearn(key, fits)
         return key
 
     def cycles_of(self, call: CallSite) -> list[BoundCycle]:
@@ -126,7 +126,7 @@ class Order:
             return cycle, cycle.begin(call, number)
         except ChunkflowError as error:  # the program of this call can still run alone
             _log.warning("%s calls do not run as a cycle: %s", len(cycle.keys), str(error))
-            self._refused.append(cycle.keys)
+            self._rejected.append(cycle.keys)
             self.forget(cycle)
             return None
 
@@ -142,7 +142,7 @@ class Order:
             self._unexpected = 0
             return current, current.position
         if current is None and key is previous and not call.part:
-            return None  # a whole model that is called again: a cycle of one call
+            return None  # a whole model that is called repeatedly runs alone
         return self._on_unexpected_call(key, previous, call)
 
     def _on_unexpected_call(
@@ -160,9 +160,8 @@ class Order:
         for cycle in [c for c in (self.current, *self.cycles) if c is not None]:
             count, other = len(cycle.keys), cycle is not self.current
             places = (number % count for number in range(cycle.position, cycle.position + count))
-            number = next(
-                (number for number in places if cycle.keys[number] is key), None
-            )  # nearest to the expected one
+            # the search starts at the expected position
+            number = next((number for number in places if cycle.keys[number] is key), None)
             if number is None or (other and not call.part and cycle.keys[number - 1] is not previous):
                 continue
             if other or number != cycle.position:
@@ -180,7 +179,7 @@ class Order:
     def _cycles_with(self, key: CallKey) -> list[BoundCycle]:
         return [cycle for cycle in self.cycles if key in cycle.keys]
 
-    def _start_anew(self, key: CallKey, stays: Callable[[BoundCycle], bool]) -> None:
+    def _relearn(self, key: CallKey, stays: Callable[[BoundCycle], bool]) -> None:
         """Forget the cycles that contain ``key``, unless ``stays`` returns True for them.
 
         If a cycle is forgotten, or no cycle contains the key, clear the history, so that the order is learned from scratch.
@@ -190,7 +189,7 @@ class Order:
         for cycle in gone:
             self.forget(cycle)
         if gone or not cycles:
-            self._refused.clear()
+            self._rejected.clear()
             self._history.clear()
 
     def _try_new_cycle(self, key: CallKey) -> BoundCycle | None:
@@ -204,7 +203,7 @@ class Order:
         if current is not None and len(self.cycles) >= _MOST_CYCLES:
             return None
         for keys in candidate_periods(list(self._history)):
-            planned_before = itertools.chain(self._refused, (cycle.keys for cycle in self.cycles))
+            planned_before = itertools.chain(self._rejected, (cycle.keys for cycle in self.cycles))
             longer = current is None or len(keys) > len(current.keys) or key not in current.keys
             if not longer or any(is_rotation(keys, k) for k in planned_before):
                 continue
@@ -229,16 +228,17 @@ class Order:
             return None
         settings = merge_settings(calls)
         regions = sum(len(call.program.problem.regions) for call in calls)
+        # a whole model that is called repeatedly is already a cycle of one call
         again = any(a is b and not c.part for a, b, c in zip(keys, (*keys[1:], keys[0]), calls, strict=True))
-        if settings is None or regions > MOST_REGIONS or again:  # again: a whole model is a cycle of one call
-            self._refused.append(keys)
+        if settings is None or regions > MOST_REGIONS or again:
+            self._rejected.append(keys)
             return None
         try:
             replan_after = max(call.variant.replan_after for call in calls)
             parts = calls_of(calls, [self._live_bytes(key) for key in keys])
-            cycle = planned(self._arena, keys, *parts, settings, replan_after=replan_after)
+            cycle = plan_cycle(self._arena, keys, *parts, settings, replan_after=replan_after)
         except ChunkflowError as error:
-            self._refused.append(keys)
+            self._rejected.append(keys)
             _log.warning(
                 "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
                 len(keys),

@@ -130,10 +130,10 @@ class UsedKeys:
         values: dict[tuple[int, Key], list[Bits]] = {}
         for old in used:
             for i in positions:
-                values.setdefault(_others(old, i), []).append(old[i])
+                values.setdefault(_without(old, i), []).append(old[i])
         for old in reversed(used):
             generation, position = max(
-                ((values[_others(old, i)], i) for i in positions), key=lambda found: len(found[0])
+                ((values[_without(old, i)], i) for i in positions), key=lambda found: len(found[0])
             )
             index = generation.index(key[position]) if key[position] in generation else -1
             ordered = later_then_earlier(generation, index) if index >= 0 else generation
@@ -143,7 +143,7 @@ class UsedKeys:
         return []
 
 
-def _others(key: Key, position: int) -> tuple[int, Key]:
+def _without(key: Key, position: int) -> tuple[int, Key]:
     return position, key[:position] + key[position + 1 :]
 
 

@@ -21,8 +21,8 @@ from chunkflow_compile.passes.program.rewrite import Program
 from .arena import Arena
 from .bound_cycle import BoundCycle
 from .call_site import CallKey, CallSite
-from .cycle_plan import merge_settings, planned
-from .device import check_kind, refuse_capture
+from .cycle_plan import merge_settings, plan_cycle
+from .device import check_kind, check_no_capture
 from .executor import Executor
 from .measurement import StepMeasurement
 from .order import Order
@@ -73,7 +73,7 @@ class SingleCall(BoundCycle):
         self.arena.add(self, variant.kind)
         try:
             self.key = self.order.add(self.call)
-            if not (self.call.part and self.key):  # other calls are re-planned as part of a cycle
+            if not (self.call.part and self.key):  # a part of a cycle is re-planned with its cycle
                 self.replan_after = variant.replan_after
             self.executor_of(self.call, 0)
         except BaseException:
@@ -137,8 +137,8 @@ class SingleCall(BoundCycle):
         if len(rows) > 1:
             self._check_rows(rows)
         if arena.device.type == "cuda":
-            refuse_capture(arena.device)
-        arena.refuse_inside()
+            check_no_capture(arena.device)
+        arena.check_not_inside()
         if arena.lost_weight:
             arena.close_stale()
             self.order.prune()
@@ -178,7 +178,7 @@ class SingleCall(BoundCycle):
     def adopt(self, other: SingleCall) -> None:
         """Copy the measurements of ``other``, which this program replaces."""
         self.call.measured.extend(other.measurements)
-        self.times.whole.extend(other.times.whole)
+        self.times.complete.extend(other.times.complete)
 
     def close(self) -> None:
         """Wait for work of this program in flight, free its memory, and remove it from the arena.
@@ -190,10 +190,10 @@ class SingleCall(BoundCycle):
                 try:
                     for cycle in (self, *self.order.cycles_of(self.call)):
                         self.arena.release(cycle)
-                finally:  # also after a Ctrl-C
+                finally:  # do this also after a Ctrl-C
                     self.closed, self._weights, self.table = True, [], None
                     self.order.remove(self.call)
-                    self.call.let_go()
+                    self.call.drop_weights()
                     self.arena.remove(self)
 
 
@@ -213,7 +213,7 @@ def bind_program(call: CallSite, arena: Arena) -> SingleCall:
     """
     variant = call.variant
     check_kind(arena.device, variant.kind)
-    refuse_capture(arena.device)
+    check_no_capture(arena.device)
     with arena.lock():
         program = SingleCall(call, arena)
         program.start()
@@ -256,7 +256,7 @@ def replan(
     BudgetError of the program with the largest minimum is raised.
     """
     swaps, remade = list[partial[None]](), dict[tuple[Variant, Timings | None], Variant]()
-    short: BudgetError | None = None  # the error with the largest minimum
+    short: BudgetError | None = None  # the error of the program with the largest minimum budget
     for cycle, timings in cycles.items():
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
@@ -276,7 +276,7 @@ def replan(
             if order is None or calls is None or (merged := merge_settings(calls)) is None:
                 raise ChunkflowError("A program of this cycle has ended since it was measured: call the model again.")
             merged = replace(merged, goal=merged.goal.aimed_at(goal), **settings)
-            again = planned(cycle.arena, cycle.keys, cycle.calls, cycle.buffers, merged, timings)
+            again = plan_cycle(cycle.arena, cycle.keys, cycle.calls, cycle.buffers, merged, timings)
             plan, swap = again.plan, partial(order.swap_plan, cycle, again)
         if not by_itself or plan.placement != cycle.plan.placement:
             swaps.append(swap)

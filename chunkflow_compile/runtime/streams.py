@@ -319,7 +319,7 @@ class ThreadStream:
         over = threading.Lock()
         over.acquire()
         self._put(_Item(end=lambda _: over.release()))
-        over.acquire()  # a simple lock, as in Bell
+        over.acquire()  # see Bell for the reason why this is a simple lock
         failure, self.failure = self.failure, None
         if failure is not None:
             raise ChunkflowError(str(failure)) from failure

@@ -121,7 +121,7 @@ class Target:
             device.lane("pull")  # created now, because a step must not create streams
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         self.started, self.in_flight = device.event(), device.event()
-        # one for each collective, because several may be in flight
+        # one event per collective, because several collectives may be in flight
         self.ended = [device.event() for _ in program.problem.collectives]
 
     def copy(self, op: Copy) -> NamedCopy:
@@ -141,7 +141,7 @@ class Target:
         the SSD, and the work does nothing."""
         source, name = self.binding.hosts[op.weight][self._span(op)], f"read {op.weight}[{op.first}:{op.end}]"
         if op.weight not in self.on_drive:
-            return _nothing, None, name
+            return _no_work, None, name
         assert isinstance(source, DriveBytes)
         return partial(self.binding.arena.reader.read, source, op.ring, self._ring_bytes), None, name
 
@@ -157,5 +157,5 @@ class Target:
         self.binding = Binding(self.binding.arena, {}, {}, {})
 
 
-def _nothing() -> None:
+def _no_work() -> None:
     pass

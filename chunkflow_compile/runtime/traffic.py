@@ -11,7 +11,7 @@ from chunkflow_compile.passes.names import LANES, Lane
 
 from .measurement import WindowSeconds
 
-_UNDER_WAY = float("inf")
+_UNKNOWN = float("inf")
 
 
 class Copied(NamedTuple):
@@ -27,7 +27,7 @@ class Copied(NamedTuple):
     alone_bytes: int = 0
 
 
-_NOTHING = Copied()
+_NO_COPIES = Copied()
 
 
 @dataclass(eq=False)
@@ -44,8 +44,8 @@ class Transfer:
     nbytes: int = 0
     windows: WindowSeconds | None = None
     window: int = 0
-    begin: float = _UNDER_WAY
-    end: float = _UNDER_WAY
+    begin: float = _UNKNOWN
+    end: float = _UNKNOWN
 
     def begins(self, at: float) -> None:
         self.begin = at
@@ -83,7 +83,7 @@ class Traffic:
         No collective may be in flight when this method is called.
         """
         if not (self._collectives or self._drained or any(self._lanes.values())):
-            return _NOTHING
+            return _NO_COPIES
         fresh = [self._collectives.popleft() for _ in range(len(self._collectives))]
         beside = [[overlaps for _, overlaps in _overlaps(fresh, list(lane))] for lane in self._lanes.values()]
         for collective, *overlaps in zip(fresh, *beside, strict=True):
@@ -109,7 +109,7 @@ class Traffic:
     def copied_bytes(self) -> int:
         """Bytes of all copies that have ended."""
         copies = (copy for lane in self._lanes.values() for copy in list(lane))
-        return self._counted + sum(copy.nbytes for copy in copies if copy.end < _UNDER_WAY)
+        return self._counted + sum(copy.nbytes for copy in copies if copy.end < _UNKNOWN)
 
     def forget(self) -> None:
         """Drop all transfers of a failed step, so that no later step counts them."""

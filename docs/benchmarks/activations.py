@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from methods import transformer_traced
+from runs import replaced
 from tabulate import tabulate
 
 from chunkflow_compile.catalog.presets import Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.cutting import make_cut, whole_blocks
-from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.planning import Settings
 
 BENCHMARKS = Path(__file__).parent
@@ -93,23 +93,12 @@ def table(rows: Iterator[Row]) -> str:
     )
 
 
-def written(page: str, table: str) -> str:
-    """The page with this table.  Raises ChunkflowError if the page lacks the lines around the table."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ChunkflowError(
-            f"activations.md has no place for the table: add the lines {BEGIN.strip()} and {END.strip()}."
-        )
-    return f"{before}{begin}{table}\n{end}{after}"
-
-
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     quiet_diffusers()
     text = table(rows())
     print(text)
-    PAGE.write_text(written(PAGE.read_text(), text))
+    PAGE.write_text(replaced(PAGE.name, PAGE.read_text(), "table", BEGIN, END, text))
 
 
 if __name__ == "__main__":

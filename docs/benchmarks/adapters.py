@@ -43,7 +43,7 @@ LOAD = 0.7
 # The budget as a share of the blocks' weights.  With six blocks, a smaller budget cannot hold two blocks at once.
 BUDGET = 0.5
 CHUNK = 1 << 20
-# The numbers of calls before the measurement, of calls after each swap, and of swaps.
+# LEARNING: calls before the measurement.  CALLS: calls after each swap.  SWAPS: swaps of the adapter.
 LEARNING = 8
 CALLS = 4
 SWAPS = 8

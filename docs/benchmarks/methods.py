@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -31,10 +31,12 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.pictures import check_picture, new_axes, save_figure
 from chunkflow_compile.simulate.group_offload import play_group_offload, round_trip_s
 
@@ -196,15 +198,24 @@ def _on(workload: Workload, cut: Cut, gpus: str) -> Row:
         how="planned",
     )
     smallest = partial(planned, goal=Goal())
-    if not hardware.why_no_peers(ranks):
-        rate = hardware.rate_beside_pulls(ranks)
-        problem = on_peers(cut, to_peers(cut, smallest, ranks, budget=False, host_rate=rate), ranks).problem
+    problem = with_peers(cut, hardware, ranks, smallest)
     chosen = smallest(problem)
     if chosen.device_bytes < group.device_bytes:  # plan with the memory of group offload
         chosen = planned(problem, goal=Goal(memory=group.device_bytes))
     if chosen.device_bytes + activations > row.available:
         chosen = planned(problem, goal=Goal(memory=row.available - activations))
     return replace(row, ways={**ways, CHUNKFLOW: _way(chosen, activations)})
+
+
+def with_peers(cut: Cut, hardware: Hardware, ranks: int, plan: Callable[[Problem], Plan]) -> Problem:
+    """Return the problem of a cut, with those weights sharded over the ranks for which ``plan`` then makes the best plan.
+
+    No weight is sharded if the hardware does not support peers.
+    """
+    if hardware.why_no_peers(ranks):
+        return cut.problem
+    names = to_peers(cut, plan, ranks, budget=False, host_rate=hardware.rate_beside_pulls(ranks))
+    return on_peers(cut, names, ranks).problem
 
 
 def _way(plan: Plan, activations: int) -> Way:

@@ -33,6 +33,7 @@ from readme_gpus import (
     SSD,
     Row,
 )
+from runs import replaced
 from tabulate import tabulate
 
 from chunkflow_compile.catalog.presets import Workload, preset
@@ -305,13 +306,7 @@ def written(readme: str, rows: Sequence[Row]) -> str:
     chart = f'![time per step over GPU memory, one chart per model](docs/{CHART.name} "{digest(rows)}")'
     gpus = f"{table(rows)}\n\n{chart}\n\n{models(rows)}\n\n{short_of_ram(rows)}"
     for name, body in (("figures", headline(rows)), ("gpus", gpus), ("several", several())):
-        before, begin, rest = readme.partition(PART.format(name))
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise ChunkflowError(
-                f"README.md has no place for the {name}: put {PART.format(name).strip()} and {END.strip()} around it."
-            )
-        readme = f"{before}{begin}{body}\n{end}{after}"
+        readme = replaced(README.name, readme, name, PART.format(name), END, body)
     return readme
 
 

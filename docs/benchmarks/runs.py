@@ -55,6 +55,19 @@ def errors_in_a_sentence() -> Iterator[None]:
         sys.exit(str(error))
 
 
+def replaced(page: str, text: str, part: str, begin: str, end: str, body: str) -> str:
+    """Return the text of a page with the lines between ``begin`` and ``end`` replaced by ``body``.
+
+    ``page``: the name of the page.  ``part``: the name of the part that is replaced.  Raises ChunkflowError if the page lacks
+    one of the two lines.
+    """
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ChunkflowError(f"{page} has no place for the {part}: add the lines {begin.strip()} and {end.strip()}.")
+    return f"{before}{begin}{body}\n{end}{after}"
+
+
 def put_section(page: Path, title: str, heading: str, text: str) -> None:
     """Write one section of a page, and keep the sections that other runs or scripts have written.
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from methods import transformer_traced
+from methods import CHUNK_BYTES, GROUP_BYTES, transformer_traced, with_peers
 from runs import errors_in_a_sentence, saved
 from tabulate import tabulate
 from tqdm import tqdm
@@ -35,7 +35,6 @@ from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, GROUP_OFFLOAD, SHARDED
-from chunkflow_compile.passes.placement.choice import to_peers
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem, Region, RegionCost, Weight
@@ -61,8 +60,6 @@ MODELS: tuple[tuple[str, str, Mapping[str, int]], ...] = (
     ("Wan2.2 A14B, 720p", "wan2.2-t2v-a14b", {}),
     ("HunyuanVideo", "hunyuanvideo", {}),
 )
-# Regions are cut at collectives only, and chunks are large: a tenth of the planning of the usual sizes.
-GROUP_BYTES, CHUNK_BYTES = 1 << 40, 64 << 20
 HOST_LEAST, HOST, HOST_MOST, PEERS_LEAST, PEERS, MIX = (
     "host, least memory",
     "host, in the bytes of distributed-layerwise",
@@ -134,15 +131,13 @@ def ways(cut: Cut, hardware: Hardware, ranks: int, room: int) -> dict[str, Reach
     found[GROUP_OFFLOAD] = Reached(group.device_bytes, group.timeline.step_s)
     if hardware.why_no_peers(ranks):
         found |= {PEERS_LEAST: "no peers", PEERS: "no peers"}
-        found[MIX] = of(planned(problem, goal=Goal(slowdown=DEFAULT_SLOWDOWN)))
-        return found
-    pieces = on_peers(cut, streamable(cut), ranks).problem
-    least = least_memory(pieces, hardware, CHUNK_BYTES)
-    found[PEERS_LEAST] = of(planned(pieces, goal=Goal(memory=least)))
-    found[PEERS] = of(planned(pieces, goal=Goal(memory=max(least, taken[sharded]))))
+    else:
+        pieces = on_peers(cut, streamable(cut), ranks).problem
+        least = least_memory(pieces, hardware, CHUNK_BYTES)
+        found[PEERS_LEAST] = of(planned(pieces, goal=Goal(memory=least)))
+        found[PEERS] = of(planned(pieces, goal=Goal(memory=max(least, taken[sharded]))))
     slowed = partial(planned, goal=Goal(slowdown=DEFAULT_SLOWDOWN))
-    names = to_peers(cut, slowed, ranks, budget=False, host_rate=hardware.rate_beside_pulls(ranks))
-    found[MIX] = of(slowed(on_peers(cut, names, ranks).problem))
+    found[MIX] = of(slowed(with_peers(cut, hardware, ranks, slowed)))
     return found
 
 

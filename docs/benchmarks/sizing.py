@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from runs import replaced
 from tabulate import tabulate
 
 from chunkflow_compile.catalog.presets import preset
@@ -200,13 +201,7 @@ def _seconds(seconds: float) -> str:
 
 def written(page: str, rows: Sequence[Row]) -> str:
     """The page with the table of these rows.  Raises ChunkflowError if the page lacks the lines around the table."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ChunkflowError(
-            f"deployment.md has no place for the table: add the lines {BEGIN.strip()} and {END.strip()}."
-        )
-    return f"{before}{begin}{table(rows)}\n{end}{after}"
+    return replaced(PAGE.name, page, "table", BEGIN, END, table(rows))
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -37,7 +37,7 @@ LOAD = 0.7
 # The budget, as a share of the bytes of the blocks' weights.
 BUDGET = 0.3
 CHUNK = 1 << 20
-# The numbers of steps per generation, of generations before the measurement, and of measured generations.
+# STEPS: steps per generation.  LEARNING: generations before the measurement.  ROUNDS: measured generations.
 STEPS = 20
 LEARNING = 6
 ROUNDS = 3

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -26,6 +27,8 @@ from .slice_parts import is_attention, op_name, shape_of
 # Ops that compute the inputs of an exchange, or read its results.  There are no such ops between attention and its
 # exchanges.
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "linear", "convolution"))
+# Products that compute attention where torch does not call one attention op, as for three-dimensional queries.
+_BATCHED = frozenset(("bmm", "baddbmm"))
 # The only all-to-all that can be divided: its arguments give the sizes of the parts that it sends and receives.
 ALL_TO_ALL = "_c10d_functional::all_to_all_single"
 # The key in a node's metadata for the number of groups, if the node computes the attention of one group of heads.
@@ -72,12 +75,27 @@ def completion(collective: Node) -> Node:
     return found
 
 
+def splits_of(collective: Node) -> tuple[list[int], list[int]]:
+    """Return the number of elements that an all-to-all sends to each rank, and the number of elements that come from each
+    rank."""
+    names = (argument.name for argument in collective.target._schema.arguments)  # type: ignore[union-attr]
+    named: dict[str, Any] = dict(zip(names, collective.args, strict=False)) | collective.kwargs
+    value = named["input"].meta["val"]
+    row = value.numel() // value.shape[0]
+    return [n * row for n in named["input_split_sizes"]], [n * row for n in named["output_split_sizes"]]
+
+
 def _exchange(back: Node, place: Mapping[Node, int]) -> Exchange | None:
-    """Return the exchange that ends with the all-to-all ``back``.  Return None if ``back`` does not follow an attention
-    op whose operands were exchanged."""
-    before = [*_before(back)]
-    attention = [node for node in before if is_attention(node) or "attn" in str(node.target)]
-    sent = {node for node in before if collective_kind(node) == "all-to-all"}
+    """Return the exchange that ends with the all-to-all ``back``.  Return None if ``back`` does not follow attention
+    whose operands were exchanged."""
+    before = [*_before(back.all_input_nodes, _PRODUCTS)]
+    attention = [node for node in before if is_attention(node) or _is_named_attention(node)]
+    sent = tuple(sorted(filter(_is_all_to_all, before), key=place.__getitem__))
+    if not attention and (product := _product_of_received(back)) is not None:
+        raise NoGroups(
+            f"The attention before the all-to-all {back.name} is computed by separate products ({product.name}), not by one "
+            "attention op: call scaled_dot_product_attention with four-dimensional queries, keys and values."
+        )
     if not attention or not sent:
         return None
     for node in (*sent, back):
@@ -87,9 +105,9 @@ def _exchange(back: Node, place: Mapping[Node, int]) -> Exchange | None:
     (op,) = attention
     if not is_attention(op):
         raise NoGroups(f"The attention op {op.target} has no rule by which a part of its heads can be computed.")
-    received = {completion(node) for node in sent}
+    received = dict.fromkeys(completion(node) for node in sent)
     inside = _between(received, back, place)
-    for node in inside:
+    for node in (*received, *inside):
         if outside := [user for user in node.users if user not in inside and user is not back]:
             raise NoGroups(f"{outside[0].name} also reads {node.name}, which is part of an exchanged attention.")
     sizes = shape_of(op.all_input_nodes[0])
@@ -98,7 +116,31 @@ def _exchange(back: Node, place: Mapping[Node, int]) -> Exchange | None:
             "The sizes of the graph are symbolic, and heads are divided only at fixed sizes: compile the model with "
             "dynamic=False."
         )
-    return Exchange(op, tuple(sorted(sent, key=place.__getitem__)), back, int(sizes[-3]), frozenset(inside))
+    for node in (*sent, back):
+        if len({size for sizes in splits_of(node) for size in sizes}) > 1:
+            raise NoGroups(
+                f"The ranks have different numbers of tokens or heads ({node.name}): give each rank as many."
+            )
+    return Exchange(op, sent, back, int(sizes[-3]), frozenset(inside))
+
+
+def _is_all_to_all(node: Node) -> bool:
+    return collective_kind(node) == "all-to-all"
+
+
+def _is_named_attention(node: Node) -> bool:
+    """Return whether the name of an op says that it computes attention, as for flex_attention and kernels of users."""
+    return collective_kind(node) is None and ("attn" in str(node.target) or "attention" in str(node.target))
+
+
+def _product_of_received(back: Node) -> Node | None:
+    """Return a product before the all-to-all ``back`` both factors of which were received from other ranks, as in
+    attention that consists of products and a softmax.  Return None if there is no such product."""
+    for node in _before(back.all_input_nodes, _PRODUCTS - _BATCHED):
+        factors = (_before([factor], _PRODUCTS) for factor in node.args[-2:] if isinstance(factor, Node))
+        if op_name(node) in _BATCHED and all(any(map(_is_all_to_all, nodes)) for nodes in factors):
+            return node
+    return None
 
 
 def _check_known(node: Node) -> None:
@@ -111,25 +153,26 @@ def _check_known(node: Node) -> None:
     )
 
 
-def _before(back: Node) -> Iterator[Node]:
-    """Yield the nodes from which an all-to-all gets its operand, going back to products (which are left out) and other
-    collectives (which are included)."""
-    todo, seen = [*back.all_input_nodes], set[Node]()
+def _before(nodes: Iterable[Node], ends: Collection[str]) -> Iterator[Node]:
+    """Yield these nodes and the nodes from which they are computed, going back to ops whose names are in ``ends`` (which
+    are left out) and to collectives (which are included)."""
+    todo, seen = [*nodes], set[Node]()
     while todo:
         node = todo.pop()
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
-        if op_name(node) in _PRODUCTS:
+        if op_name(node) in ends:
             continue
         yield node
         if collective_kind(node) is None:
             todo += node.all_input_nodes
 
 
-def _between(received: Collection[Node], back: Node, place: Mapping[Node, int]) -> set[Node]:
-    """Return the nodes that depend on the received values and on which the all-to-all ``back`` depends."""
-    first, inside = min(place[node] for node in received), set[Node]()
+def _between(received: Collection[Node], back: Node, place: Mapping[Node, int]) -> Collection[Node]:
+    """Return the nodes that depend on the received values and on which the all-to-all ``back`` depends, in the order of
+    the graph."""
+    first, inside = min(place[node] for node in received), dict[Node, None]()
     todo, above = [back], set[Node]()
     while todo:
         for node in todo.pop().all_input_nodes:
@@ -138,5 +181,5 @@ def _between(received: Collection[Node], back: Node, place: Mapping[Node, int]) 
                 todo.append(node)
     for node in sorted(above, key=place.__getitem__):
         if any(operand in inside or operand in received for operand in node.all_input_nodes):
-            inside.add(node)
-    return inside
+            inside[node] = None
+    return inside.keys()

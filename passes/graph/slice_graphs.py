@@ -44,7 +44,7 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """How a builder computes a node or a part of a node.
 
     ``reads``: nodes and parts that must be computed before.  ``call``: node whose op computes the value, or None if the
@@ -84,7 +84,7 @@ class Builder:
         self._anchor = self.graph._root
         self._copies: dict[tuple[Node, Part | None], Node] = {}
         self._calls: dict[tuple[Node, str], Node] = {}
-        self._steps: dict[tuple[Node, Part | None], _Step] = {}
+        self._steps: dict[tuple[Node, Part | None], Step] = {}
         self._making: Node | None = None
         self._inline = False
 
@@ -106,11 +106,11 @@ class Builder:
                 self._copies[key] = self._write(key, self._steps[key])
         return self._copies[node, part]
 
-    def _step(self, node: Node, part: Part | None) -> _Step:
+    def _step(self, node: Node, part: Part | None) -> Step:
         """Determine how to compute a node or a part of a node.  Values that are left to earlier phases are added to
         ``found.needs``."""
         if node.op == "placeholder" or (self._is_given(node) and self._can_take(node, part)):
-            return _Step(())
+            return Step(())
         call, item = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
         assert isinstance(call, Node)
         if call.op == "get_attr":
@@ -123,10 +123,10 @@ class Builder:
                 if node is self._making or self.closed:
                     raise
                 self.found.needs.setdefault(node, ((), str(reason)))
-                return _Step(())
+                return Step(())
             if self._is_merged(node, rule):
                 self.found.needs.setdefault(node, ((), "the tokens of an input are merged with another dimension"))
-                return _Step(())
+                return Step(())
         reads = list[tuple[Node, Part | None]]()
 
         def read(operand: Any) -> Any:
@@ -139,7 +139,7 @@ class Builder:
 
         given: Any = rule if isinstance(rule, Operand) else (rule.args, rule.kwargs)
         given = map_aggregate(given, read)
-        return _Step(tuple(reads), call, item, given)
+        return Step(tuple(reads), call, item, given)
 
     def _is_merged(self, node: Node, rule: Sliced | Operand) -> bool:
         """Return whether a node is a view of an input, and the part of the view that is needed is not one contiguous range
@@ -170,7 +170,7 @@ class Builder:
         if base is not self._making and not self._is_given(base):
             self.found.needs[base] = (dims, f"{op_name(reader)} reads all of it")
 
-    def _write(self, key: tuple[Node, Part | None], step: _Step) -> Node:
+    def _write(self, key: tuple[Node, Part | None], step: Step) -> Node:
         """Add a node, or a part of a node, to the graph.  Its operands must already be in the graph."""
         node, part = key
         if step.call is None:

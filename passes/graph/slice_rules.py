@@ -353,7 +353,7 @@ def _attention(node: Node, part: Part, item: int | None) -> Sliced:
         raise NoRule(f"{op_name(node)} is causal or drops out")
     for name in ("key", "value"):
         if not queries and shape_of(named[name])[part.dim] != shape_of(named["query"])[part.dim]:
-            raise NoRule(f"{op_name(node)} shares heads of keys and values")
+            raise NoRule(f"{op_name(node)} has fewer heads of keys and values than of queries")
         changed[name] = Operand(named[name], None, (rank - 2,)) if queries else Operand(named[name], part)
     for name in ("attn_mask", "attn_bias"):
         if isinstance(named.get(name), Node):

@@ -41,7 +41,8 @@ class Traced:
     not use; empty if the model is not known.  ``fused``: whether Inductor will fuse the graph's ops.  ``repeats``: blocks
     that the graph stands for if it is compiled separately, otherwise None.  ``together``: number of ranks that run the
     graph at the same time, see :class:`Problem`.  ``slow``: indices of the slow inputs of the Dynamo graph (hoist.py), or
-    None if hoisting is to find them.
+    None if hoisting is to find them.  ``exchange_groups``: number of groups of heads into which the exchanges of the graph
+    are divided (head_groups.py); 1 if they are whole.
     """
 
     graph: GraphModule
@@ -55,3 +56,4 @@ class Traced:
     repeats: Repeats | None = None
     together: int = 1
     slow: frozenset[int] | None = None
+    exchange_groups: int = 1

@@ -21,7 +21,7 @@ from chunkflow_compile.catalog.ulysses import enable_ulysses
 
 SIZE = Size(layers=3, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad", "kept_dynamo")
 
 
 def test_any_order_of_calls_is_right() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EAGER, OPTIONS, WITHIN
-from helpers import Stack, check_small, check_steps, small_twins, twins
+from helpers import Stack, UlyssesStack, check_small, check_steps, small_twins, twins
 from torch import nn
 
 from chunkflow_compile import Arena, cycles, explain, offload, programs, restore
@@ -25,7 +25,7 @@ from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
 
 SIZE = Size(layers=4, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad", "kept_dynamo")
 
 
 def compiled(model: nn.Module, arena: Arena) -> nn.Module:
@@ -267,19 +267,34 @@ def test_an_error_between_two_calls_and_in_one(call: int) -> None:
     check(model, twin, range(3))
 
 
-def blocks_on_a_rank(rank: int, debug: tuple[str, ...]) -> None:
-    """Blocks compiled one by one on two ranks."""
-    model, twin = small_twins("wan", SIZE, 2)
-    offload(model, min_bytes=MIN_BYTES)
-    model.compile_repeated_blocks(backend="chunkflow", options={**EAGER, "debug": list(debug)})  # type: ignore[operator]
-    route = settled(model, step_of(model, twin))
+def blocks_on_a_rank(rank: int, family: str, debug: tuple[str, ...]) -> None:
+    """Blocks compiled one by one on two ranks.  ``family``: also "stack", of small blocks with collectives."""
+    options = {**EAGER, "debug": list(debug)}
+    if family == "stack":
+        model, twin = twins(lambda: UlyssesStack(3))
+        offload(model, min_bytes=MIN_BYTES)
+        for block in model.blocks:
+            block.compile(backend="chunkflow", options=options)
+        step: Callable[[int], None] = lambda _: check_steps(model, twin, 1, (4, 32))  # noqa: E731
+    else:
+        model, twin = small_twins(family, SIZE, 2)
+        offload(model, min_bytes=MIN_BYTES)
+        model.compile_repeated_blocks(backend="chunkflow", options=options)  # type: ignore[operator]
+        step = step_of(model, twin, family)
+    route = settled(model, step)
     assert sum(m.collectives for p in programs(model) for m in p.measurements) > 0
     assert route.cycle.problem.collectives
 
 
-@pytest.mark.parametrize("debug", [pytest.param((), marks=pytest.mark.long), ("threads", "poison")])
-def test_blocks_at_ulysses_2(debug: tuple[str, ...], on_ranks: Callable[..., None]) -> None:
-    on_ranks(blocks_on_a_rank, debug)
+@pytest.mark.parametrize(
+    ("family", "debug"),
+    [
+        ("stack", ("threads", "poison")),
+        *(pytest.param("wan", debug, marks=pytest.mark.long) for debug in ((), ("threads", "poison"))),
+    ],
+)
+def test_blocks_at_ulysses_2(family: str, debug: tuple[str, ...], on_ranks: Callable[..., None]) -> None:
+    on_ranks(blocks_on_a_rank, family, debug)
 
 
 def test_two_threads_on_one_arena() -> None:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from adapters import Library
 from conftest import EAGER, RESIDENT
-from helpers import Combined, UlyssesStack, check_small, small_twins
+from helpers import Block, Combined, UlyssesBlock, UlyssesStack, check_small, memory_named, small_twins
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkflow_compile
@@ -22,6 +23,7 @@ from chunkflow_compile import ChunkflowError, enable_adapters
 from chunkflow_compile.catalog.sizes import Size
 from chunkflow_compile.catalog.small import small_inputs, small_model
 from chunkflow_compile.catalog.ulysses import enable_ulysses
+from chunkflow_compile.frontend import backend
 from chunkflow_compile.frontend.exchange_groups import agreed_groups
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
@@ -29,6 +31,7 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.placed.notes import hoisting_notes, packing_notes
 from chunkflow_compile.placed.offload import offload
+from chunkflow_compile.private_torch.inductor import InductorError
 
 # Eight heads, four on each of two ranks.
 SIZE = Size(layers=2, singles=1, heads=8)
@@ -54,45 +57,41 @@ def family_on_a_rank(rank: int, family: str, count: int) -> None:
 
 
 FAMILIES = ("wan", "flux", "hunyuanvideo", "qwen-image")
-CASES = [
-    pytest.param(*case, marks=[pytest.mark.long] * (case != ("wan", 2, 2)))
-    for case in [*itertools.product(FAMILIES, (2, 4), (2,)), *itertools.product(FAMILIES, (2,), (4,))]
-]
+CASES = [*itertools.product(FAMILIES, (2, 4), (2,)), *itertools.product(FAMILIES, (2,), (4,))]
 
 
+@pytest.mark.long  # make test combines groups with threads below
 @pytest.mark.parametrize(("family", "count", "ranks"), CASES)
 def test_families(family: str, count: int, ranks: int, on_ranks: Callable[..., None]) -> None:
     on_ranks(family_on_a_rank, family, count, world=ranks)
 
 
-def traced_on_a_rank(rank: int, wanted: tuple[Any, Any], said: str) -> None:
-    """The ranks pass these values."""
-    model = enable_ulysses(small_model("wan", replace(SIZE, layers=1)), 2)
-    traced = trace(model, small_inputs("wan", replace(SIZE, layers=1), 0))
-    settings = Settings(hardware=load_profile("cpu"), goal=Goal(exchange_groups=wanted[rank]))
-    if wanted[rank] is False:  # does not wait for the other, which learns of it
-        assert agreed_groups(traced, settings) == (False, ())
-        dist.barrier()
-        return
-    with pytest.raises(ChunkflowError, match=said):
-        agreed_groups(traced, settings)
-    if False in wanted:
-        dist.barrier()
-    else:
-        assert agreed_groups(traced, replace(settings, goal=Goal(exchange_groups=4)))[0] == 4
+DISAGREEING: list[tuple[tuple[Any, Any], str]] = [
+    ((2, 4), r"different values of exchange_groups \(2 on rank 0, 4 on rank 1\)"),
+    ((2, False), r"different values of exchange_groups \(2 on rank 0, False on rank 1\)"),
+    ((3, 3), r"^exchange_groups=3: 3 groups do not divide the 4 attention heads"),
+]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [
-        ((2, 4), r"different values of exchange_groups \(2 on rank 0, 4 on rank 1\)"),
-        ((2, False), r"different values of exchange_groups \(2 on rank 0, False on rank 1\)"),
-        ((3, 3), r"^exchange_groups=3: 3 groups do not divide the 4 attention heads"),
-    ],
-)
-def test_ranks_that_do_not_agree(wanted: tuple[Any, Any], said: str, on_ranks: Callable[..., None]) -> None:
+def disagreeing_on_a_rank(rank: int) -> None:
+    """The ranks pass the values of each case."""
+    traced = trace(UlyssesStack(1, 32, 8), {"x": torch.randn(64, 32)}, 0)
+    for wanted, said in DISAGREEING:
+        settings = Settings(hardware=load_profile("cpu"), goal=Goal(exchange_groups=wanted[rank]))
+        if wanted[rank] is False:  # does not wait for the other, which learns of it
+            assert agreed_groups(traced, settings) == (traced, ())
+        else:
+            with pytest.raises(ChunkflowError, match=said):
+                agreed_groups(traced, settings)
+        if False in wanted:
+            dist.barrier()
+        else:
+            assert agreed_groups(traced, replace(settings, goal=Goal(exchange_groups=4)))[0].exchange_groups == 4
+
+
+def test_ranks_that_do_not_agree(on_ranks: Callable[..., None]) -> None:
     """All ranks raise the same error, and can agree afterwards."""
-    on_ranks(traced_on_a_rank, wanted, said)
+    on_ranks(disagreeing_on_a_rank)
 
 
 def choosing_on_a_rank(rank: int) -> None:
@@ -107,16 +106,70 @@ def choosing_on_a_rank(rank: int) -> None:
     )
     traced = trace(UlyssesStack(1, 32, 8), {"x": torch.randn(64, 32)}, 0)
     settings = Settings(hardware=machine, goal=Goal(exchange_groups="auto"))
-    groups, (note,) = agreed_groups(traced, settings)
-    assert groups == 4 and re.match(r"the exchanges .* in 4 groups of heads: 4 groups are predicted to take 8", note)
+    divided, (note,) = agreed_groups(traced, settings)
+    assert divided.exchange_groups == 4 and re.match(
+        r"the exchanges .* in 4 groups of heads: 4 groups are predicted to take 8", note
+    )
     if rank:
         settings = replace(settings, hardware=replace(machine, attention_slowdown=2.0))
-    groups, (note,) = agreed_groups(traced, settings)
-    assert groups is False and ("whole" in note if rank else "another rank chooses 1" in note)
+    divided, (note,) = agreed_groups(traced, settings)
+    assert divided is traced and ("whole" in note if rank else "another rank chooses 1" in note)
 
 
 def test_ranks_that_choose_differently_take_the_smallest_number(on_ranks: Callable[..., None]) -> None:
     on_ranks(choosing_on_a_rank)
+
+
+class Mixed(nn.Module):
+    """Blocks that exchange nothing, and then attention with larger weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(64, 64) for _ in range(2))
+        self.attention = UlyssesBlock(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.attention(x)
+
+
+def surveying_on_a_rank(rank: int) -> None:
+    """The blocks do not fit the budget of one rank, which then plans attention without the other rank."""
+    if rank:
+        return
+    model = Mixed().eval()
+    chunkflow_compile.compile(model, memory=10_000, dynamic=False, **{**GROUPED, "slowdown": None, "min_bytes": 0})
+    with pytest.raises(ChunkflowError, match=r"is too little") as told:
+        model(torch.randn(4, 64))
+    assert memory_named(told.value) > model.attention.qkv.weight.nbytes
+
+
+def test_a_survey_of_one_rank(on_ranks: Callable[..., None]) -> None:
+    on_ranks(surveying_on_a_rank)
+
+
+def retrying_on_a_rank(rank: int) -> None:
+    """Inductor fails on the symbols of one rank, which compiles its graph again at fixed sizes."""
+    lowered = backend.lower_regions
+    tries = list[str]()
+
+    def lower(program: Any, lowering: str, *args: Any) -> Any:
+        tries.append(lowering)
+        if rank == 0 and len(tries) == 1:
+            raise InductorError(ValueError("a symbol"), None)
+        return lowered(program, lowering, *args)
+
+    backend.lower_regions = lower
+    torch.manual_seed(0)
+    model, x = UlyssesStack(1, 32, 8).eval(), torch.randn(4, 32)
+    run = torch.compile(model, backend="chunkflow", dynamic=True, options={**EAGER, "exchange_groups": "auto"})
+    assert torch.equal(run(x), model(x))
+    assert len(tries) == 2 - rank and groups(model) == {1}
+
+
+def test_a_rank_that_compiles_again_at_fixed_sizes(on_ranks: Callable[..., None]) -> None:
+    on_ranks(retrying_on_a_rank)
 
 
 def load_an_adapter(model: Any) -> None:
@@ -150,7 +203,8 @@ def combined_on_a_rank(rank: int, name: str) -> None:
     check()
     assert bool(hoisting_notes(model)) == ("hoist" in case.options)
     assert bool(packing_notes(model)) == ("pack" in case.options)
-    assert 2 in groups(model)
+    assert 2 in groups(model) and any(p.measurements[-1].moved_bytes for p in chunkflow_compile.programs(model))
+    assert "in 2 groups of heads" in str(chunkflow_compile.explain(model, details=True))
 
 
 @pytest.mark.parametrize(

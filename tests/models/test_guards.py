@@ -22,7 +22,7 @@ from chunkflow_compile.weights.host_weight import HostWeight
 
 SIZE = Size(layers=3)
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = pytest.mark.usefixtures("no_grad", "kept_dynamo")
 
 
 def doubled(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -65,14 +65,8 @@ class Pair:
         return outputs[0]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fresh_dynamo() -> None:
-    """In the place of that of each test: what is compiled stays for the next one."""
-    torch._dynamo.reset()
-
-
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def pair(kept_dynamo: None) -> Iterator[Pair]:
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         yield Pair(patch)
 

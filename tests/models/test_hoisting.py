@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from adapters import Library
 from conftest import EAGER, FAST
 from fake_cuda import FakeCuda
@@ -201,7 +203,7 @@ def test_a_family_in_any_order(name: str) -> None:
 
 
 @pytest.fixture
-def pair() -> Pair:
+def pair(kept_dynamo: None) -> Pair:
     """A small one that has computed the rows of all timesteps and prompts."""
     made = Pair(weight_memory=MEMORY)
     fill(made)
@@ -215,7 +217,7 @@ def fill(pair: Pair) -> None:
     assert pair.all_hits()
 
 
-def test_a_table_within_its_share_of_memory_evicts_rows() -> None:
+def test_a_table_within_its_share_of_memory_evicts_rows(kept_dynamo: None) -> None:
     """Of the six rows, it has room for two."""
     pair = Pair(weight_memory=26_000)
     rows = 26_000 // 16 // ROW_BYTES
@@ -238,7 +240,9 @@ def test_replanning_keeps_the_rows(pair: Pair) -> None:
     assert pair.rows.computed == TIMES * PROMPTS
 
 
-def test_sizes_of_the_image_share_rows(pair: Pair) -> None:
+def test_sizes_of_the_image_share_rows() -> None:
+    pair = Pair(weight_memory=MEMORY)
+    fill(pair)
     for tokens in (24, 32, 16):
         assert pair.all_hits(tokens=tokens)
     assert graphs() == 2 and pair.rows.computed == TIMES * PROMPTS
@@ -490,16 +494,24 @@ def test_a_model_that_is_dropped_frees_its_preamble_and_its_rows(pair: Pair) -> 
     assert table() is None and program() is None and preamble() is None
 
 
-def one_of_two_misses(rank: int) -> None:
-    pair = Pair(small_twins("flux", SIZE, 2), inputs_of("flux", SIZE))
+class Summed(Modulated):
+    """Its outputs are summed over the ranks."""
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(super().forward(x, t, pooled), "sum", dist.group.WORLD)
+
+
+def one_of_two_misses(rank: int, family: str) -> None:
+    pair = Pair(twins(Summed)) if family == "small" else Pair(small_twins(family, SIZE, 2), inputs_of(family, SIZE))
     assert not pair.call(0, 0)
     assert pair.call(0, rank) == (rank == 0)
     assert pair.call(0, 0) and pair.call(0, rank)
 
 
-def test_one_of_two_ranks_misses(on_ranks: Callable[..., None]) -> None:
+@pytest.mark.parametrize("family", ["small", pytest.param("flux", marks=pytest.mark.long)])
+def test_one_of_two_ranks_misses(family: str, on_ranks: Callable[..., None]) -> None:
     """As with another prompt: it computes its row, and the other rank waits for it in the next collective."""
-    on_ranks(one_of_two_misses)
+    on_ranks(one_of_two_misses, family)
 
 
 # Most misses in a generation with another prompt: none if the timestep alone is the key, two if a step calls the model with

@@ -22,7 +22,6 @@ from chunkflow_compile.placed.placement import Placement, placement_of
 
 STEPS = 3
 SIZE = Size(layers=2, height=4, width=4)
-LONG = ("hunyuanvideo-1.5", "prx")
 # The hoisted weight of a block.
 HOISTED = {
     "hunyuanvideo-1.5": "transformer_blocks.1.norm1.linear",
@@ -139,9 +138,9 @@ def _counts(model: Any) -> tuple[int, int, int]:
     return counts.row_hits, counts.row_misses, counts.moved_bytes
 
 
+@pytest.mark.long  # in make test: test_hoisting_by_kind.py, with Qwen-Image
 @pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("minimax-h3", False), *(pytest.param(n, True, marks=pytest.mark.long) for n in ("minimax-h3", *LONG))],
+    ("name", "sizes"), [("minimax-h3", False), *((n, True) for n in ("minimax-h3", "hunyuanvideo-1.5", "prx"))]
 )
 def test_what_changes_between_calls(name: str, sizes: bool) -> None:
     """A prompt, a weight, the plan; ``sizes``: also the size of the output, and the number of samples, two of which guidance

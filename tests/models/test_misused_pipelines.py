@@ -27,7 +27,7 @@ from chunkflow_compile.units import size
 from chunkflow_compile.weights.host_weight import HostWeight
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "kept_dynamo")
 Change = Callable[[Any], Any]
 
 

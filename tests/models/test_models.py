@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ def run_and_compare(name: str, lowering: str, degree: int) -> None:
     size, chunk_bytes = (
         (WIDE, 1 << 18) if lowering == "inductor" and name == "wan" else (Size(layers=2, singles=1), 4096)
     )
+    if (name, lowering, degree) in SHORT:  # the harder case: the ranks split the timesteps too
+        size = replace(size, timestep="token")
 
     def make() -> nn.Module:
         model = small_model(name, size)
@@ -113,21 +116,12 @@ def on_rank_with_a_timestep_per_token(rank: int) -> None:
     inputs = small_inputs("wan", size, 1)
     tokens = inputs["timestep"].shape[1]
     inputs["timestep"] *= torch.arange(tokens) / tokens  # each its own: a wrong part of them would show
-    whole, model, twin = (small_model("wan", size) for _ in range(3))
-    for m in (model, twin):
-        enable_ulysses(m, 2)
-    offload(model, min_bytes=OPTIONS["min_bytes"])
-    options = {**OPTIONS, "lowering": "eager"}
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    for _ in range(2):
-        output = run(**inputs)[0]
-    (runner,) = programs(model)
-    assert runner.measurements[-1].moved_bytes == runner.plan.moved_bytes > 0
-    assert torch.equal(output, twin(**inputs)[0])
-    torch.testing.assert_close(output, whole(**inputs)[0], atol=2e-5, rtol=1e-4)
+    whole, split = (small_model("wan", size) for _ in range(2))
+    enable_ulysses(split, 2)
+    torch.testing.assert_close(split(**inputs)[0], whole(**inputs)[0], atol=2e-5, rtol=1e-4)
 
 
-def test_a_timestep_per_token_is_split_as_the_tokens_are(on_ranks: Callable[..., None], no_grad: None) -> None:
+def test_a_timestep_per_token_is_split_as_the_tokens_are(on_ranks: Callable[..., None]) -> None:
     on_ranks(on_rank_with_a_timestep_per_token)
 
 

@@ -128,7 +128,7 @@ def on_a_rank(rank: int, family: str, by_kind: bool, debug: tuple[str, ...], ste
 
 def test_two_ranks(on_ranks: Callable[..., None]) -> None:
     on_ranks(on_a_rank, "stack", True, (), 4)
-    on_ranks(on_a_rank, "stack", False, ("threads", "poison"), 30)
+    on_ranks(on_a_rank, "stack", False, ("threads", "poison"), 8)
 
 
 @pytest.mark.long

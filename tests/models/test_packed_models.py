@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EAGER, FAST, OPTIONS
-from helpers import small_twins
+from helpers import Stack, small_twins, twins
 from torch import nn
 
 import chunkflow_compile
@@ -26,11 +26,23 @@ PACKED: dict[str, Any] = {**EAGER, "pack": True}
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
+class Tupled(Stack):
+    """Called as a model of diffusers."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (super().forward(x),)
+
+
 def bf16_twins(family: str) -> tuple[Any, Any]:
-    return tuple(model.to(torch.bfloat16) for model in small_twins(family, SIZE))  # type: ignore[return-value]
+    """``family``: also "stack", of blocks of two large weights."""
+    made = twins(lambda: Tupled(3, 128)) if family == "stack" else small_twins(family, SIZE)
+    return tuple(model.to(torch.bfloat16) for model in made)  # type: ignore[return-value]
 
 
 def inputs_of(family: str, seed: int, size: Size = SIZE) -> dict[str, Any]:
+    if family == "stack":
+        rows = size.height * size.width
+        return {"x": torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)}
     inputs = small_inputs(family, size, seed)
     floats = {n: v.to(torch.bfloat16) for n, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
     return {**inputs, **floats}
@@ -78,7 +90,8 @@ class Pair:
 @pytest.mark.parametrize(
     ("family", "by_kind", "threads"),
     [
-        ("wan", True, False),
+        ("stack", True, False),
+        pytest.param("wan", True, False, marks=pytest.mark.long),
         pytest.param("flux", True, False, marks=pytest.mark.long),
         pytest.param("wan", False, True, marks=pytest.mark.long),
         pytest.param("qwen-image", True, False, marks=pytest.mark.long),

@@ -19,7 +19,7 @@ from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of, stream_inside
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "kept_dynamo")
 MIN_BYTES = 1024
 OPTIONS = {**EAGER, "min_bytes": MIN_BYTES, "memory": "512KiB"}  # less than the quantised transformer and the encoder
 NF4 = nf4(True)

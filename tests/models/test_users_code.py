@@ -181,7 +181,9 @@ def _added(forward: Any, down: nn.Module, up: nn.Module, x: torch.Tensor) -> tor
 @pytest.mark.parametrize(
     ("when", "way"),
     [
-        pytest.param(*case, marks=() if case[0] == "after a call" else pytest.mark.long)
+        pytest.param(
+            *case, marks=() if case in (("after a call", "lazy"), ("after a call", "by kind")) else pytest.mark.long
+        )
         for case in itertools.product(("before placing", "after placing", "after a call"), WAYS)
     ],
 )
@@ -201,7 +203,7 @@ def test_layers_outside_the_model(when: str, way: str) -> None:
     assert not any(isinstance(p, HostWeight) for p in outside.parameters())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param("lazy", marks=pytest.mark.long), *WAYS[1:]])
 def test_large_layers_outside_the_model(way: str) -> None:
     """They are refused until they are placed too; then they stream."""
     model, twin = twins(Stack)
@@ -314,6 +316,7 @@ def test_more_sizes_than_dynamo_compiles() -> None:
 
 def test_a_compiled_forward() -> None:
     """It is placed at its first call, and its method is what the user compiled."""
-    model, twin = small_twins("wan", SIZE)
+    model, twin = twins(Stack)
     model.forward = torch.compile(model.forward, backend="chunkflow", options=EAGER)
-    check(model, twin)
+    check_steps(model, twin, 2)
+    check_moved(model)

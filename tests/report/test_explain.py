@@ -17,7 +17,7 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, explain, programs, replan, restore
 from chunkflow_compile.hardware.profiles import is_of_machine
-from chunkflow_compile.report.explain import Explanation
+from chunkflow_compile.report.explanation import Explanation
 from chunkflow_compile.report.phases import PhaseFigures, PipelineFigures
 from chunkflow_compile.report.record import seconds
 from chunkflow_compile.report.summary import advice

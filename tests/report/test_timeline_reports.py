@@ -44,12 +44,9 @@ def plans(draw: st.DrawFn) -> tuple[Problem, Plan]:
     return found, place(found, machine, **with_goal(chunk_bytes=CHUNK, **goal))
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(150, marks=pytest.mark.long)])
-def test_lanes_show_what_the_plan_predicts(count: int) -> None:
-    settings(max_examples=count)(given(plans())(check_lanes))()
-
-
-def check_lanes(made: tuple[Problem, Plan]) -> None:
+@settings(max_examples=150)
+@given(plans())
+def test_lanes_show_what_the_plan_predicts(made: tuple[Problem, Plan]) -> None:
     found, plan = made
     lanes, predicted = lanes_of(plan), plan.predicted
     assert predicted is not None

@@ -17,6 +17,7 @@ from chunkflow_compile.bench import turns as bench_turns
 from chunkflow_compile.bench.arms import RAW, parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.regimes import Regime
+from chunkflow_compile.bench.running_arm import RunningArm
 from chunkflow_compile.bench.turns import Turns
 from chunkflow_compile.catalog.small import Size
 from chunkflow_compile.hardware.stopwatch import Stopwatch
@@ -58,7 +59,7 @@ def test_the_timed_steps_of_a_benchmark_are_in_steady_state(
     run = turns(tmp_path, arms, 6)
     turn = run._turn
 
-    def named(running: bench_turns.RunningArm, steps: Any) -> None:
+    def named(running: RunningArm, steps: Any) -> None:
         arm[0] = running.name
         turn(running, steps)
 
@@ -83,15 +84,15 @@ def test_copies_for_the_next_step_take_their_time_inside_the_clock(
 ) -> None:
     """However long inputs take to make: a step takes no less than the copies of its bytes, on a slow link."""
     run, rate = turns(tmp_path, ["layerwise"], 6), 100 * MIB
-    compiled = run._compile
+    compiled = run.resident.compile
 
     def compiles() -> None:
         compiled()
-        plain = run.inputs
-        run.inputs = lambda step: (torch.cuda.synchronize(), plain(step))[1]
+        plain = run.resident.inputs
+        run.resident.inputs = lambda step: (torch.cuda.synchronize(), plain(step))[1]
         control.settings(rate=rate)
 
-    monkeypatch.setattr(run, "_compile", compiles)
+    monkeypatch.setattr(run.resident, "compile", compiles)
     found = run.run().arms["layerwise"]
     assert found.program is not None and found.program.plan.moved_bytes > 10 * MIB
     for seconds in found.steps_s:
@@ -111,7 +112,7 @@ def test_the_host_is_timed_while_nothing_is_queued(
         waited[0] += 1
         wait(*device)
 
-    def watched(arm: bench_turns.RunningArm, call: Any) -> list[bench_host.HostTime]:
+    def watched(arm: RunningArm, call: Any) -> list[bench_host.HostTime]:
         def counted() -> None:
             assert torch.cuda.current_stream().query()
             before = waited[0]
@@ -145,9 +146,8 @@ def test_an_arm_that_plans_again_has_measured_its_steps_by_then(tmp_path: Path, 
     """However far the card lags.  FLUX: on the stand-in a convolution waits for the device."""
     size = Size(layers=2, singles=2, heads=4, head_dim=64, height=8, width=8, text=8)
     run = turns(tmp_path, ["resident", "replanned"], 3, "flux", size)
-    run.profile.write_text(run.hardware.to_json())
-    run._compile()
-    run._make_programs({RAW: run._calibrate_raw()})
+    run.resident.compile()
+    run._make_programs({RAW: run.resident.raw()})
     control.settings(lag=1 << 20)
     run._rehearse(run.arms["replanned"])
-    assert run._compiled.program.replan_after == 0
+    assert run.resident.compiled.program.replan_after == 0

@@ -13,11 +13,13 @@ import torch.distributed._functional_collectives as funcol
 from helpers import InTurn, UlyssesBlock, UlyssesStack, fake_ranks, gather_heads, scatter_heads
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.nn.attention.flex_attention import flex_attention
 
 from chunkflow_compile import register_collective
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.passes.cutting import groups_for, make_cut
+from chunkflow_compile.passes.cutting import choose_cut, groups_for, make_cut
+from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.discover import collective_kind, discover, is_wait_tensor
 from chunkflow_compile.passes.graph.exchanges import NoGroups, exchanges, groups_of
 from chunkflow_compile.passes.graph.head_groups import in_head_groups, possible_groups
@@ -29,29 +31,62 @@ RANKS, TOKENS, WIDTH, HEADS = 2, 3, 32, 8
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-class Attention(UlyssesBlock):
-    """Between its exchanges, ``inside`` changes what was received: queries, keys or values of a rank's heads."""
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
 
-    def __init__(self, inside: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> None:
+
+class Attention(UlyssesBlock):
+    """Between its exchanges, ``inside`` changes what was received: queries, keys or values of a rank's heads.
+    ``attend`` computes attention."""
+
+    def __init__(
+        self,
+        inside: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = attention,
+    ) -> None:
         super().__init__(WIDTH, HEADS)
-        self.inside = inside
+        self.inside, self.attend = inside, attend
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (self.inside(scatter_heads(t, HEADS)) for t in self.qkv(x).chunk(3, dim=-1))
-        attended = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
-        return x + self.out(gather_heads(attended).reshape(x.shape))
+        return x + self.out(gather_heads(self.attend(q, k, v)).reshape(x.shape))
 
 
 class Together(Attention):
-    """Queries, keys and values in one exchange."""
+    """Queries, keys and values in one exchange.  ``after`` changes the result, and may read what was received."""
+
+    def __init__(self, after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda x, received: x) -> None:
+        super().__init__()
+        self.after = after
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.view(TOKENS, RANKS, HEADS // RANKS, -1) for t in self.qkv(x).chunk(3, dim=-1))
         sent = torch.stack([q, k, v]).permute(2, 1, 0, 3, 4).contiguous()
         received = funcol.all_to_all_single(sent, None, None, dist.group.WORLD)
         q, k, v = received.reshape(RANKS * TOKENS, 3, HEADS // RANKS, -1).permute(1, 2, 0, 3).unbind()
-        attended = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
-        return x + self.out(gather_heads(attended).reshape(x.shape))
+        return self.after(x + self.out(gather_heads(attention(q, k, v)).reshape(x.shape)), received)
+
+
+class Uneven(Attention):
+    """The first rank has ``heads`` of the heads; the second rank has ``tokens`` tokens."""
+
+    def __init__(self, heads: int = HEADS // RANKS, tokens: int = TOKENS) -> None:
+        super().__init__()
+        self.split, self.tokens = [heads, HEADS - heads], [TOKENS, tokens]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        group, received = dist.group.WORLD, [self.split[0] * tokens for tokens in self.tokens]
+        sent = [heads * TOKENS for heads in self.split]
+
+        def scattered(t: torch.Tensor) -> torch.Tensor:
+            rows = t.view(TOKENS, HEADS, -1).transpose(0, 1).reshape(HEADS * TOKENS, -1)
+            ranks = funcol.all_to_all_single(rows, received, sent, group).split(received)
+            return torch.cat([r.view(self.split[0], -1, WIDTH // HEADS) for r in ranks], dim=1)
+
+        attended = attention(*map(scattered, self.qkv(x).chunk(3, dim=-1))).split(self.tokens, dim=1)
+        rows = torch.cat([r.reshape(-1, WIDTH // HEADS) for r in attended])
+        back = funcol.all_to_all_single(rows, sent, received, group)
+        return x + self.out(back.view(HEADS, TOKENS, -1).transpose(0, 1).reshape(x.shape))
 
 
 class Masked(Attention):
@@ -68,6 +103,19 @@ class Masked(Attention):
         k, v = (torch.cat([t, self.text], dim=1) for t in (k, v))
         attended = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], self.mask[None])[0]
         return x + self.out(gather_heads(attended).reshape(x.shape))
+
+
+def grouped_query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Two heads of queries share a head of keys and values."""
+    return nn.functional.scaled_dot_product_attention(q[None], k[None, ::2], v[None, ::2], enable_gqa=True)[0]
+
+
+def of_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+
+def flexible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return flex_attention(q[None], k[None], v[None])[0]
 
 
 def norm_per_head(x: torch.Tensor) -> torch.Tensor:
@@ -237,9 +285,41 @@ class RolledBack(Attention):
         (lambda: Attention(rolled), 2, r"cannot be exchanged in groups: "),
         (lambda: Attention(repeated), 2, r"cannot be exchanged in groups: "),
         (RolledBack, 2, r"cannot be exchanged in groups: "),
+        (Uneven, 3, r"^3 groups do not divide the 4 attention heads"),
+        (
+            lambda: Uneven(heads=6),
+            2,
+            r"^The ranks have different numbers of tokens or heads .*: give each rank as many\.$",
+        ),
+        (
+            lambda: Uneven(tokens=5),
+            2,
+            r"^The ranks have different numbers of tokens or heads .*: give each rank as many\.$",
+        ),
+        (lambda: Attention(attend=grouped_query), 2, r"has fewer heads of keys and values than of queries\.$"),
+        (
+            lambda: Attention(attend=nn.functional.scaled_dot_product_attention),
+            2,
+            r"^The attention before .* separate products \(bmm\).* with four-dimensional",
+        ),
+        (lambda: Attention(attend=of_products), 2, r"^The attention before .* is computed by separate products "),
+        (lambda: Attention(attend=flexible), 2, r"^The attention op flex_attention has no rule"),
         (Opaque, 2, r"^The collective testing.exchange.* returns only when it is complete, .*all_to_all_single\.$"),
     ],
-    ids=["heads", "norm", "across", "rolled", "repeated", "rolled back", "custom"],
+    ids=[
+        *(
+            "heads",
+            "norm",
+            "across",
+            "rolled",
+            "repeated",
+            "rolled back",
+            "split sizes",
+            "uneven heads",
+            "uneven tokens",
+        ),
+        *("grouped-query", "three dimensions", "products", "flex_attention", "custom"),
+    ],
 )
 @pytest.mark.usefixtures("exchange_op")
 def test_what_cannot_be_divided(make: Callable[[], nn.Module], groups: int, said: str) -> None:
@@ -252,15 +332,43 @@ def test_what_cannot_be_divided(make: Callable[[], nn.Module], groups: int, said
         assert choice.groups == 1 and re.search(said.lower().strip("^$.\\"), choice.why.lower())
 
 
-def test_a_reader_of_what_is_exchanged() -> None:
-    class Both(Attention):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (scatter_heads(t, HEADS) for t in self.qkv(x).chunk(3, dim=-1))
-            attended = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
-            return x + self.out(gather_heads(attended).reshape(x.shape)) + v.mean()
+class Read(Attention):
+    """Values between its exchanges and its attention are also read elsewhere, in many places."""
 
-    with pytest.raises(NoGroups, match="also reads"):
-        in_head_groups(traced(Both()), 2)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (scatter_heads(t, HEADS) for t in self.qkv(x).chunk(3, dim=-1))
+        means = []
+        for _ in range(8):
+            q = q * 2
+            means.append(q.mean())
+        return x + self.out(gather_heads(attention(q, k, v)).reshape(x.shape)) + sum(means)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Read, "^mean also reads mul,"),
+        (lambda: Together(lambda x, received: x + received.mean()), "^mean also reads wait_tensor,"),
+    ],
+    ids=["later", "received"],
+)
+def test_a_reader_of_what_is_exchanged(make: Callable[[], nn.Module], said: str) -> None:
+    """The error names the first of them, whatever the order of a set."""
+    found = traced(make())
+    for _ in range(3):
+        with pytest.raises(NoGroups, match=said):
+            in_head_groups(found, 2)
+    assert re.search(said, groups_for(found, Settings(hardware=load_profile("cpu"))).why)
+
+
+def test_a_graph_is_divided_once() -> None:
+    """The passes take a graph that is divided already as it is, and cut it as they cut the whole graph."""
+    whole = traced(Attention())
+    divided = in_head_groups(whole, 2)
+    assert divided.exchange_groups == 2 and in_head_groups(divided, 2) is divided
+    settings = Settings(hardware=load_profile("cpu"), goal=Goal(exchange_groups=2))
+    assert choose_cut(divided, settings).traced.graph.graph is divided.graph.graph
+    assert len({choose_cut(each, settings).problem.digest for each in (whole, divided)}) == 1
 
 
 def test_without_exchanges_nothing_changes() -> None:
