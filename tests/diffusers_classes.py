@@ -44,8 +44,8 @@ from tqdm import tqdm
 
 import chunkflow_compile
 from chunkflow_compile.catalog.ulysses import enable_ulysses
+from chunkflow_compile.frontend.adapter_slots import Slotted
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
-from chunkflow_compile.frontend.slots import Slotted
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight

@@ -11,7 +11,7 @@ from small_pipelines import SMALL_PIPELINES, small_pipeline
 from torch import nn
 
 from chunkflow_compile import cycles, programs
-from chunkflow_compile.frontend.compile import CompiledForward
+from chunkflow_compile.frontend.compiled_calls import CompiledForward
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight

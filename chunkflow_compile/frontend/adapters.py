@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkflow_compile.frontend.adapter_slots import Sizes, Slotted, attributes_like, original_class, slotted
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
-from chunkflow_compile.frontend.slots import Sizes, Slotted, attributes_like, original_class, slotted
 from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placed.placement import placements_of

@@ -69,15 +69,15 @@ class Budget:
         self.phases: list[Phase] = []
         # compiled pipeline -> names of its components
         self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()
-        self.arguments: dict[str, Any] = {}  # arguments of compile(pipe), also used for components that are added later
-        self._generated = False  # whether a generation has ended since compile(pipe)
+        self.arguments: dict[str, Any] = {}  # Arguments of compile(pipe), also used for components added later.
+        self._generated = False  # Whether a generation has ended since compile(pipe).
         self._allocator = Allocator(device)
         # the peak bytes on the device over all calls since compile(pipe); None if they are not measured
         self.most: int | None = None
-        self._warned = False  # whether the warning about gradients was logged
-        self._last: list[Phase] = []  # the phases in the order of their last calls; the phase called last is at the end
-        self._settled = False  # whether other arenas were already freed for the phase at the end of ``_last``
-        self._running: tuple[Phase, int] | None = None  # the phase whose call is running, and its thread id
+        self._warned = False  # Whether the warning about gradients was logged.
+        self._last: list[Phase] = []  # The phases in the order of their last calls, the most recent at the end.
+        self._settled = False  # Whether other arenas were already freed for the phase at the end of ``_last``.
+        self._running: tuple[Phase, int] | None = None  # The phase whose call is running, and its thread id.
         self._refused = weakref.WeakKeyDictionary[Phase, _Refused]()
 
     @property
@@ -215,8 +215,8 @@ class Budget:
             phase.ended(steps, time.perf_counter() - begun)
             try:
                 self._note(phase, held, others, peak)
-            except ChunkflowError as error:  # still return the result, which is correct and may have taken minutes
-                taken = phase.arena.held + others if peak is None else peak  # on a CPU, only weights are counted
+            except ChunkflowError as error:  # Still return the result, which is correct and may have taken minutes.
+                taken = phase.arena.held + others if peak is None else peak  # On a CPU, only weights are counted.
                 if phase.exceeds(taken):
                     _log.warning("A call of %s took more than the budget: %s", phase.name, error)
             return result

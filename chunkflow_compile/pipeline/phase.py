@@ -78,8 +78,8 @@ class Phase:
         self.arena = arena
         self.activations = 0
         self.measured = False
-        self._assumed = 0  # the part of ``activations`` that is predicted because it cannot be measured, in bytes
-        self.steady = False  # whether ``activations`` was measured in a call that did not change the arena
+        self._assumed = 0  # The part of ``activations`` that is predicted because it cannot be measured, in bytes.
+        self.steady = False  # Whether ``activations`` was measured in a call that did not change the arena.
         self.budget: int | None = None
         self.limit: int | None = None
         self.calls = 0

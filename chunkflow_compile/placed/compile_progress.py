@@ -46,12 +46,12 @@ class CompileProgress:
         self._kinds = kinds
         self._model = weakref.ref(model)
         self._done = 0
-        self._part = ""  # name of the part that is being compiled, if known
-        self._parts = set[str]()  # names of the compiled parts
+        self._part = ""  # Name of the part that is being compiled, if known.
+        self._parts = set[str]()  # Names of the compiled parts.
         self._bar: tqdm[Any] | None = None
         self._lock = ProcessLock()
-        self._threads = Counter[int]()  # thread id -> the number of its nested calls of the model
-        self._began = dict[int, float]()  # thread id -> start time of its running compilation
+        self._threads = Counter[int]()  # Thread id -> the number of its nested calls of the model.
+        self._began = dict[int, float]()  # Thread id -> start time of its running compilation.
 
     def __enter__(self) -> None:
         with self._lock():
@@ -62,8 +62,8 @@ class CompileProgress:
 
     def __exit__(self, *_: object) -> None:
         with self._lock():
-            self._threads -= Counter([threading.get_ident()])  # drops the entry if it becomes zero
-            # the entry still exists if the compilation failed or if its graph reads no weights
+            self._threads -= Counter([threading.get_ident()])  # Drops the entry if it becomes zero.
+            # The entry still exists if the compilation failed or if its graph reads no weights.
             self._began.pop(threading.get_ident(), None)
             if self._threads:
                 return

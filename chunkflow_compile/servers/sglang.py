@@ -114,8 +114,9 @@ class Hooks:
 
         if not _streams(module):
             return original(registry, module, compile_kwargs=compile_kwargs)
-        if all(part._compiled_call_impl is None for part in module.modules()):  # another stage may have compiled it
-            given = {"cudagraphs": False, **self._settings.options}  # SGLANG_TORCH_COMPILE_MODE may request CUDA graphs
+        if all(part._compiled_call_impl is None for part in module.modules()):  # Another stage may have compiled it.
+            # False, because SGLANG_TORCH_COMPILE_MODE may request CUDA graphs.
+            given = {"cudagraphs": False, **self._settings.options}
             given["memory"] = self._settings.memory
             compile_by_kind(module, mode=compile_kwargs.get("mode"), **given)
         registry.module_ids.add(id(module))

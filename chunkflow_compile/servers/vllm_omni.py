@@ -17,8 +17,8 @@ from typing import Any
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.servers.settings import MEMORY, PluginSettings, settings_from
 
-_log = logging.getLogger("vllm_omni.chunkflow")  # the server shows only loggers below vllm_omni
-_DIT = "dit"  # the server's name for the transformers as an offloaded component
+_log = logging.getLogger("vllm_omni.chunkflow")  # The server shows only loggers below vllm_omni.
+_DIT = "dit"  # The server's name for the transformers as an offloaded component.
 
 
 def plug_in() -> None:

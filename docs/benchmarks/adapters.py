@@ -25,7 +25,7 @@ from torch._dynamo.utils import counters
 import chunkflow_compile
 from chunkflow_compile import programs
 from chunkflow_compile.catalog.small import Size, small_inputs, small_model
-from chunkflow_compile.frontend.slots import Slotted
+from chunkflow_compile.frontend.adapter_slots import Slotted
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import seconds

@@ -22,7 +22,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, enable_adapters, offload, programs, restore
 from chunkflow_compile.catalog.small import small_inputs, small_model
 from chunkflow_compile.catalog.ulysses import enable_ulysses
-from chunkflow_compile.frontend.slots import Slotted
+from chunkflow_compile.frontend.adapter_slots import Slotted
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.host_buffer import buffer_of

@@ -15,7 +15,7 @@ from small_encoders import TEXT
 from small_pipelines import small_pipeline
 
 from chunkflow_compile import ChunkflowError, apply, enable_adapters, programs, remove, use_adapters
-from chunkflow_compile.frontend.slots import Slotted
+from chunkflow_compile.frontend.adapter_slots import Slotted
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
 

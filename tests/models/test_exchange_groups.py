@@ -23,7 +23,7 @@ from chunkflow_compile import ChunkflowError, enable_adapters
 from chunkflow_compile.catalog.sizes import Size
 from chunkflow_compile.catalog.small import small_inputs, small_model
 from chunkflow_compile.catalog.ulysses import enable_ulysses
-from chunkflow_compile.frontend import backend
+from chunkflow_compile.frontend import graph_compiler
 from chunkflow_compile.frontend.exchange_groups import agreed_groups
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
@@ -151,7 +151,7 @@ def test_a_survey_of_one_rank(on_ranks: Callable[..., None]) -> None:
 
 def retrying_on_a_rank(rank: int) -> None:
     """Inductor fails on the symbols of one rank, which compiles its graph again at fixed sizes."""
-    lowered = backend.lower_regions
+    lowered = graph_compiler.lower_regions
     tries = list[str]()
 
     def lower(program: Any, lowering: str, *args: Any) -> Any:
@@ -160,7 +160,7 @@ def retrying_on_a_rank(rank: int) -> None:
             raise InductorError(ValueError("a symbol"), None)
         return lowered(program, lowering, *args)
 
-    backend.lower_regions = lower
+    graph_compiler.lower_regions = lower
     torch.manual_seed(0)
     model, x = UlyssesStack(1, 32, 8).eval(), torch.randn(4, 32)
     run = torch.compile(model, backend="chunkflow", dynamic=True, options={**EAGER, "exchange_groups": "auto"})

@@ -21,7 +21,7 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, offload, restore
-from chunkflow_compile.frontend import backend
+from chunkflow_compile.frontend import graph_compiler
 from chunkflow_compile.frontend.compile import uncompile
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights import groups, rounds
@@ -155,7 +155,7 @@ def failed_compilation(rank: int, _: str) -> None:
         run = placed(model, whole=whole)
         with pytest.MonkeyPatch.context() as patch:
             if rank:
-                patch.setattr(backend, "lower_regions", fails)
+                patch.setattr(graph_compiler, "lower_regions", fails)
             says = "ptxas has died" if rank else "not sharded across the ranks, because rank 1 failed: .*ptxas has died"
             with pytest.raises(Exception, match=says):
                 run(inputs(0))
@@ -348,7 +348,7 @@ def late(rank: int, _: str) -> None:
 def slow(rank: int, _: str) -> None:
     """One rank compiles for longer than others wait for one of which they know nothing."""
     model, twin = model_and_twin()
-    run, lower, store = placed(model), backend.lower_regions, dist.distributed_c10d._get_default_store()
+    run, lower, store = placed(model), graph_compiler.lower_regions, dist.distributed_c10d._get_default_store()
 
     def late(*given: Any) -> Any:
         store.set("compiles", "")
@@ -357,7 +357,7 @@ def slow(rank: int, _: str) -> None:
 
     with patience(0.1), pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr(backend, "lower_regions", late)
+            patch.setattr(graph_compiler, "lower_regions", late)
         else:
             store.wait(["compiles"])
         check(run, twin, 0)

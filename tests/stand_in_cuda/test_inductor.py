@@ -53,7 +53,7 @@ class Kernels:
             kernels.allocated_in_lowering = torch.cuda.max_memory_allocated() - held
             return found
 
-        patch.setattr("chunkflow_compile.frontend.backend.lower_regions", watched_lowering)
+        patch.setattr("chunkflow_compile.frontend.graph_compiler.lower_regions", watched_lowering)
         patch.setattr(CachingAutotuner, "run", watched_run)
         patch.setattr(CachingAutotuner, "benchmark_all_configs", watched_tune)
 

@@ -22,7 +22,7 @@ from test_shared_weights import said_here
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
-from chunkflow_compile.frontend import backend
+from chunkflow_compile.frontend import graph_compiler
 from chunkflow_compile.passes.packing import Layout
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.placement import placement_of
@@ -102,13 +102,13 @@ def test_no_region_is_lowered_for_a_form_that_a_weight_cannot_have(
     model, twin = plain(), plain()
     for m in (model, twin):
         m.get_parameter(NAME).copy_(heavy(m.get_parameter(NAME)))
-    lowered, lower = list[set[str]](), backend.lower_regions
+    lowered, lower = list[set[str]](), graph_compiler.lower_regions
 
     def lowers(program: Program, *args: Any) -> Any:
         lowered.append({w.name for w in program.problem.weights if w.source.compressed})
         return lower(program, *args)
 
-    monkeypatch.setattr(backend, "lower_regions", lowers)
+    monkeypatch.setattr(graph_compiler, "lower_regions", lowers)
     if placed:
         offload(model, min_bytes=LEAST, pack="auto")
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**EAGER, "min_bytes": LEAST, "pack": True})
