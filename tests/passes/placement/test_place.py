@@ -71,7 +71,7 @@ def test_nearly_all_are_within_ten_percent_of_the_optimum_at_equal_memory() -> N
     assert max(ratios) <= 2
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.long)])
 def test_a_goal_is_kept(count: int) -> None:
     slowdowns = st.one_of(st.none(), st.sampled_from([1.0, 1.02, 1.3, 3.0]))
     drawn = given(small_problems(chunks=12), machines(), st.floats(0, 1), slowdowns)
@@ -331,7 +331,7 @@ def test_joins_cost_little_as_no_copy_is_planned_across_one(compute: float, shar
     )
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.long)])
 def test_a_goal_is_kept_with_joins(count: int) -> None:
     drawn = given(small_problems(chunks=12), machines(), st.floats(0, 1), st.booleans())
     settings(max_examples=count)(drawn(check_goal_with_joins))()
