@@ -37,7 +37,7 @@ from .discover import group_name
 from .exchanges import GROUPS, Exchange, NoGroups, completion, exchanges, splits_of
 from .group_builder import GroupBuilder
 from .slice_graphs import Slice
-from .slice_rules import Boundary, NoRule, Part, op_name, shape_of
+from .slice_parts import Boundary, NoRule, Part, op_name, shape_of
 from .slices import fake_mode
 from .traced import Traced
 
