@@ -312,7 +312,7 @@ class Options:
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ChunkflowError unless the value of an option is among the ``allowed`` values, which are strings and bools."""
-    if value not in allowed or not isinstance(value, str | bool):  # 1 == True
+    if value not in allowed or not isinstance(value, str | bool):  # Since 1 == True, the type is checked, too.
         raise ChunkflowError(f"Option {name}={value!r} is unknown; use one of {', '.join(map(str, allowed))}.")
 
 

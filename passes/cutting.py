@@ -93,7 +93,7 @@ def plans_of(traced: Traced, settings: Settings, finest: Problem) -> Callable[[P
 
     def plan(problem: Problem, *, goal: Goal, ends: Sequence[int] | None = None) -> Plan:
         one = replace(settings, goal=goal, part=False)
-        return make_plan(problem, one, inside=traced.repeats is not None, ends=ends)
+        return make_plan(problem, one, residents_in_arena=traced.repeats is not None, ends=ends)
 
     return judged(finest, traced.repeats, settings.goal, plan)
 

@@ -91,8 +91,9 @@ def prologue(
     would have issued for copies after the beginning of this call.  The prologue's own copies do not use the ring: for a
     weight in a file, the copy itself reads the file.
 
-    At the end of the prologue, compute waits for all copies if a weight is stale, or if an earlier call contains the wait
-    for a weight that this call reads.  Then this call itself may not wait for the copy of the prologue.
+    The call itself may not wait for some copies of the prologue: the copies of stale weights, and the copies of weights
+    whose first reader is in an earlier call, which contains the wait.  If there are such copies, compute waits for all
+    copies at the end of the prologue.
     """
     cold = stale is None and not jumps
     stale = stale or ()

@@ -49,7 +49,7 @@ class HoistingFigures:
 
     ``weights``, ``nbytes``: number of hoisted weights, and their total bytes.  ``values``, ``row_bytes``: number of
     tensors in a row, and their total bytes.  ``slow``: number of inputs that a row depends on.  ``rows``: capacity of the
-    table in rows.  ``outside``, ``arena``: fields of main's settings.  ``fill_s``: predicted seconds in which the
+    table in rows.  ``external_bytes``, ``arena``: fields of main's settings.  ``fill_s``: predicted seconds in which the
     preamble computes the rows for :data:`STEPS` steps in one pass over its weights.
     """
 
@@ -59,7 +59,7 @@ class HoistingFigures:
     row_bytes: int
     slow: int
     rows: int
-    outside: int
+    external_bytes: int
     arena: int
     fill_s: float
 
@@ -73,7 +73,7 @@ class HoistingFigures:
     def budget_for(self, nbytes: int) -> int:
         """Return the smallest budget in bytes in which a plan of main with ``nbytes`` bytes fits, together with the table.
         The size of the table depends on the budget."""
-        others = nbytes + self.outside - self.rows * self.row_bytes
+        others = nbytes + self.external_bytes - self.rows * self.row_bytes
         for rows in range(1, MOST_ROWS):
             budget = max(others + rows * self.row_bytes, _SHARE_OF_ROWS * rows * self.row_bytes)
             if budget // _SHARE_OF_ROWS // self.row_bytes == rows:
@@ -106,7 +106,7 @@ class Hoisting:
             row_bytes=halves.row_bytes,
             slow=len(halves.slow),
             rows=self.rows,
-            outside=self.main.outside,
+            external_bytes=self.main.external_bytes,
             arena=self.main.arena,
             fill_s=self._fill_seconds(STEPS),
         )
@@ -189,7 +189,7 @@ def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = No
         plan=None,
         timings=None,
         preamble=True,
-        outside=0,
+        external_bytes=0,
         likes=(),
         joined=False,
         ranks=0,
@@ -198,12 +198,12 @@ def plan_halves(halves: Halves, settings: Settings, repeats: Repeats | None = No
     least = least_memory(cut.problem, alone.hardware, alone.chunk_bytes)
     preamble = replace(alone, goal=replace(alone.goal, memory=_REGIONS * least))
     plan = make_plan(cut.problem, preamble)
-    table, outside = rows * halves.row_bytes, settings.outside + plan.device_bytes - plan.arena_bytes
+    table, external = rows * halves.row_bytes, settings.external_bytes + plan.device_bytes - plan.arena_bytes
     main = replace(settings, goal=replace(settings.goal, hoist=False), arena=plan.arena_bytes)
     if repeats is None:
-        main = replace(main, outside=outside + table)
+        main = replace(main, external_bytes=external + table)
     else:
-        main = replace(main, outside=outside, table=table, tables=table * repeats.count)
+        main = replace(main, external_bytes=external, table=table, tables=table * repeats.count)
         halves = replace(halves, main=replace(halves.main, repeats=replace(repeats, tables=main.tables)))
     return Hoisting(halves=halves, preamble=preamble, preamble_cut=cut, preamble_plan=plan, main=main, rows=rows)
 
@@ -228,7 +228,7 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
     if goal.memory is not None:
         return step_s < today.predicted.step_s / each
     longest = goal.longest * today.predicted.resident_step_s / each
-    taken = hoisted.device_bytes / blocks + hoisting.main.outside - settings.outside + hoisting.main.table
+    taken = hoisted.device_bytes / blocks + hoisting.main.external_bytes - settings.external_bytes + hoisting.main.table
     return step_s <= longest and taken < today.device_bytes / each
 
 

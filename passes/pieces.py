@@ -52,8 +52,8 @@ def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iter
 
 
 def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
-    """Return how many of bytes ``[begin, end)`` a rank pulls from other ranks.  If the ranks differ, it is the number for
-    the rank that holds the fewest of these bytes."""
+    """Return how many of bytes ``[begin, end)`` a rank pulls from other ranks.  The rank is the one that holds the fewest
+    of these bytes."""
     own = [0] * ranks
     for part in parts(begin, end, nbytes, ranks):
         own[part.owner] += part.nbytes

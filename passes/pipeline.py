@@ -57,8 +57,8 @@ def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan meets the
     goal."""
     problem, settings = problem_of(calls), replace(settings, likes=(), part=False)
-    settings = with_joins_decided(problem, settings, inside=True, ends=ends_of(calls))
-    plan = make_plan(problem, settings, inside=True, ends=ends_of(calls))
+    settings = with_joins_decided(problem, settings, residents_in_arena=True, ends=ends_of(calls))
+    plan = make_plan(problem, settings, residents_in_arena=True, ends=ends_of(calls))
     cycle = write(calls, plan, share=settings.enables("sharing"))
     if settings.enables("verify"):
         verify(cycle)

@@ -29,15 +29,15 @@ class Settings:
 
     ``goal``: objective of plans.  ``plan``: a plan to use instead of making one.  ``timings``: measurements to plan with.
     ``group_bytes``: size of the groups of weights between which the graph is cut, or None for the coarsest cut that is
-    about as good as the finest.  ``part``, ``outside``, ``arena``: arguments of :func:`place`.  ``likes``: problems, each
-    with its plan; a problem with the same structure gets the same placement.  ``joined``: whether the plan has joins, so
-    that each call can be one CUDA graph; "auto" to add joins only if they cost little (:data:`MOST_JOIN_LOSS`).  For
-    several calls, True means "auto".  ``preamble``: whether the graph is the preamble of a model (hoisting.py), which
-    runs once for many steps; it is planned like a ``part``, and never as a call of a cycle.  ``table``: if the graph is a
-    block that is hoisted, the bytes of its table of rows.  ``tables``: total bytes of the tables for all blocks with its
-    type; they are not included in ``outside``, because the cycle of the blocks counts the tables of all block types.
-    ``ranks``: number of ranks over whose devices weights may be sharded, or 0 if unknown.  ``disabled``: names of
-    :data:`OPTIONAL_PASSES`.
+    about as good as the finest.  ``part``, ``external_bytes``, ``arena``: arguments of :func:`place`.  ``likes``:
+    problems, each with its plan; a problem with the same structure gets the same placement.  ``joined``: whether the plan
+    has joins, so that each call can be one CUDA graph; "auto" to add joins only if they cost little
+    (:data:`MOST_JOIN_LOSS`).  For several calls, True means "auto".  ``preamble``: whether the graph is the preamble of a
+    model (hoisting.py), which runs once for many steps; it is planned like a ``part``, and never as a call of a cycle.
+    ``table``: if the graph is a block that is hoisted, the bytes of its table of rows.  ``tables``: total bytes of the
+    tables for all blocks with its type; they are not included in ``external_bytes``, because the cycle of the blocks
+    counts the tables of all block types.  ``ranks``: number of ranks over whose devices weights may be sharded, or 0 if
+    unknown.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware
@@ -46,7 +46,7 @@ class Settings:
     group_bytes: int | None = None
     plan: Plan | None = None
     part: bool = False
-    outside: int = 0
+    external_bytes: int = 0
     arena: int = 0
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
@@ -65,9 +65,9 @@ class Settings:
         return name not in self.disabled
 
     @property
-    def outside_with_tables(self) -> int:
-        """``outside``, including the tables of a block that is planned by itself."""
-        return self.outside + (self.tables if self.part else 0)
+    def external_bytes_with_tables(self) -> int:
+        """``external_bytes``, including the tables of a block that is planned by itself."""
+        return self.external_bytes + (self.tables if self.part else 0)
 
 
 def check_disabled(names: Iterable[str]) -> None:
@@ -81,11 +81,13 @@ def check_disabled(names: Iterable[str]) -> None:
             )
 
 
-def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] | None = None) -> Plan:
-    """Return the plan in ``settings``, or make a plan for the goal in ``settings``.  ``inside``: as in :func:`place`.
-    ``ends``: as in :meth:`Plan.check_problem`.
+def make_plan(
+    problem: Problem, settings: Settings, *, residents_in_arena: bool = False, ends: Sequence[int] | None = None
+) -> Plan:
+    """Return the plan in ``settings``, or make a plan for the goal in ``settings``.  Raises ChunkflowError if no plan meets
+    the goal.
 
-    Raises ChunkflowError if no plan meets the goal.
+    ``residents_in_arena``: as in :func:`place`.  ``ends``: as in :meth:`Plan.check_problem`.
     """
     if settings.plan is not None:
         return settings.plan
@@ -97,8 +99,8 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, end
         chunk_bytes=settings.chunk_bytes,
         part=settings.part or settings.preamble,
         like=like,
-        inside=inside,
-        outside=settings.outside_with_tables,
+        residents_in_arena=residents_in_arena,
+        external_bytes=settings.external_bytes_with_tables,
         arena=settings.arena,
         timings=settings.timings,
         joins=tuple(ends or (len(problem.regions),)) if settings.joined else (),
@@ -106,7 +108,7 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False, end
 
 
 def join_loss(
-    problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] | None = None
+    problem: Problem, settings: Settings, *, residents_in_arena: bool = False, ends: Sequence[int] | None = None
 ) -> float:
     """Return the share by which joins lengthen the predicted step with the same memory; 0.01 means 1 %.
 
@@ -114,32 +116,37 @@ def join_loss(
     arguments and errors are the same as for :func:`make_plan`.
     """
     joins = tuple(ends or (len(problem.regions),))
-    free = make_plan(problem, replace(settings, joined=False), inside=inside)
+    free = make_plan(problem, replace(settings, joined=False), residents_in_arena=residents_in_arena)
     if settings.plan is not None:
         joined = free
     else:
-        taken = free.device_bytes + settings.outside + problem.unpacked_bytes
+        taken = free.device_bytes + settings.external_bytes + problem.unpacked_bytes
         memory = taken if settings.goal.memory is None else settings.goal.memory
         goal = replace(settings.goal, memory=memory, slowdown=None)
-        joined = make_plan(problem, replace(settings, goal=goal, joined=True), inside=inside, ends=joins)
+        joined = make_plan(
+            problem, replace(settings, goal=goal, joined=True), residents_in_arena=residents_in_arena, ends=joins
+        )
     simulator = Simulator(problem, settings.hardware, free.chunk_bytes, settings.timings)
     steps = simulator.step_under(replace(free, joins=())), simulator.step_under(replace(joined, joins=joins))
     return steps[1] / steps[0] - 1 if steps[0] else 0.0
 
 
 def with_joins_decided(
-    problem: Problem, settings: Settings, *, inside: bool = False, ends: Sequence[int] = ()
+    problem: Problem, settings: Settings, *, residents_in_arena: bool = False, ends: Sequence[int] = ()
 ) -> Settings:
     """Return the settings with True or False for ``joined`` instead of "auto".  The arguments are the same as for
     :func:`make_plan`."""
     if not settings.joined or (settings.joined is True and len(ends) < 2):
         return settings
-    return replace(settings, joined=join_loss(problem, settings, inside=inside, ends=ends or None) < MOST_JOIN_LOSS)
+    return replace(
+        settings,
+        joined=join_loss(problem, settings, residents_in_arena=residents_in_arena, ends=ends or None) < MOST_JOIN_LOSS,
+    )
 
 
 def minimum_budget(problem: Problem, settings: Settings) -> int:
     """Return the minimum budget in bytes, for weights and activations, for which a problem has a plan."""
-    outside, machine = settings.outside_with_tables, settings.hardware
+    external, machine = settings.external_bytes_with_tables, settings.hardware
     return problem.live_bytes + least_memory(
-        problem, machine, settings.chunk_bytes, outside, settings.arena, settings.part
+        problem, machine, settings.chunk_bytes, external, settings.arena, settings.part
     )

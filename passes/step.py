@@ -373,7 +373,7 @@ class Scheduler:
         """Yield the arrivals that compute waits for before a region: in each lane, the newest copy of the weights of
         which the region is the first reader.  ``awaited``: these weights, see :class:`_Placed`."""
         for lane in self._lanes:
-            if mine := [(newest, name) for moves, newest, name in awaited if moves == lane]:
+            if mine := [(newest, name) for used, newest, name in awaited if used == lane]:
                 yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
 
     def _held(self, names: Iterable[str], before: int, issued: Mapping[str, Sequence[_Issued]]) -> Iterator[_Arrival]:

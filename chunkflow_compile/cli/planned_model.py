@@ -171,7 +171,7 @@ class PlannedModel:
         ``other``: settings that replace the command's settings."""
         problem = problem or self.problem
         settings = self.settings_of_step if problem is self.problem else self.settings
-        plan = make_plan(problem, replace(settings, **other), inside=self.regional)
+        plan = make_plan(problem, replace(settings, **other), residents_in_arena=self.regional)
         return replace(plan, model=self.title)
 
     @property
@@ -180,7 +180,7 @@ class PlannedModel:
         the rows and reserve memory for the preamble."""
         if self.hoisted is None:
             return self.settings
-        return replace(self.settings, outside=self.hoisted.outside, arena=self.hoisted.arena)
+        return replace(self.settings, external_bytes=self.hoisted.external_bytes, arena=self.hoisted.arena)
 
     @property
     def ranks(self) -> int:

@@ -104,7 +104,7 @@ def _arm(target: PlannedModel, policy: Policy | OnlyPredicted) -> tuple[ArmRecor
         arm = replace(
             arm,
             step_s=(arm.step_s or 0.0) + hoisted.seconds_per_call * target.forwards,
-            weights_device_bytes=plan.device_bytes + hoisted.outside,
+            weights_device_bytes=plan.device_bytes + hoisted.external_bytes,
             weights_total_bytes=total + hoisted.nbytes,
         )
     return arm, plan.predicted

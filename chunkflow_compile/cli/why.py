@@ -32,7 +32,7 @@ def _in_step(target: PlannedModel, name: str, progress: Progress) -> Story:
         note_rates(target)
         plan = target.plan()
     with progress.phase("planning alternatives"):
-        plan_for = partial(make_plan, target.problem, inside=target.regional)
+        plan_for = partial(make_plan, target.problem, residents_in_arena=target.regional)
         return story_of(weight, plan, changes(weight, target.problem.ranks, target.settings_of_step, plan_for))
 
 

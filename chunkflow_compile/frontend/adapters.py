@@ -155,7 +155,7 @@ def _inject(model: Any, targets: Any) -> dict[int, torch.dtype]:
 
 def _delete(layer: Any, name: str) -> None:
     """Delete an adapter from a layer, and prevent PEFT from activating another adapter instead."""
-    layer._active_adapter = []  # otherwise delete_adapter activates another adapter, and warns
+    layer._active_adapter = []  # Otherwise delete_adapter activates another adapter, and warns.
     layer.delete_adapter(name)
 
 

@@ -197,7 +197,7 @@ def _graph_compiler(
         goal=replace(chosen.goal.aimed_at(goal), peers=sharded),
         plan=settings.plan if goal is None else None,
         part=part,
-        outside=bytes_outside(index.root, weights.values(), min_bytes, part),
+        external_bytes=bytes_outside(index.root, weights.values(), min_bytes, part),
         ranks=0 if peers is None else peers.ranks,
     )
     return GraphCompiler(

@@ -227,7 +227,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
 
     ``device``: see :func:`bring_back`.
     """
-    with compile_lock:  # so that no call in another thread places the model meanwhile
+    with compile_lock:  # Held, so that no call in another thread places the model meanwhile.
         roots = [unwrap(model), *(placement.root for placement in placements_of(model))]
         refuse_applied(model)
         bring_back(model, device)

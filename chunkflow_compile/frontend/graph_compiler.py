@@ -194,7 +194,7 @@ class GraphCompiler:
             poison="poison" in chosen.debugging(),
             cudagraphs=False if settings.preamble else chosen.cudagraphs,
             pin_bytes=chosen.pin_bytes(),
-            advice=partial(_room_advice, program, chosen, settings.outside, settings.arena, goal=settings.goal),
+            advice=partial(_room_advice, program, chosen, settings.external_bytes, settings.arena, goal=settings.goal),
         )
         place = partial(start_program, self.device, self.min_bytes, chosen.pack, variant.kind, self.root)
         goal = settings.goal if settings.preamble else decided(replace(chosen.goal, hoist=False), variant.cut)
@@ -209,7 +209,7 @@ class GraphCompiler:
         if not self.pieces or memory is None:
             return
         goal, problem = self.settings.goal, program.problem
-        outside = self.settings.outside + self.pieces + goal.counted(problem.live_bytes)
+        outside = self.settings.external_bytes + self.pieces + goal.counted(problem.live_bytes)
         if memory < (least := least_memory(problem, chosen.profile(), chosen.chunk_bytes, outside)):
             raise ChunkflowError(
                 f"{goal.option}={size(memory)} is too little for peers=True: this rank's pieces of weights take "

@@ -38,8 +38,8 @@ from chunkflow_compile.weights.modules import hooks_of
 
 _log = logging.getLogger(__name__)
 
-# The errors that eval() may raise for Dynamo's name of an input, an expression that may call functions that only Dynamo's
-# guards define.
+# The errors that eval() may raise for Dynamo's name of an input.  Such a name is an expression, and it may call functions
+# that exist only in Dynamo's guards.
 _NO_VALUE = (AttributeError, LookupError, NameError, SyntaxError, TypeError)
 # The names of diffusers' hooks that compare activations in order to decide whether blocks run.
 _DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
@@ -151,7 +151,7 @@ def guard_hooks() -> None:
     By default, Dynamo omits these guards for speed.  Without these guards, a block with hooks could run code that was
     compiled for a block without hooks.
     """
-    if not config.skip_nnmodule_hook_guards:  # Dynamo may call the backend twice in one compilation
+    if not config.skip_nnmodule_hook_guards:  # Dynamo may call the backend twice in one compilation.
         return
     guarded = contextlib.ExitStack()
     guarded.enter_context(config.patch(skip_nnmodule_hook_guards=False))

@@ -280,7 +280,7 @@ class Budget:
 
         ``nbytes``: the number of bytes that the arena of ``phase`` is about to allocate.
         """
-        room = -1  # the bytes that the other arenas may keep; if the phase has no budget yet, all of them are freed
+        room = -1  # The bytes that the other arenas may keep; if the phase has no budget yet, all of them are freed.
         if phase.budget is not None:
             room = self.usable - phase.activations - self._taken(phase, phase.budget, nbytes)
         for other in self._last:

@@ -131,7 +131,7 @@ class Phase:
         """
         variants = {id(program.variant): program.variant for program in programs(self.root)}.values()
         plannable = [(variant.program.problem, variant.settings) for variant in variants]
-        needed = [least_memory(p, s.hardware, s.chunk_bytes, s.outside, s.arena, s.part) for p, s in plannable]
+        needed = [least_memory(p, s.hardware, s.chunk_bytes, s.external_bytes, s.arena, s.part) for p, s in plannable]
         return max([self.kept, *needed])
 
     @property

@@ -307,7 +307,7 @@ class Placement:
         ``device``: the device to move the parameters to; by default, each parameter returns to its original device.
         ``error``: if the placement is undone because of an error, this error; otherwise None.
         """
-        with compile_lock, self.lock():  # so that no other thread traces the hooks meanwhile
+        with compile_lock, self.lock():  # Held, so that no other thread traces the hooks meanwhile.
             self.free()
             self.store.release(device, error)
             before = {id(tensor): values for tensor, values in self._moved}

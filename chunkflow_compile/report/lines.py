@@ -16,7 +16,8 @@ from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.graph.discover import input_key
 from chunkflow_compile.passes.graph.listing import node_text, target_name
-from chunkflow_compile.passes.graph.regions import Cut, CutRegion, block_labels
+from chunkflow_compile.passes.graph.regions import Cut, CutRegion
+from chunkflow_compile.passes.graph.segments import block_labels
 from chunkflow_compile.passes.ops import Prefetch, TransferOp, folded, transfer_name, transfer_of, transfer_text
 from chunkflow_compile.passes.pipeline import Stage
 from chunkflow_compile.passes.program.rewrite import Program, issued

@@ -39,7 +39,7 @@ def forward_seconds(plan: Plan, hoisted: HoistingFigures | None) -> float:
 
 def held(plan: Plan, hoisted: HoistingFigures | None = None) -> str:
     """Return, as text, the size of the weights and rows on the GPU, and the size of all weights including hoisted weights."""
-    outside, elsewhere = (0, 0) if hoisted is None else (hoisted.outside, hoisted.nbytes)
+    outside, elsewhere = (0, 0) if hoisted is None else (hoisted.external_bytes, hoisted.nbytes)
     return part_of(plan.device_bytes + outside, sum(weight.nbytes for weight in plan.weights) + elsewhere)
 
 
@@ -60,7 +60,7 @@ def summary_table(
     """
     predicted = plan.predicted
     assert predicted is not None
-    outside = problem.unpacked_bytes + (0 if hoisted is None else hoisted.outside)
+    outside = problem.unpacked_bytes + (0 if hoisted is None else hoisted.external_bytes)
     rows = [
         ("forward", seconds(forward_seconds(plan, hoisted))),
         ("all-resident forward", seconds(predicted.resident_step_s)),

@@ -122,7 +122,7 @@ class CallSite:
         if settings.goal.memory is None:
             return self.model, None
         live = settings.goal.counted(self.program.problem.live_bytes)
-        return self.model, max(0, settings.goal.memory - live - settings.outside - self.kept_bytes)
+        return self.model, max(0, settings.goal.memory - live - settings.external_bytes - self.kept_bytes)
 
     def count(self, cost: Cost) -> None:
         """Count a step that had this ``cost``."""

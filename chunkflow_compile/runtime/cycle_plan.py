@@ -75,7 +75,7 @@ def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
 
 def fits_budget(cycle: BoundCycle, live_bytes: int, goal: Goal) -> bool:
     """Return whether the weights of a cycle and ``live_bytes`` of activations fit into the budget of ``goal``."""
-    used = cycle.plan.device_bytes + cycle.settings.outside + goal.counted(live_bytes)
+    used = cycle.plan.device_bytes + cycle.settings.external_bytes + goal.counted(live_bytes)
     return goal.memory is None or used <= goal.memory
 
 
@@ -130,7 +130,7 @@ def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
         return None
     budget = max((m for call in calls if (m := call.variant.settings.goal.memory) is not None), default=None)
     arena = max(call.variant.settings.arena for call in calls)
-    return replace(shared[0], goal=replace(shared[0].goal, memory=budget), outside=_outside(calls), arena=arena)
+    return replace(shared[0], goal=replace(shared[0].goal, memory=budget), external_bytes=_outside(calls), arena=arena)
 
 
 def _outside(calls: Sequence[CallSite]) -> int:
@@ -140,7 +140,9 @@ def _outside(calls: Sequence[CallSite]) -> int:
     """
     left: dict[int, int] = {}
     for call in dict.fromkeys(calls):  # each call is counted once, although it may occur several times in a cycle
-        left[call.model] = left.get(call.model, call.variant.settings.outside + call.kept_bytes) - call.kept_bytes
+        left[call.model] = (
+            left.get(call.model, call.variant.settings.external_bytes + call.kept_bytes) - call.kept_bytes
+        )
     tables = sum(call.variant.settings.table for call in dict.fromkeys(calls))
     return tables + sum(max(0, nbytes) for nbytes in left.values())
 

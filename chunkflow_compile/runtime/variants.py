@@ -265,4 +265,4 @@ def decided(goal: Goal, cut: Cut) -> Goal:
 def without_call_fields(settings: Settings) -> Settings:
     """Return the settings without the fields that may differ between the sizes of one call or between calls."""
     goal = replace(settings.goal, pack=False, peers=False, hoist=False, exchange_groups=False)
-    return replace(settings, likes=(), part=False, outside=0, arena=0, table=0, tables=0, goal=goal)
+    return replace(settings, likes=(), part=False, external_bytes=0, arena=0, table=0, tables=0, goal=goal)

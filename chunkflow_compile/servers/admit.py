@@ -376,7 +376,7 @@ def _family(model: nn.Module) -> Family:
 
 def _branches(given: Mapping[str, Any]) -> int:
     """Return the number of calls of the transformer per step: two with classifier-free guidance, otherwise one."""
-    if "true_cfg_scale" in given:  # in such a pipeline, guidance_scale is an input of the transformer
+    if "true_cfg_scale" in given:  # In such a pipeline, guidance_scale is an input of the transformer.
         guided = (given["true_cfg_scale"] or 0) > 1 and any(given.get(name) is not None for name in _NEGATIVE)
     else:
         guided = (given.get("guidance_scale") or 0) > 1

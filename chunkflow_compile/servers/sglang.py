@@ -143,7 +143,7 @@ class Hooks:
 
 def _streams(module: Any) -> bool:
     """Whether a module is placed."""
-    from chunkflow_compile.placed.placement import placement_of  # imports torch
+    from chunkflow_compile.placed.placement import placement_of  # Here, because it imports torch.
 
     return placement_of(module) is not None
 

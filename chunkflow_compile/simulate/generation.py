@@ -147,7 +147,7 @@ def _hoisted(c: Component, settings: Settings) -> PhaseMemory:
     cut = choose_cut(c.halves.main, hoisting.main)
     phase = _phase(replace(c, cut=cut), hoisting.main)
     host = cut.problem.total_bytes + c.halves.hoisted_bytes
-    weights = phase.weights + hoisting.main.outside
+    weights = phase.weights + hoisting.main.external_bytes
     return replace(phase, weights=weights, host=host, loading_s=hoisting.figures.fill_s)
 
 

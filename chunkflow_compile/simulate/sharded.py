@@ -104,9 +104,9 @@ class _Gathering(Playback):
         self._advance_to(self.collectives, item.collective)
         self.step.exposed_s += self.now - reached
 
-    def _end_copy(self, moves: Lane) -> None:
-        shard = self.lanes[moves].ops[0].op.weight
-        super()._end_copy(moves)
+    def _end_copy(self, lane: Lane) -> None:
+        shard = self.lanes[lane].ops[0].op.weight
+        super()._end_copy(lane)
         super()._run(Start(self.gather_of[shard]))
 
 

@@ -17,15 +17,24 @@ Without Inductor, each op is a kernel, and the kernels run in program order.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from .kernel_order import (
+    Kernel,
+    OrderedKernels,
+    by_node,
+    fewest_bytes_first,
+    in_dependency_order,
+    kernels_after,
+    runs_between,
+)
 from .kernels import Values, bases_of, tensor_bytes, tensors
 
 # Ops that Inductor computes elementwise although torch does not tag them as pointwise.
@@ -121,24 +130,6 @@ class Storages:
         return self.profiles[part.key]
 
 
-@dataclass(eq=False)
-class _Kernel:
-    """A kernel, or several fused kernels.  ``reads`` and ``writes``: nodes whose memory the kernel reads and writes.
-    ``strided``: nodes whose elements the kernel reads in another order than the order in memory.  ``size``: number of
-    elements that the kernel iterates over; 0 if the kernel cannot be fused."""
-
-    reads: set[Node]
-    writes: set[Node]
-    strided: set[Node]
-    size: int
-
-    def fuse(self, other: _Kernel) -> None:
-        """Fuse ``other`` into this kernel."""
-        self.reads |= other.reads
-        self.writes |= other.writes
-        self.strided |= other.strided
-
-
 class _Kernels:
     """The kernels of one region, in an order in which they can run."""
 
@@ -166,8 +157,8 @@ class _Kernels:
             kernel.writes &= nbytes.keys()
         orders = [self.kernels]
         if self.storages.fused:
-            orders.append(_fewest_first(self.kernels, nbytes, self.outputs))
-        made = [_Made(order, nbytes, self.outputs, self.joined) for order in orders]
+            orders.append(fewest_bytes_first(self.kernels, nbytes, self.outputs))
+        made = [OrderedKernels(order, nbytes, self.outputs, self.joined) for order in orders]
         chosen = min(made, key=lambda made: made.expected_peak)
         own = chosen.in_place(self._reused) if self.storages.fused else chosen.expected
         last = {base: i for i, kernel in enumerate(chosen.order) for base in kernel.reads}
@@ -180,19 +171,19 @@ class _Kernels:
             return None
         return tensors(self.values[base])[0].dtype, tensor_bytes(self.values[base])
 
-    def _lowered(self, made: Sequence[Node]) -> list[_Kernel]:
+    def _lowered(self, made: Sequence[Node]) -> list[Kernel]:
         """Return the kernels before fusion: one for each value that Inductor realizes (:meth:`_is_realized`)."""
-        kernels, inlined = list[_Kernel](), dict[Node, tuple[_Kernel, int]]()
+        kernels, inlined = list[Kernel](), dict[Node, tuple[Kernel, int]]()
         for node in made:
-            kernel, ops = _Kernel(set(), {node}, set(), self._size(node)), 1
+            kernel, ops = Kernel(set(), {node}, set(), self._size(node)), 1
             operands = _operands(node)
             if node in self.alone:
                 kernels += [inlined.pop(b)[0] for b in dict.fromkeys(self.bases[a] for a in operands) if b in inlined]
             for argument in operands:
                 base = self.bases[argument]
-                read, more = inlined.get(base, (_Kernel({base}, set(), set(), 0), 0))
+                read, more = inlined.get(base, (Kernel({base}, set(), set(), 0), 0))
                 if node in self.joined:  # each operand of a concatenation has a kernel that copies it into the result
-                    kernel = _Kernel(set(), {node}, set(), _elements(self.values[argument]))
+                    kernel = Kernel(set(), {node}, set(), _elements(self.values[argument]))
                     kernels.append(kernel)
                 kernel.reads |= read.reads
                 kernel.strided |= read.strided if self._in_order(argument) else read.reads
@@ -236,12 +227,12 @@ class _Kernels:
             for pair in combinations(sharing, 2):
                 if self.kernels[pair[0]].size == self.kernels[pair[1]].size:
                     shared[pair] = shared.get(pair, 0) + tensor_bytes(self.values[base])
-        groups, after = list(self.kernels), _after(self.kernels)
+        groups, after = list(self.kernels), kernels_after(self.kernels)
         for i, j in sorted(shared, key=lambda pair: (-shared[pair], pair)):
             first, second = groups[i], groups[j]
             if first is second or first.strided & second.writes or second.strided & first.writes:
                 continue
-            if _runs_between(after, first, second) or _runs_between(after, second, first):
+            if runs_between(after, first, second) or runs_between(after, second, first):
                 continue
             first.fuse(second)
             groups = [first if kernel is second else kernel for kernel in groups]
@@ -251,152 +242,17 @@ class _Kernels:
                     following.remove(second)
                     following.add(first)
             after[first].discard(first)
-        self.kernels = _sorted([*dict.fromkeys(groups)])
+        self.kernels = in_dependency_order([*dict.fromkeys(groups)])
 
     def _stored(self) -> dict[Node, int]:
         """Return the size in bytes of each value that is stored in memory.  A value is not stored if only the kernel that
         computes it reads it."""
-        writers, readers = (_by_node(self.kernels, name) for name in ("writes", "reads"))
+        writers, readers = (by_node(self.kernels, name) for name in ("writes", "reads"))
         return {
             base: self.storages.nbytes(base)
             for base, kernels in writers.items()
             if base in self.outputs or len(kernels) > 1 or readers.get(base, set()) != kernels
         }
-
-
-def _by_node(kernels: Sequence[_Kernel], name: str) -> dict[Node, set[_Kernel]]:
-    found: dict[Node, set[_Kernel]] = {}
-    for kernel in kernels:
-        for base in getattr(kernel, name):
-            found.setdefault(base, set()).add(kernel)
-    return found
-
-
-def _after(kernels: Sequence[_Kernel]) -> dict[_Kernel, set[_Kernel]]:
-    """Return, for each kernel, the kernels that read its results."""
-    readers = _by_node(kernels, "reads")
-    return {k: {r for base in k.writes for r in readers.get(base, ()) if r is not k} for k in kernels}
-
-
-def _runs_between(after: Mapping[_Kernel, set[_Kernel]], first: _Kernel, second: _Kernel) -> bool:
-    """Return whether another kernel must run after ``first`` and before ``second``."""
-    seen, todo = set[_Kernel](), [k for k in after[first] if k is not second]
-    while todo:
-        kernel = todo.pop()
-        if kernel is second:
-            return True
-        if kernel not in seen:
-            seen.add(kernel)
-            todo += after[kernel]
-    return False
-
-
-def _sorted(kernels: Sequence[_Kernel]) -> list[_Kernel]:
-    """Return the kernels in an order that respects their dependencies.  Where these permit, the given order is kept."""
-    after = _after(kernels)
-    missing = dict.fromkeys(kernels, 0)
-    for kernel in chain.from_iterable(after.values()):
-        missing[kernel] += 1
-    order, left = list[_Kernel](), list(kernels)
-    while left:
-        kernel = next(k for k in left if not missing[k])
-        left.remove(kernel)
-        order.append(kernel)
-        for reader in after[kernel]:
-            missing[reader] -= 1
-    return order
-
-
-def _fewest_first(kernels: Sequence[_Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]) -> list[_Kernel]:
-    """Return the kernels in a greedy order.  The next kernel is one that does not raise the peak of live bytes, if there is
-    one; among these, the kernel after which the fewest bytes are live."""
-    after, unread, alive = _after(kernels), _by_node(kernels, "reads"), set[Node]()
-    missing = dict.fromkeys(kernels, 0)
-    for kernel in chain.from_iterable(after.values()):
-        missing[kernel] += 1
-    now, most, order, left = 0, 0, list[_Kernel](), list(kernels)
-    while left:
-        sizes = dict[_Kernel, tuple[int, int]]()
-        for kernel in left:
-            if not missing[kernel]:
-                made = sum(nbytes[b] for b in kernel.writes - alive)
-                freed = sum(nbytes[b] for b in kernel.reads & alive if unread[b] == {kernel} and b not in outputs)
-                sizes[kernel] = made, made - freed
-        kernel = min(sizes, key=lambda k: (sizes[k][0] if now + sizes[k][0] > most else 0, sizes[k][1]))
-        most, now = max(most, now + sizes[kernel][0]), now + sizes[kernel][1]
-        left.remove(kernel)
-        order.append(kernel)
-        alive |= kernel.writes
-        for base in kernel.reads:
-            unread[base].discard(kernel)
-        for reader in after[kernel]:
-            missing[reader] -= 1
-    return order
-
-
-class _Made:
-    """The values that kernels compute if they run in a given order.  ``expected``: for each kernel, Inductor's estimate of
-    the live bytes of these values.  The estimate ignores the reuse of memory, and counts the operands of a concatenation
-    in addition to its result."""
-
-    def __init__(
-        self,
-        order: Sequence[_Kernel],
-        nbytes: Mapping[Node, int],
-        outputs: Collection[Node],
-        joined: Collection[Node],
-    ) -> None:
-        self.order, self.nbytes = order, nbytes
-        self.dying: list[list[Node]] = [[] for _ in order]
-        last = {base: i for i, kernel in enumerate(order) for base in (*kernel.writes, *kernel.reads) if base in nbytes}
-        for base, i in last.items():
-            if base not in outputs:
-                self.dying[i].append(base)
-        self.expected = list[int]()
-        written = {base: i for i, kernel in enumerate(order) for base in kernel.writes}
-        now, alive = 0, set[Node]()
-        for i, kernel in enumerate(order):
-            now += sum(nbytes[b] for b in kernel.writes - alive)
-            alive |= kernel.writes
-            self.expected.append(now + sum(nbytes[b] for b in kernel.writes if b in joined and written[b] == i))
-            now -= sum(nbytes[b] for b in self.dying[i])
-        self.expected_peak = max(self.expected, default=0)
-
-    def in_place(self, reused: Callable[[Node], object]) -> list[int]:
-        """Return, for each kernel, the live bytes of the values if the memory of freed values is reused.
-
-        A value reuses the memory of a freed value with the same key.  This memory then stays allocated in between, however
-        long this is.  It is not reused if this would raise the expected peak.  ``reused``: returns the reuse key of a
-        value.
-        """
-        expected, own = list(self.expected), list[int]()
-        dead: dict[object, list[int]] = {}
-        now, alive = 0, set[Node]()
-        for i, kernel in enumerate(self.order):
-            dying = sorted(self.dying[i], key=lambda b: b.name)
-            own.append(0)
-            for base in sorted(kernel.writes - alive, key=lambda b: (-self.nbytes[b], b.name)):
-                alive.add(base)
-                old = next((b for b in dying if self._overwrites(kernel, base, b)), None)
-                if old is not None:
-                    dying.remove(old)
-                    continue
-                size, ends = self.nbytes[base], dead.get(reused(base))
-                now += size
-                if ends and size + max(expected[ends[-1] + 1 : i], default=0) <= max(self.expected_peak, size):
-                    for k in range(ends.pop() + 1, i):
-                        expected[k] += size
-                        own[k] += size
-            own[i] += now
-            for base in dying:
-                now -= self.nbytes[base]
-                if (kind := reused(base)) is not None:
-                    dead.setdefault(kind, []).append(i)
-        return own
-
-    def _overwrites(self, kernel: _Kernel, new: Node, old: Node) -> bool:
-        alike = self.nbytes[old] == self.nbytes[new] and old not in kernel.strided and old not in kernel.writes
-        return alike and bool(kernel.size) and not (_is_cat(new) or _is_cat(old))
 
 
 def _between(part: RegionNodes) -> set[Node]:

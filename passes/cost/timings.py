@@ -1,9 +1,9 @@
 """Timings: measured times of a problem's regions and collectives.  They replace the times that are computed from the
 rates of a hardware profile.
 
-Regions with the same structure do the same work, so differences between their measured times are noise.  Therefore, each
-of them is planned with their mean time, and so are collectives of the same kind and size.  The sum of all times does not
-change.
+Regions with the same structure do the same work, so differences between their measured times are noise.  Therefore, plans
+use the mean of their times for each of these regions, and likewise for collectives of the same kind and size.  The sum of
+all times does not change.
 """
 
 from __future__ import annotations

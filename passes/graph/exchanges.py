@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .discover import collective_kind, completes_itself, completion_of
-from .slice_rules import is_attention, op_name, shape_of
+from .slice_parts import is_attention, op_name, shape_of
 
 # Ops that compute the inputs of an exchange, or read its results.  There are no such ops between attention and its
 # exchanges.

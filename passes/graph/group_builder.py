@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from .slice_graphs import Builder, Step
-from .slice_rules import NoRule, Part, shape_of
+from .slice_parts import NoRule, Part, shape_of
 
 
 class GroupBuilder(Builder):

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .discover import is_view, nbytes, viewed
-from .slice_rules import is_pointwise
+from .slice_parts import is_pointwise
 
 # Smaller values are not recomputed: moving them takes less time than starting a kernel.
 LEAST_BYTES = 1 << 20
@@ -42,7 +42,7 @@ def to_recompute(
 ) -> dict[Node, None]:
     """Return the nodes to recompute in each segment that reads them.  ``of``: for each node, the segment that computes
     it.  ``lazy``: nodes that each segment computes for itself anyway.  ``streamed``: weights that may be streamed.
-    ``sizes``: values of the symbols."""
+    ``sizes``: values of the symbols in the sizes of tensors."""
     found = dict[Node, None]()
 
     def is_inside(node: Node) -> bool:

@@ -14,7 +14,7 @@ from chunkflow_compile.passes.errors import FindingError
 
 from .discover import viewed
 from .slice_graphs import Builder, Slice, part_of
-from .slice_rules import Boundary, NoRule, Part, shape_of
+from .slice_parts import Boundary, NoRule, Part, shape_of
 from .slices import Phase, Write, fake_mode, layout_of
 
 

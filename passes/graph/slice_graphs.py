@@ -14,7 +14,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from .discover import is_view
-from .slice_rules import NoRule, Operand, Part, Sliced, is_attention, is_light, is_reshape, op_name, shape_of, sliced
+from .slice_parts import NoRule, Operand, Part, Sliced, is_attention, is_light, is_reshape, op_name, shape_of
+from .slice_rules import sliced
 
 # The alignment in bytes that Inductor expects of its inputs (torch._inductor.utils.ALIGNMENT).
 ALIGNMENT = 16

@@ -32,8 +32,8 @@ class Point:
 def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int, arena: int = 0) -> Iterator[Point]:
     """Yield a point for each plan that is tried, so that a caller can show progress.  The points are in no particular
     order.  ``arena``: see :func:`place`."""
-    outside = problem.unpacked_bytes  # as in place
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside, arena=arena)
+    external_bytes = problem.unpacked_bytes  # as in place
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), external_bytes=external_bytes, arena=arena)
     builder = PlanBuilder(planner, arena=arena)
     resident = planner.resident.step_s
     natural = planner.candidate(0, None)
@@ -50,7 +50,7 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int, arena: i
             yield Point(builder.slots(candidate, quick=True), candidate.step_s, resident)
         if both[-1].step_s <= resident * (1 + ROUNDING):
             break
-    yield Point(problem.total_bytes + problem.piece_bytes + outside + arena, resident, resident)
+    yield Point(problem.total_bytes + problem.piece_bytes + external_bytes + arena, resident, resident)
 
 
 def on_grid(plans: Iterable[Point], chunk_bytes: int) -> list[Point]:

@@ -103,11 +103,11 @@ def _relative(step_s: float, whole_s: float) -> str:
 
 
 def groups_of_problem(traced: Traced, problem: str, digest: Callable[[Traced], str]) -> GroupChoice:
-    """Return the number of groups with which the graph has the problem of a given plan or of given timings.  Return 1 if
-    the graph does not have this problem with any number of groups.
+    """Return the number of groups for which a plan or timings were made, or 1 if these do not match the graph with any
+    number of groups.
 
-    ``problem``: digest of the problem of the plan or timings.  ``digest``: function that returns the digest of a graph's
-    problem.
+    ``problem``: digest of the problem that the plan or timings contain.  ``digest``: returns the digest of the problem of
+    a graph whose exchanges have been divided.
     """
     with contextlib.suppress(NoGroups):
         for count in possible_groups(traced):

@@ -25,7 +25,7 @@ from chunkflow_compile.units import enough, size
 from .policies import block_regions, layerwise, next_block_barriers
 from .reasons import reason
 from .search import ROUNDING, Candidate, Planner
-from .slots import Lifetime, Piece, assign_slots
+from .slots import Lifetime, LiveRange, assign_slots
 from .timeline import Simulator, Timeline
 from .windows import as_windows
 
@@ -44,8 +44,8 @@ def place(
     chunk_bytes: int = 16 << 20,
     part: bool = False,
     like: Plan | None = None,
-    inside: bool = False,
-    outside: int = 0,
+    residents_in_arena: bool = False,
+    external_bytes: int = 0,
     arena: int = 0,
     timings: Timings | None = None,
     joins: tuple[int, ...] = (),
@@ -55,20 +55,20 @@ def place(
     ``part``: whether the program is a part of a model, so that other parts use the same arena before it runs again.  Then
     every weight is streamed, and no copy is for the next call.  ``like``: a plan for the same goal and a problem of the
     same structure, but with other sizes.  Its placement is reused if it meets the goal, so that the two programs can
-    alternate without a cold start.  ``inside``: whether resident weights, too, are placed in the arena.  Then programs
-    that share the arena need no more memory for weights than the largest of their plans.  ``outside``: bytes of weights
-    on the device that the program does not read.  They count against the budget.  So do the largest weight that a region
-    unpacks, this rank's shards, and activations if the budget covers them.  ``arena``: minimum size of the arena in
-    bytes, which another program of the model needs.  ``timings``: measurements of the problem, used instead of the rates
-    in the profile.  ``joins``: as in :class:`Plan`.
+    alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are placed in the arena.  Then
+    programs that share the arena need no more memory for weights than the largest of their plans.  ``external_bytes``:
+    bytes of weights on the device that the program does not read.  They count against the budget.  So do the largest
+    weight that a region unpacks, this rank's shards, and activations if the budget covers them.  ``arena``: minimum size
+    of the arena in bytes, which another program of the model needs.  ``timings``: measurements of the problem, used
+    instead of the rates in the profile.  ``joins``: as in :class:`Plan`.
 
     Raises ChunkflowError if the budget is below the minimum that the program needs, or if the timings belong to another
     problem.
     """
-    outside += problem.unpacked_bytes + goal.counted(problem.live_bytes)
+    external_bytes += problem.unpacked_bytes + goal.counted(problem.live_bytes)
     simulator = Simulator(problem, hardware, chunk_bytes, timings)
-    planner = Planner(problem, simulator, goal, outside, joins, 0 if inside else arena)
-    builder = PlanBuilder(planner, inside, arena)
+    planner = Planner(problem, simulator, goal, external_bytes, joins, 0 if residents_in_arena else arena)
+    builder = PlanBuilder(planner, residents_in_arena, arena)
     if goal.policy == "chunkflow":
         taken = None if like is None else _taken_over(planner, builder, like)
         if taken is not None:
@@ -83,8 +83,8 @@ def place(
         plan = _prefix(planner, builder)
     else:
         plan = builder.plan(*_policy_windows(planner))
-    if goal.memory is not None and plan.device_bytes + outside > goal.memory:
-        least = size(plan.device_bytes + outside)
+    if goal.memory is not None and plan.device_bytes + external_bytes > goal.memory:
+        least = size(plan.device_bytes + external_bytes)
         raise ChunkflowError(
             f"{goal.option}={size(goal.memory)} is below the {least} that policy {goal.policy} takes; it has no smaller plan."
         )
@@ -92,12 +92,12 @@ def place(
 
 
 def least_memory(
-    problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0, arena: int = 0, part: bool = False
+    problem: Problem, hardware: Hardware, chunk_bytes: int, external_bytes: int = 0, arena: int = 0, part: bool = False
 ) -> int:
-    """Return the minimum weight bytes on the device for which there is a plan.  ``outside``, ``arena``, ``part``: see
+    """Return the minimum weight bytes on the device for which there is a plan.  ``external_bytes``, ``arena``, ``part``: see
     :func:`place`."""
-    outside += problem.unpacked_bytes
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
+    external_bytes += problem.unpacked_bytes
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), external_bytes=external_bytes)
     return PlanBuilder(planner, arena=arena).minimal(part)[1]
 
 
@@ -139,7 +139,7 @@ def _taken_over(planner: Planner, builder: PlanBuilder, like: Plan) -> Plan | No
     slots = {w.name: w.offset for w in like.streamed if w.offset is not None}
     plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers, slots)
     if planner.goal.memory is not None:
-        return plan if plan.device_bytes + planner.outside <= planner.goal.memory else None
+        return plan if plan.device_bytes + planner.external_bytes <= planner.goal.memory else None
     assert plan.predicted is not None
     target = planner.goal.longest * planner.resident.step_s
     return plan if plan.predicted.step_s <= target * (1 + ROUNDING) else None
@@ -204,10 +204,10 @@ def _fastest(planner: Planner, builder: PlanBuilder, memory: int) -> Plan:
 class PlanBuilder:
     """Builds plans from placements: assigns slots, and adds predictions and reasons."""
 
-    def __init__(self, planner: Planner, inside: bool = False, arena: int = 0) -> None:
-        """``inside``, ``arena``: as in :func:`place`."""
+    def __init__(self, planner: Planner, residents_in_arena: bool = False, arena: int = 0) -> None:
+        """``residents_in_arena``, ``arena``: as in :func:`place`."""
         self.planner = planner
-        self.inside = inside
+        self.residents_in_arena = residents_in_arena
         self.least_arena = arena
         self.problem = planner.problem
         self.digest = planner.problem.digest
@@ -275,13 +275,13 @@ class PlanBuilder:
 
     def _streamed(self, windows: Mapping[str, Windows]) -> list[Weight]:
         placed = ((w, windows.get(w.name, ())) for w in self.problem.weights)
-        return [w for w, chunks in placed if chunks and (self.inside or any(k is not None for k in chunks))]
+        return [w for w, chunks in placed if chunks and (self.residents_in_arena or any(k is not None for k in chunks))]
 
     def _outside(self, streamed: list[Weight]) -> int:
         """Return the bytes on the device outside the arena: weights without a slot, weights that the program does not
         read, and this rank's shards."""
         problem = self.problem
-        return self.planner.outside + problem.piece_bytes + problem.total_bytes - sum(w.nbytes for w in streamed)
+        return self.planner.external_bytes + problem.piece_bytes + problem.total_bytes - sum(w.nbytes for w in streamed)
 
     def _arena(
         self,
@@ -308,14 +308,14 @@ class PlanBuilder:
         last reader, a resident chunk in all windows."""
         count, chunk_bytes = self.planner.count, self.planner.simulator.chunk_bytes
         first, last = weight.uses[0], weight.uses[-1]
-        pieces = []
+        ranges = []
         for run in runs(windows):
             begin, end = run.first * chunk_bytes, min(run.end * chunk_bytes, weight.nbytes)
             if run.window is None:
-                pieces.append(Piece(begin, end, 0, count))
+                ranges.append(LiveRange(begin, end, 0, count))
             else:
-                pieces.append(Piece(begin, end, run.window, (first - run.window) % count + last - first + 1))
-        return Lifetime(tuple(pieces))
+                ranges.append(LiveRange(begin, end, run.window, (first - run.window) % count + last - first + 1))
+        return Lifetime(tuple(ranges))
 
     def _prediction(self, timeline: Timeline, windows: Mapping[str, Windows], streamed: list[Weight]) -> Prediction:
         simulator = self.planner.simulator

@@ -31,7 +31,7 @@ def rank(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> list[int]:
         members = list(group)
         q, r = (i * _GOLDEN) % 1.0, share.get(chunks[members[0]].first, 0.0)
         key = q / r if q < r else 1 + (q - r) / (1 - r + 1e-9)
-        keyed.append((chunks[members[0]].use == "pull", key, members))
+        keyed.append((chunks[members[0]].lane == "pull", key, members))
     return [j for *_, members in sorted(keyed) for j in members]
 
 

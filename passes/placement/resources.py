@@ -41,7 +41,7 @@ IDLE = float("inf")
 
 # The uses of a resource.  A collective has two phases: its latency, and then the exchange of bytes.
 Use = Literal["region", "latency", "exchange", "copy", "pull"]
-Phase = Literal["latency", "exchange"]
+CollectivePhase = Literal["latency", "exchange"]
 Op = TypeVar("Op")
 
 
@@ -80,7 +80,7 @@ class CopyUse:
     name: str
     nbytes: int
     copy_s: float
-    use: Lane = "copy"
+    lane: Lane = "copy"
 
 
 @dataclass(frozen=True, eq=False)

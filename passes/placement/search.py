@@ -1,16 +1,15 @@
 """Search: finds, for a goal, the number of resident chunks and the memory for streaming the other chunks.
 
-Three numbers define a candidate.  ``residents``: the first ``residents`` chunks of the ranking stay on the device.
-``limit``: the windows of the other chunks are chosen such that at most ``limit`` bytes are live at the same time.
-``hard``: whether there is a barrier before each collective, so that no copy overlaps with the collective.  Candidates are
-compared by their simulated steps.
+Three parameters define a candidate.  ``residents``: number of resident chunks, which are the first ones of the ranking.
+``limit``: maximum bytes of the other chunks that are live at the same time.  ``hard``: whether there is a barrier before
+each collective, so that no copy overlaps with the collective.  Candidates are compared by their simulated steps.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,12 +18,13 @@ from chunkflow_compile.passes.goal import DEFAULT_GOAL, Goal
 from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.passes.plan import Barrier
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.step import Scheduler, Step, copies
+from chunkflow_compile.passes.step import Scheduler, Step
 
+from .barriers import barriers
 from .policies import layerwise
 from .residency import rank
 from .timeline import Simulator, Timeline
-from .windows import Chunk, Link, as_windows, chunks_of, fit, fit_slots, latest, link_of, live_bytes
+from .windows import Chunk, FreeTime, as_windows, chunks_of, fit, fit_slots, free_time_of, latest, live_bytes
 
 # Steps that differ by less than this share of the resident step count as equally long.
 SAME_STEP = 1e-3
@@ -74,15 +74,15 @@ class Planner:
         problem: Problem,
         simulator: Simulator,
         goal: Goal = DEFAULT_GOAL,
-        outside: int = 0,
+        external_bytes: int = 0,
         joins: tuple[int, ...] = (),
         arena: int = 0,
     ) -> None:
-        """``outside``, ``arena``, ``joins``: as in :func:`place`."""
+        """``external_bytes``, ``arena``, ``joins``: as in :func:`place`."""
         self.problem = problem
         self.scheduler = Scheduler(problem, simulator.chunk_bytes)
         self.joins = joins
-        self.outside = outside
+        self.external_bytes = external_bytes
         self.arena = arena
         self.goal = goal
         self.simulator = simulator
@@ -91,10 +91,12 @@ class Planner:
         self.chunks: list[Chunk] = chunks_of(self.weights, simulator)
         streamed = {w.name for w in self.weights}
         self.kept_bytes = (
-            outside + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
+            external_bytes + problem.piece_bytes + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         )
         self.resident = simulator.play(self.scheduler.step({}))
-        self.links: dict[Lane, Link] = {use: link_of(self.resident, simulator, joins, use) for use in LANES}
+        self.free_times: dict[Lane, FreeTime] = {
+            lane: free_time_of(self.resident, simulator, joins, lane) for lane in LANES
+        }
         longest = max((c.seconds for c in self.chunks), default=0.0)
         self.margin = longest  # an unexpected copy of one chunk may delay the next copy by this time
         self.ranking = self._rank()
@@ -279,15 +281,15 @@ class Planner:
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
     def _contended(self, candidate: Candidate) -> bool:
-        taking = any(self.simulator.taking_the_link(use) for use in {chunk.use for chunk in self.chunks})
+        taking = any(self.simulator.contending_collectives(lane) for lane in {chunk.lane for chunk in self.chunks})
         return self.goal.yields == "auto" and taking and candidate.timeline.inflation_s > 0
 
     def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
         return candidate is not None and candidate.step_s <= step_s
 
     def rank_key(self, candidate: Candidate) -> tuple[int, int, int, float]:
-        """Return a sort key for candidates, best first.  The shorter step is better; if the steps are equally long
-        (SAME_STEP), the shorter step under strain; if these are equally long too, the smaller candidate."""
+        """Return a sort key for candidates, best first.  A shorter step is better.  Among candidates with equally long
+        steps (SAME_STEP), a shorter step under strain is better, and then less memory."""
         unit = self.resident.step_s or 1.0
         strained = round(self.strained(candidate) / (SAME_STRAIN * unit))
         return round(candidate.step_s / (SAME_STEP * unit)), strained, candidate.nbytes, candidate.step_s
@@ -329,17 +331,17 @@ class Planner:
         """Return, for each chunk, the latest window that hides its copy.  Copies use the free time of their lane's
         interconnect."""
         answer = [0] * len(chunks)
-        for use, link in self.links.items():
-            mine = [i for i, chunk in enumerate(chunks) if chunk.use == use]
-            for i, window in zip(mine, latest([chunks[i] for i in mine], link, self.margin), strict=True):
+        for lane, free in self.free_times.items():
+            mine = [i for i, chunk in enumerate(chunks) if chunk.lane == lane]
+            for i, window in zip(mine, latest([chunks[i] for i in mine], free, self.margin), strict=True):
                 answer[i] = window
         return answer
 
     def barriers(self, step: Step) -> tuple[Barrier, ...]:
         """Return barriers that keep the copies of a step from overlapping with collectives.  They wait for the copies in
         the lanes whose interconnect collectives use, or for all copies if there is no such lane."""
-        uses = [use for use in LANES if self.simulator.taking_the_link(use)] or LANES
-        lanes = [[w.name for w in self.weights if self.simulator.use(w.name) == use] for use in uses]
+        contended = [lane for lane in LANES if self.simulator.contending_collectives(lane)] or LANES
+        lanes = [[w.name for w in self.weights if self.simulator.lane(w.name) == lane] for lane in contended]
         return barriers(self.problem, step, lanes)
 
     def _rank(self) -> list[int]:
@@ -373,30 +375,6 @@ class Planner:
                 over -= seconds[i]
         chosen = set(first)
         return first + [i for i in ranking if i not in chosen]
-
-
-def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> tuple[Barrier, ...]:
-    """Return a barrier for each collective that waits, in each lane, for the newest copy issued before the collective.
-    Because lanes are in order, the earlier copies have ended by then.
-
-    ``lanes``: weights of each lane.  For the first collective of a step, the newest copy may be from the previous step.
-    """
-    lane_of = {name: lane for lane, names in enumerate(lanes) for name in names}
-    moved = [(copy.window or 0, copy.weight) for copy in copies(step) if copy.weight in lane_of]
-    last = max((c.before for c in problem.collectives), default=0)
-    newest = {lane_of[weight]: weight for window, weight in moved if window >= last}
-    placed, at = list[Barrier](), 0
-    for collective in sorted(problem.collectives, key=lambda c: c.before):
-        while (
-            at < len(moved) and moved[at][0] < collective.before
-        ):  # window k opens after the starts of the collectives before region k
-            newest[lane_of[moved[at][1]]] = moved[at][1]
-            at += 1
-        if newest:
-            weights = tuple(newest[lane] for lane in sorted(newest))
-            placed.append(Barrier(collective=collective.name, weights=weights))
-            newest = {}
-    return tuple(placed)
 
 
 def _spread(low: int, high: int, samples: int) -> Sequence[int]:

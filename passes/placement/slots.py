@@ -1,9 +1,9 @@
 """Slots: assigns each streamed weight an offset in the arena.
 
 A step is treated as a circle of windows, because its last windows prefetch the first weights of the next step.  The chunks
-of a weight arrive in different windows, so each run of chunks (a *piece*) is live in its own arc of the circle.  Pieces
-that are live in the same window must not share bytes.  :func:`assign_slots` looks for the smallest arena: it tries first
-fit in several orders, and then a ring buffer.  Of several equally small arenas, it takes the first one that it finds, so
+of a weight arrive in different windows, so each run of chunks is live in its own arc of the circle, its *live range*.  Two
+live ranges must not share bytes in the same window.  :func:`assign_slots` looks for the smallest arena: it tries first fit
+in several orders, and then a ring buffer.  Of several equally small arenas, it takes the first one that it finds, so
 the result depends only on the input.  :class:`ArenaSpace` assigns slots in an arena of given size, before windows are
 chosen.
 """
@@ -16,26 +16,27 @@ from dataclasses import dataclass
 
 from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 
-# The maximum number of pairs of pieces to compare for one order of the weights.  With 500 pieces, this limit permits a dozen
-# rounds of first fit, which take a few tenths of a second.
+# The maximum number of pairs of live ranges to compare for one order of the weights.  With 500 live ranges, this limit
+# permits a dozen rounds of first fit, which take a few tenths of a second.
 _MOST_WORK = 3_000_000
 _MOST_ROUNDS = 40
 # Sizes of a ring buffer are tried from the peak of live bytes upward, in steps of 1 %.  For each size, the order of the
 # weights in the ring buffer is rotated _RING_TURNS times.
 _RING_SIZES = 100
 _RING_TURNS = 8
-# Placed pieces are indexed by spans of 16 windows; _SPAN is the bit mask of a span.  A piece that is live in more than
-# _MANY_SPANS spans is compared with all placed pieces.
+# Placed live ranges are indexed by spans of 16 windows; _SPAN is the bit mask of a span.  A live range in more than
+# _MANY_SPANS spans is compared with all others.
 _SPAN = (1 << 16) - 1
 _MANY_SPANS = 6
 _LEAST_ROUNDS = 2
 
 
-_Packing = tuple[tuple[int, ...], int]
+# The offset of each weight, and the size of the arena.
+_Layout = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
-class Piece:
+class LiveRange:
     """Bytes ``[begin, end)`` of a weight.  They are live in ``length`` windows, beginning with window ``start`` and
     continuing at window 0 after the last window."""
 
@@ -47,21 +48,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """The pieces of one weight, in ascending order and without gaps."""
+    """The live ranges of one weight, in ascending order and without gaps."""
 
-    pieces: tuple[Piece, ...]
+    ranges: tuple[LiveRange, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.pieces[-1].end
+        return self.ranges[-1].end
 
     @property
     def start(self) -> int:
-        return self.pieces[0].start
+        return self.ranges[0].start
 
     @property
     def length(self) -> int:
-        return max(p.length for p in self.pieces)
+        return max(p.length for p in self.ranges)
 
 
 def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = False) -> tuple[tuple[int, ...], int]:
@@ -72,17 +73,17 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
     """
     if not lifetimes:
         return (), 0
-    masks = [[_mask(p, windows) for p in life.pieces] for life in lifetimes]
-    resident = [any(p.length >= windows for p in life.pieces) for life in lifetimes]
+    masks = [[_mask(p, windows) for p in life.ranges] for life in lifetimes]
+    resident = [any(p.length >= windows for p in life.ranges) for life in lifetimes]
     orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
         lambda i: (not resident[i], lifetimes[i].start, -lifetimes[i].nbytes, i),
         lambda i: (not resident[i], -lifetimes[i].nbytes, lifetimes[i].start, i),
     )
     least = _most_alive(lifetimes, windows)
-    pieces = sum(len(life.pieces) for life in lifetimes)
-    rounds = _LEAST_ROUNDS if quick else max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _MOST_WORK // pieces**2))
-    packings = [_lifted(lifetimes, masks, sorted(range(len(lifetimes)), key=o), least, rounds) for o in orders]
-    best = min(packings, key=lambda packing: packing[1])
+    ranges = sum(len(life.ranges) for life in lifetimes)
+    rounds = _LEAST_ROUNDS if quick else max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _MOST_WORK // ranges**2))
+    layouts = [_lifted(lifetimes, masks, sorted(range(len(lifetimes)), key=o), least, rounds) for o in orders]
+    best = min(layouts, key=lambda layout: layout[1])
     for turns in (
         (_LEAST_ROUNDS,) if quick else (_LEAST_ROUNDS, _RING_TURNS)
     ):  # the tries of quick come first, so that the result without quick is never worse
@@ -92,10 +93,10 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
 
 def _lifted(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int], least: int, rounds: int
-) -> _Packing:
+) -> _Layout:
     """Return the smallest arena of several rounds of first fit.  Each round places those weights first that were at the
     top of the arena in the previous round."""
-    best: _Packing | None = None
+    best: _Layout | None = None
     for _ in range(rounds):
         offsets, arena = _first_fit(lifetimes, masks, order)
         if best is None or arena < best[1]:
@@ -109,15 +110,15 @@ def _lifted(
 
 
 def _ring(
-    lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Packing, turns: int
-) -> _Packing:
+    lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Layout, turns: int
+) -> _Layout:
     """Return the smallest arena in which weights use a ring buffer one after the other, or ``best`` if none is smaller.
     Partly resident weights are placed below the ring buffer."""
-    stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.pieces)]
+    stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.ranges)]
     offsets, base = [0] * len(lifetimes), 0
     for i in stay:
         offsets[i], base = base, base + aligned(lifetimes[i].nbytes)
-    ends = {i: (life.start + life.pieces[0].length) % windows for i, life in enumerate(lifetimes)}
+    ends = {i: (life.start + life.ranges[0].length) % windows for i, life in enumerate(lifetimes)}
     order = sorted(set(range(len(lifetimes))) - set(stay), key=lambda i: (ends[i], i))
     step = aligned(max(least // _RING_SIZES, ALIGNMENT))
     sizes = [aligned(life.nbytes) for life in lifetimes]
@@ -135,14 +136,15 @@ def _ring(
 
 
 def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], offsets: Sequence[int]) -> bool:
-    """Return whether no two pieces that are live in the same window share bytes.  ``masks``: windows of each piece."""
-    pieces = sorted(
-        (offset + piece.begin, offset + aligned(piece.end), mask)
+    """Return whether no two live ranges share bytes in the same window.  ``masks``: for each live range, a bit mask of its
+    windows."""
+    ranges = sorted(
+        (offset + part.begin, offset + aligned(part.end), mask)
         for offset, life, mine in zip(offsets, lifetimes, masks, strict=True)
-        for piece, mask in zip(life.pieces, mine, strict=True)
+        for part, mask in zip(life.ranges, mine, strict=True)
     )
     present: list[tuple[int, int]] = []
-    for begin, end, mask in pieces:
+    for begin, end, mask in ranges:
         present = [(e, m) for e, m in present if e > begin]
         if any(m & mask for _, m in present):
             return False
@@ -154,21 +156,21 @@ def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
     """Return the maximum, over all windows, of live bytes.  No arena can be smaller."""
     alive = [0] * windows
     for life in lifetimes:
-        for piece in life.pieces:
-            for k in range(min(piece.length, windows)):
-                alive[(piece.start + k) % windows] += aligned(piece.end) - piece.begin
+        for part in life.ranges:
+            for k in range(min(part.length, windows)):
+                alive[(part.start + k) % windows] += aligned(part.end) - part.begin
     return max(alive)
 
 
-def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int]) -> _Packing:
+def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int]) -> _Layout:
     offsets = [0] * len(lifetimes)
-    placed = _PlacedPieces()
+    placed = _PlacedRanges()
     arena = 0
     for i in order:
         life = lifetimes[i]
-        forbidden = [  # open intervals of offsets at which a piece would share bytes with a placed piece
-            (begin - aligned(piece.end), end - piece.begin)
-            for piece, mask in zip(life.pieces, masks[i], strict=True)
+        forbidden = [  # open intervals of offsets at which a live range would share bytes with a placed one
+            (begin - aligned(part.end), end - part.begin)
+            for part, mask in zip(life.ranges, masks[i], strict=True)
             for windows, begin, end in placed.near(mask)
             if windows & mask
         ]
@@ -178,30 +180,30 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
                 offset = high
         offsets[i] = offset
         arena = max(arena, offset + aligned(life.nbytes))
-        for piece, mask in zip(life.pieces, masks[i], strict=True):
-            placed.add((mask, offset + piece.begin, offset + aligned(piece.end)))
+        for part, mask in zip(life.ranges, masks[i], strict=True):
+            placed.add((mask, offset + part.begin, offset + aligned(part.end)))
     return tuple(offsets), arena
 
 
-class _PlacedPieces:
-    """Pieces that have been placed in the arena, as (mask of windows, begin, end), indexed by spans of windows."""
+class _PlacedRanges:
+    """Live ranges that have been placed in the arena, as (mask of windows, begin, end), indexed by spans of windows."""
 
     def __init__(self) -> None:
         self.all: list[tuple[int, int, int]] = []
         self.spans: dict[int, list[tuple[int, int, int]]] = {}
 
-    def add(self, piece: tuple[int, int, int]) -> None:
-        self.all.append(piece)
-        for span in self._spans(piece[0]):
-            self.spans.setdefault(span, []).append(piece)
+    def add(self, part: tuple[int, int, int]) -> None:
+        self.all.append(part)
+        for span in self._spans(part[0]):
+            self.spans.setdefault(span, []).append(part)
 
     def near(self, mask: int) -> list[tuple[int, int, int]]:
-        """Return all pieces that share a window with ``mask``, and perhaps other pieces.  A piece may occur more than
+        """Return all live ranges that share a window with ``mask``, and perhaps others.  A live range may occur more than
         once."""
         spans = self._spans(mask)
         if len(spans) > _MANY_SPANS:
             return self.all
-        return [piece for span in spans for piece in self.spans.get(span, ())]
+        return [part for span in spans for part in self.spans.get(span, ())]
 
     def _spans(self, mask: int) -> list[int]:
         spans, span = [], 0
@@ -213,10 +215,10 @@ class _PlacedPieces:
         return spans
 
 
-def _mask(piece: Piece, windows: int) -> int:
-    """Return a bit mask of the windows in which the piece is live."""
-    arc = (1 << min(piece.length, windows)) - 1
-    turned = arc << piece.start
+def _mask(part: LiveRange, windows: int) -> int:
+    """Return a bit mask of the windows of a live range."""
+    arc = (1 << min(part.length, windows)) - 1
+    turned = arc << part.start
     return (turned | turned >> windows) & ((1 << windows) - 1)
 
 

@@ -14,14 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Literal
 
-from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.forms import reads_ahead
-from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import LANES, Lane
-from chunkflow_compile.passes.pieces import from_others
-from chunkflow_compile.passes.plan import Plan, Span, SpanLane, span_name
-from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.plan import Plan, Span, SpanLane
 from chunkflow_compile.passes.step import (
     Copy,
     Evaluate,
@@ -39,7 +34,8 @@ from chunkflow_compile.passes.step import (
     reads,
 )
 
-from .resources import IDLE, CopyUse, Drive, Phase, Queue, ReadUse, Use, stretches
+from .durations import Durations
+from .resources import IDLE, CollectivePhase, CopyUse, Drive, Queue, ReadUse, Use, stretches
 
 # The maximum number of repetitions.  Usually, the second or third repetition equals the previous one.  If the step still
 # changes after MOST_STEPS repetitions, the result is the last one.
@@ -82,93 +78,14 @@ class ComputeWait:
 Played = CopyUse | ReadUse | ComputeWait | Run | Start | Finish | Evict | Record
 
 
-class Simulator:
+class Simulator(Durations):
     """Simulates steps of one problem on one machine."""
-
-    def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
-        """``hardware``: the profile; all ranks of the problem share its host bandwidth (:meth:`Hardware.shared_by`).
-        ``timings``: measurements that replace rates of the profile.
-
-        Raises ChunkflowError if the timings belong to another problem, or if weights are sharded over ranks that cannot
-        pull from each other on this machine.
-        """
-        self.problem = problem
-        hardware = hardware.shared_by(problem.ranks)
-        self._profile = hardware
-        self.hardware = hardware if timings is None else timings.machine(hardware, chunk_bytes)
-        self.chunk_bytes = chunk_bytes
-        self.strain = 1.0
-        self.compute_s = [r.cost.seconds(hardware) for r in problem.regions]
-        crossing = [self.hardware.crossing_seconds(c.nbytes, c.ranks) for c in problem.collectives]
-        self.collective_s = [
-            hardware.latency_s(c.ranks) + s for c, s in zip(problem.collectives, crossing, strict=True)
-        ]
-        if timings is not None:
-            timings.check(problem)
-            self.compute_s = timings.regions(problem, self.hardware)
-            self.collective_s = timings.collectives(problem, self.collective_s)
-        self.by_engine = [c.engine == "copy" for c in problem.collectives]
-        self.attends = [r.cost.op == "attention" for r in problem.regions]
-        self.link_s = [min(s, link) for s, link in zip(self.collective_s, crossing, strict=True)]
-        self.sizes = {w.name: w.nbytes for w in problem.weights}
-        self.sources = {w.name: w.source for w in problem.weights}
-        self.reads_files = any(source.reads_file for source in self.sources.values())
-        for ranks in sorted({source.ranks for source in self.sources.values() if source.sharded}):
-            if why := hardware.why_no_peers(ranks):
-                raise ChunkflowError(f"Weights lie in pieces on the devices of {ranks} ranks, but {why}")
-        self._pulls: dict[tuple[str, int, int], float] = {}
-
-    def taking_the_link(self, use: Lane = "copy") -> frozenset[str]:
-        """Return the names of the collectives that slow down or delay copies in a lane.  If collectives use the
-        interconnect of this lane, these are all collectives, otherwise only the collectives on copy engines."""
-        shared = self.hardware.shared_link or use == "pull"
-        return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
-
-    def use(self, weight: str) -> Lane:
-        """Return the lane of the copies of a weight."""
-        return self.sources[weight].lane
 
     def with_slower_copies(self, factor: float) -> Simulator:
         """Return a copy of this simulator in which copies take ``factor`` times as long."""
         other = copy.copy(self)
         other.strain = factor * self.strain
         return other
-
-    def nbytes(self, weight: str, first: int, end: int) -> int:
-        """Return the size of chunks ``[first, end)`` of a weight in bytes."""
-        return min(end * self.chunk_bytes, self.sizes[weight]) - first * self.chunk_bytes
-
-    def copy_seconds(self, weight: str, first: int, end: int) -> float:
-        """Return the seconds for copying chunks ``[first, end)`` of a weight while nothing else uses the interconnect."""
-        if self.sources[weight].sharded:
-            return self.strain * self._pull_seconds(weight, first, end)
-        seconds = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
-        return self.strain * seconds
-
-    def _pull_seconds(self, weight: str, first: int, end: int) -> float:
-        if (key := (weight, first, end)) not in self._pulls:
-            size, ranks = self.sizes[weight], self.sources[weight].ranks
-            begin, stop = first * self.chunk_bytes, min(end * self.chunk_bytes, size)
-            others = from_others(begin, stop, size, ranks)
-            self._pulls[key] = self._profile.pull_seconds(stop - begin, others, end - first)
-        return self._pulls[key]
-
-    def read_seconds(self, weight: str, first: int, end: int) -> float:
-        """Return the seconds for reading chunks ``[first, end)`` of a weight from the SSD; 0 if the weight is not on the
-        SSD."""
-        return (
-            self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if self.sources[weight].reads_file else 0.0
-        )
-
-    def transfer(self, op: Copy) -> CopyUse:
-        """Return a copy as a use of resources."""
-        nbytes = self.nbytes(op.weight, op.first, op.end)
-        copy_s = self.copy_seconds(op.weight, op.first, op.end)
-        return CopyUse(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, op.stream)
-
-    def reading(self, op: Copy | Read) -> ReadUse:
-        """Return a read, or the read that belongs to a copy, as a use of resources."""
-        return ReadUse(span_name(op.weight, op.first, op.end), self.read_seconds(op.weight, op.first, op.end))
 
     def play(self, step: Step, spans: bool = True) -> Timeline:
         """Simulate a step from a cold start to its steady state.  ``spans``: whether to record spans."""
@@ -192,10 +109,10 @@ class Playback:
         self.stretch = stretches(simulator.hardware)
         self.items = list(_played(simulator, step))
         transfers = [item for item in self.items if isinstance(item, CopyUse)]
-        self.lanes: dict[Lane, Queue[CopyUse]] = {moves: Queue() for moves in LANES}
+        self.lanes: dict[Lane, Queue[CopyUse]] = {lane: Queue() for lane in LANES}
         self.moving: tuple[Lane, ...] = ()  # the lanes with a copy in flight
         self.collectives: Queue[int] = Queue()
-        self.phase: Phase = "latency"  # the phase of the collective in flight
+        self.phase: CollectivePhase = "latency"  # the phase of the collective in flight
         self.drive = Drive()
         ahead = reads_ahead(step, 0) if simulator.reads_files else ()  # the reads that a prologue issues
         self.ahead = [simulator.reading(read) for read in reads(ahead)]
@@ -230,9 +147,9 @@ class Playback:
             for item in self.items:
                 self._run(item)
             # because of rounding errors, a copy that ends together with the step may still have a little time left
-            for moves in self.moving:
-                if self.lanes[moves].left <= _SETTLED * self.lanes[moves].ops[0].copy_s:
-                    self._end_copy(moves)
+            for lane in self.moving:
+                if self.lanes[lane].left <= _SETTLED * self.lanes[lane].ops[0].copy_s:
+                    self._end_copy(lane)
             length = self.now - begin
             # the length of the step alone does not show that the step is steady: if collectives determine the length, it
             # stays the same while copies still start later in each repetition
@@ -264,16 +181,16 @@ class Playback:
         elif isinstance(item, ReadUse):
             self._read(item)
         else:
-            lane = self.lanes[_moves(item)]
-            self.marks[item.event] = lane, lane.issued
+            queue = self.lanes[_lane_of(item)]
+            self.marks[item.event] = queue, queue.issued
 
     def _record(self, lane: SpanLane, name: str, start: float) -> None:
         if self.recording:
             self.spans.append(Span(lane, name, start, self.now))
 
     def _issue(self, transfer: CopyUse) -> None:
-        self.lanes[transfer.use].issue(transfer, transfer.op.weight)
-        self._start_copy(transfer.use)
+        self.lanes[transfer.lane].issue(transfer, transfer.op.weight)
+        self._start_copy(transfer.lane)
 
     def _read(self, reading: ReadUse) -> None:
         """Issue a read.  It starts after all copies that have been issued so far."""
@@ -287,8 +204,8 @@ class Playback:
         if not item.events:
             return
         reached = self.now
-        for lane, number in map(self.marks.__getitem__, item.events):
-            while lane.ended < number:
+        for queue, number in map(self.marks.__getitem__, item.events):
+            while queue.ended < number:
                 self._advance()
         self.step.exposed_s += self.now - reached
         if self.now > reached:
@@ -296,7 +213,7 @@ class Playback:
 
     def _wait(self, weight: str, lane: SpanLane) -> None:
         reached, step = self.now, self.step
-        self._advance_to(self.lanes[self.simulator.use(weight)], weight)
+        self._advance_to(self.lanes[self.simulator.lane(weight)], weight)
         waited = self.now - reached
         step.exposed_s += waited
         if waited:
@@ -324,22 +241,22 @@ class Playback:
         collectives, drive, moving = self.collectives, self.drive, self.moving
         busy, overlaps = collectives.left != IDLE, self._overlaps
         slower_collective = self._stretched(self.phase) if busy else 1.0
-        slower = [self._slower(moves, busy) for moves in moving]
-        copies_s = [self.lanes[moves].left * by for moves, by in zip(moving, slower, strict=True)]
+        slower = [self._slower(lane, busy) for lane in moving]
+        copies_s = [self.lanes[lane].left * by for lane, by in zip(moving, slower, strict=True)]
         collective_s, region_s, read_s = collectives.left * slower_collective, self.region_end - self.now, drive.left
         delta = min(collective_s, region_s, read_s, *copies_s)
         self.now = self.region_end if delta == region_s else self.now + delta
         self.step.copy_s += len(moving) * delta
-        for moves, by in zip(moving, slower, strict=True):
-            self.lanes[moves].left -= delta / by
+        for lane, by in zip(moving, slower, strict=True):
+            self.lanes[lane].left -= delta / by
         collectives.left -= delta / slower_collective
         if overlaps:
             self.attended_s += delta - delta / self.stretch[self.phase, "region"]
         drive.left -= delta
         region_rate = self._stretched("region")
-        for moves, copy_s in zip(moving, copies_s, strict=True):
+        for lane, copy_s in zip(moving, copies_s, strict=True):
             if copy_s == delta:
-                self._end_copy(moves)
+                self._end_copy(lane)
         if read_s == delta:
             self._end_read()
         if collective_s == delta:
@@ -351,8 +268,8 @@ class Playback:
     def _stretched(self, use: Use) -> float:
         """Return the factor by which ops in flight slow down a region or a phase of a collective."""
         factor = 1.0
-        for moves in self.moving:
-            factor *= self.stretch[use, moves]
+        for lane in self.moving:
+            factor *= self.stretch[use, lane]
         if self._overlaps:
             factor *= self.stretch[("region", self.phase) if use == "region" else (use, "region")]
         return factor
@@ -363,12 +280,12 @@ class Playback:
         ops = self.collectives.ops
         return self.attending and bool(ops) and not self.simulator.by_engine[ops[0]]
 
-    def _slower(self, moves: Lane, collective: object) -> float:
+    def _slower(self, lane: Lane, collective: object) -> float:
         """Return the factor by which other ops in flight slow down the copy in a lane.  ``collective``: whether a
         collective is in flight."""
-        factor = self.stretch.get((moves, self.phase), 1.0) if collective else 1.0
+        factor = self.stretch.get((lane, self.phase), 1.0) if collective else 1.0
         for other in self.moving if len(self.moving) > 1 else ():
-            factor *= self.stretch.get((moves, other), 1.0)
+            factor *= self.stretch.get((lane, other), 1.0)
         return factor
 
     @property
@@ -378,30 +295,30 @@ class Playback:
             return False
         return self.simulator.by_engine[self.collectives.ops[0]]
 
-    def _start_copy(self, moves: Lane) -> None:
+    def _start_copy(self, lane: Lane) -> None:
         """Start the next copy of a lane, if no copy of this lane is in flight, the bytes to copy have been read from the
         SSD, and no collective uses the copy engine."""
-        lane = self.lanes[moves]
-        if lane.left != IDLE or not lane.ops:
+        queue = self.lanes[lane]
+        if queue.left != IDLE or not queue.ops:
             return
-        transfer = lane.ops[0]
+        transfer = queue.ops[0]
         if self._wants_engine or (transfer.op.ring is not None and not self.drive.ready):
             return
-        lane.start, lane.left, self.moving = self.now, transfer.copy_s, (*self.moving, moves)
+        queue.start, queue.left, self.moving = self.now, transfer.copy_s, (*self.moving, lane)
         self.live += transfer.nbytes
         self.step.peak_bytes = max(self.step.peak_bytes, self.live)
 
-    def _end_copy(self, moves: Lane) -> None:
-        transfer, self.moving = self.lanes[moves].end(), tuple(m for m in self.moving if m != moves)
+    def _end_copy(self, lane: Lane) -> None:
+        transfer, self.moving = self.lanes[lane].end(), tuple(other for other in self.moving if other != lane)
         self.arrival[transfer.op.weight] = self.now
-        self._record(moves, transfer.name, self.lanes[moves].start)
+        self._record(lane, transfer.name, self.lanes[lane].start)
         if transfer.op.ring is not None:
             self.drive.leave()
         if self.drive.ops:
             self.drive.begin(self.now, self.lanes["copy"].ended)
         if self._wants_engine and not self.moving:
             self._start_exchange()
-        self._start_copy(moves)
+        self._start_copy(lane)
 
     def _end_read(self) -> None:
         start, reading = self.drive.start, self.drive.end()
@@ -434,8 +351,8 @@ class Playback:
         self._record("collective", self.simulator.problem.collectives[index].name, self.collectives.start)
         if self.collectives.ops:
             self._start_collective()
-        for moves in LANES:
-            self._start_copy(moves)
+        for lane in LANES:
+            self._start_copy(lane)
 
 
 def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
@@ -476,7 +393,7 @@ def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
             yield ComputeWait("stall", tuple(weights if len(together) == 1 else sorted(weights)))
 
 
-def _moves(record: Record) -> Lane:
+def _lane_of(record: Record) -> Lane:
     """Return the lane in which a join records an event."""
     assert record.stream == "copy" or record.stream == "pull"
     return record.stream

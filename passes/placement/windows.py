@@ -38,7 +38,7 @@ _STRETCHES = 24
 @dataclass(frozen=True)
 class Chunk:
     """A chunk of a weight.  ``seconds``: copy time while nothing else uses the interconnect.  ``first``, ``last``: first
-    and last region that read the chunk.  ``use``: lane of its copy."""
+    and last region that read the chunk.  ``lane``: lane of its copy."""
 
     weight: str
     index: int
@@ -46,11 +46,11 @@ class Chunk:
     seconds: float
     first: int
     last: int
-    use: Lane = "copy"
+    lane: Lane = "copy"
 
 
 @dataclass(frozen=True)
-class Link:
+class FreeTime:
     """The free time of an interconnect in a step with all weights resident.
 
     ``length``: length of the step in seconds.  ``gaps``: intervals in which copies do not overlap with collectives, in
@@ -62,7 +62,9 @@ class Link:
     opens: tuple[float, ...]
 
 
-def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = (), use: Lane = "copy") -> Link:
+def free_time_of(
+    resident: Timeline, simulator: Simulator, joins: Collection[int] = (), lane: Lane = "copy"
+) -> FreeTime:
     """Return the free time of a lane's interconnect in the resident step.  ``joins``: as in a Plan.
 
     The latency of a collective does not count as free time, because it is shorter on a rank that reaches the collective
@@ -70,7 +72,7 @@ def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = (
     """
     opens = tuple(s.start for s in resident.spans if s.lane == "compute")
     gaps, begin = list[tuple[float, float]](), 0.0
-    taking = simulator.taking_the_link(use)
+    taking = simulator.contending_collectives(lane)
     for start, end in sorted((s.start, s.end) for s in resident.spans if s.lane == "collective" and s.name in taking):
         if start > begin:
             gaps.append((begin, start))
@@ -79,7 +81,7 @@ def link_of(resident: Timeline, simulator: Simulator, joins: Collection[int] = (
         gaps.append((begin, resident.step_s))
     for join in (opens[k] for k in joins if k < len(opens)):
         gaps = [part for a, b in gaps for part in (((a, join), (join, b)) if a < join < b else ((a, b),))]
-    return Link(resident.step_s, tuple(gaps), opens)
+    return FreeTime(resident.step_s, tuple(gaps), opens)
 
 
 def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
@@ -89,74 +91,74 @@ def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
         for i in range(chunk_count(weight.nbytes, simulator.chunk_bytes)):
             nbytes, seconds = simulator.nbytes(weight.name, i, i + 1), simulator.copy_seconds(weight.name, i, i + 1)
             bounds = weight.uses[0], weight.uses[-1]
-            chunks.append(Chunk(weight.name, i, aligned(nbytes), seconds, *bounds, simulator.use(weight.name)))
+            chunks.append(Chunk(weight.name, i, aligned(nbytes), seconds, *bounds, simulator.lane(weight.name)))
     return chunks
 
 
-def stretched(link: Link, factor: float) -> Link:
+def stretched(free: FreeTime, factor: float) -> FreeTime:
     """Return the free time in a step in which all gaps are ``factor`` times as long, as if compute stalled."""
-    begins = [a for a, _ in link.gaps]
-    before, free = [0.0], 0.0
-    for a, b in link.gaps:
-        free += b - a
-        before.append(free)
+    begins = [a for a, _ in free.gaps]
+    before, passed = [0.0], 0.0
+    for a, b in free.gaps:
+        passed += b - a
+        before.append(passed)
 
     def later(time: float) -> float:
         gap = bisect_right(begins, time) - 1
         if gap < 0:
             return time
-        inside = min(time, link.gaps[gap][1]) - link.gaps[gap][0]
+        inside = min(time, free.gaps[gap][1]) - free.gaps[gap][0]
         return time + (factor - 1) * (before[gap] + inside)
 
-    return Link(
-        later(link.length), tuple((later(a), later(b)) for a, b in link.gaps), tuple(later(t) for t in link.opens)
+    return FreeTime(
+        later(free.length), tuple((later(a), later(b)) for a, b in free.gaps), tuple(later(t) for t in free.opens)
     )
 
 
-def latest(chunks: Sequence[Chunk], link: Link, margin: float) -> list[int]:
+def latest(chunks: Sequence[Chunk], free: FreeTime, margin: float) -> list[int]:
     """Return, for each chunk, the latest window with which the chunk arrives ``margin`` seconds before its first reader.
 
     A negative window belongs to the previous step.  Chunks are copied one at a time, and not during collectives.  If there
     is too little free time, the step is stretched by the smallest sufficient factor, so that copies fill every gap.
     """
-    free = sum(b - a for a, b in link.gaps)
-    factor = max(1.0, sum(c.seconds for c in chunks) / free) if free else 1.0
+    total = sum(b - a for a, b in free.gaps)
+    factor = max(1.0, sum(c.seconds for c in chunks) / total) if total else 1.0
     for _ in range(_STRETCHES):
-        answer, settled = _pack(chunks, stretched(link, factor) if factor > 1 else link, margin)
+        answer, settled = _pack(chunks, stretched(free, factor) if factor > 1 else free, margin)
         if settled:
             break
         factor *= _STRETCH
     return answer
 
 
-def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int], bool]:
+def _pack(chunks: Sequence[Chunk], free: FreeTime, margin: float) -> tuple[list[int], bool]:
     """Return the window of each chunk, and whether the laps have converged: no copy for the next step overlaps with the
     copies of this step."""
-    count, answer, limit = len(link.opens), [0] * len(chunks), float("inf")
+    count, answer, limit = len(free.opens), [0] * len(chunks), float("inf")
     for _ in range(BACKWARD_LAPS):
-        cursor = _Cursor(link)
+        cursor = _Cursor(free)
         begin, cramped = limit, False
         for i in range(len(chunks) - 1, -1, -1):
             chunk = chunks[i]
-            begin = cursor.place(min(begin, link.opens[chunk.first] - margin), chunk.seconds)
+            begin = cursor.place(min(begin, free.opens[chunk.first] - margin), chunk.seconds)
             earliest = chunk.last + 1 - count  # earlier, the chunk of the previous step would still be in use
-            answer[i] = max(_open_window(link, begin), earliest)
-            if answer[i] == earliest and begin < _opening(link, earliest):
-                begin, cramped = _opening(link, earliest), True
-        if not chunks or (begin + link.length >= limit and not cramped):
+            answer[i] = max(_open_window(free, begin), earliest)
+            if answer[i] == earliest and begin < _opening(free, earliest):
+                begin, cramped = _opening(free, earliest), True
+        if not chunks or (begin + free.length >= limit and not cramped):
             return answer, True
-        limit = begin + link.length
+        limit = begin + free.length
     return answer, False
 
 
 class _Cursor:
     """A walk backward over the gaps of this step and then of earlier steps."""
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.gap = len(link.gaps) - 1
+    def __init__(self, free: FreeTime) -> None:
+        self.free = free
+        self.gap = len(free.gaps) - 1
         self.lap = 0
-        self.longest = max((b - a for a, b in link.gaps), default=0.0)
+        self.longest = max((b - a for a, b in free.gaps), default=0.0)
 
     def place(self, end: float, seconds: float) -> float:
         """Return the latest start of a copy that takes ``seconds`` seconds and ends by ``end``.
@@ -166,23 +168,23 @@ class _Cursor:
         if seconds > self.longest:
             return end - seconds
         while True:
-            start, stop = (t + self.lap * self.link.length for t in self.link.gaps[self.gap])
+            start, stop = (t + self.lap * self.free.length for t in self.free.gaps[self.gap])
             if min(stop, end) - seconds >= start - 1e-12:
                 return min(stop, end) - seconds
             self.gap -= 1
             if self.gap < 0:
-                self.gap, self.lap = len(self.link.gaps) - 1, self.lap - 1
+                self.gap, self.lap = len(self.free.gaps) - 1, self.lap - 1
 
 
-def _open_window(link: Link, time: float) -> int:
+def _open_window(free: FreeTime, time: float) -> int:
     """Return the last window that opens at or before ``time``."""
-    lap = int(time // link.length) if link.length else 0
-    return lap * len(link.opens) + bisect_right(link.opens, time - lap * link.length + 1e-12) - 1
+    lap = int(time // free.length) if free.length else 0
+    return lap * len(free.opens) + bisect_right(free.opens, time - lap * free.length + 1e-12) - 1
 
 
-def _opening(link: Link, window: int) -> float:
-    lap, window = divmod(window, len(link.opens))
-    return link.opens[window] + lap * link.length
+def _opening(free: FreeTime, window: int) -> float:
+    lap, window = divmod(window, len(free.opens))
+    return free.opens[window] + lap * free.length
 
 
 def fit(

@@ -72,8 +72,8 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 class _Wait(NamedTuple):
     """A wait.  ``at``: index of the wait.  ``arrival``: index of the copy for whose arrival it waits.
 
-    The prologue of a jump records an arrival only for the copies that it repeats.  After the jump, a wait for the arrival of
-    any other earlier copy ends at once, so it does not order the copies of the prologue.
+    The prologue of a jump records the arrivals of the copies that it repeats.  If a later op waits for the arrival of a copy
+    before the jump that is not repeated, this wait ends at once, and the copies of the prologue may still be in flight.
     """
 
     at: int

@@ -182,8 +182,8 @@ class _StepCollectives:
                         )
 
     def _end(self, op: int) -> str:
-        """Return the text for the end of an op in a missing edge.  For a collective, it includes the node that waits for
-        its end."""
+        """Return the name of an op, for the text of a missing edge that begins at the end of this op.  For a collective,
+        the text continues with the node that waits for its end."""
         used = self.order.ops[op]
         if used.stream != "collective":
             return used.label

@@ -6,10 +6,11 @@ For a cold start and the following passes, and for programs that use the arena o
 * A read starts after all earlier copies out of the same bytes of the ring have ended.
 * A copy out of the ring starts after its read has ended, and this read is the newest read into these bytes.
 
-Reads and copies wait for each other in a fixed pattern: the event of a read is recorded directly after the read, the copy
-waits for this event directly before it starts, and a read waits for an event that is recorded directly before.  Because of
-this pattern, prologues can find the event of each read, and a host stream can find out where the event that it waits for was
-recorded.  Reads can be left out of captured calls, and if the weights are in host memory.
+Reads and copies wait for each other in a fixed pattern.  Directly after a read, its event is recorded.  Directly before a
+copy out of the ring, the copy stream waits for the event of the copy's read.  Directly before a wait of a read, the copy
+stream records the event that the read waits for.  Because of this pattern, prologues can find the event of each read, and a
+host stream can find out where the event that it waits for was recorded.  Reads can be left out of captured calls, and of
+programs whose weights are in host memory.
 
 A copy without a read reads its file itself.  The prologues of jumps and cold starts repeat, in the same order, the reads
 that a pass would have issued before this call for later copies.  These reads come after all copies issued before the

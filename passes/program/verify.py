@@ -323,8 +323,8 @@ class _Stay:
 def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
     """Check that a chunk is no longer in use when the next chunk is copied to the same bytes.
 
-    For each byte of the arena, only copies that follow each other in the order of issue are compared.  If each of these
-    copies happens before the next one, this holds for every pair.
+    For each byte of the arena, each chunk is compared only with the chunk that is copied next.  This is enough: if every
+    copy happens after the last use of the chunk before it, it also happens after the last use of all earlier chunks.
     """
     edges: list[tuple[int, bool, _Stay]] = []
     for turn, program in enumerate(order.turns):

@@ -225,7 +225,7 @@ def test_tables_are_within_the_budget() -> None:
     (cycle,) = cycles(steps.model)
     tables = sum(program.variant.settings.table for program in chunkflow_compile.programs(steps.model))
     assert 0 < tables <= memory // 16 and sum(table.nbytes for table in steps.tables) <= tables
-    assert cycle.settings.outside >= tables and cycle.plan.device_bytes + cycle.settings.outside <= memory
+    assert cycle.settings.external_bytes >= tables and cycle.plan.device_bytes + cycle.settings.external_bytes <= memory
 
 
 @pytest.mark.long

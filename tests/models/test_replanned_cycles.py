@@ -102,7 +102,7 @@ def test_a_cycle_for_another_goal() -> None:
 def test_a_cycle_that_fits_a_smaller_budget_goes_on() -> None:
     model, step = pair(weight_memory=sum(p.nbytes for p in Stack(4).parameters()) // 2, slowdown=None, hardware="cpu")
     before = run(model, step)
-    needed = before.cycle.plan.device_bytes + before.settings.outside
+    needed = before.cycle.plan.device_bytes + before.settings.external_bytes
     replan(model, weight_memory=needed)
     assert run(model, step) is before, "no other plan is faster within less memory"
     assert all(p.variant.settings.goal.memory == needed for p in programs(model))

@@ -16,8 +16,8 @@ from torch.fx import Graph
 
 from chunkflow_compile.passes.forms import CallEvents, joined, reads_ahead, without_reads
 from chunkflow_compile.passes.ops import folded, transfer_of, unfolded, write
+from chunkflow_compile.passes.placement.barriers import barriers
 from chunkflow_compile.passes.placement.policies import next_block_barriers
-from chunkflow_compile.passes.placement.search import barriers
 from chunkflow_compile.passes.plan import Barrier, Windows
 from chunkflow_compile.passes.problem import Problem, Source
 from chunkflow_compile.passes.step import (

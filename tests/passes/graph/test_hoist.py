@@ -192,7 +192,7 @@ def test_main_is_planned_with_the_table_and_an_arena_for_the_preamble() -> None:
     *_, stage = stages(halves.main, hoisting.main)
     assert stage.plan is not None
     assert stage.plan.arena_bytes >= hoisting.preamble_plan.arena_bytes > 0
-    assert stage.plan.device_bytes + hoisting.main.outside <= 20_000
+    assert stage.plan.device_bytes + hoisting.main.external_bytes <= 20_000
     assert all(w.home == "host" and None not in w.windows for w in hoisting.preamble_plan.streamed)
     assert rows_within(halves, Goal()) == MOST_ROWS
 

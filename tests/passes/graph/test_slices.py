@@ -30,7 +30,8 @@ from chunkflow_compile.passes.graph.keys import structural_key
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.rotary import in_real_arithmetic
 from chunkflow_compile.passes.graph.slice_check import check_phases
-from chunkflow_compile.passes.graph.slice_rules import Operand, Part, Rule, Sliced
+from chunkflow_compile.passes.graph.slice_parts import Operand, Part, Sliced
+from chunkflow_compile.passes.graph.slice_rules import Rule
 from chunkflow_compile.passes.graph.slices import Phase, Slice, Whole, phases
 
 # Slices of 16 rows and more: kernels of the CPU add up products of fewer rows in another order.

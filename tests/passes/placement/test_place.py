@@ -71,7 +71,7 @@ def test_nearly_all_are_within_ten_percent_of_the_optimum_at_equal_memory() -> N
     assert max(ratios) <= 2
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.long)])
 def test_a_goal_is_kept(count: int) -> None:
     slowdowns = st.one_of(st.none(), st.sampled_from([1.0, 1.02, 1.3, 3.0]))
     drawn = given(small_problems(chunks=12), machines(), st.floats(0, 1), slowdowns)
@@ -135,7 +135,7 @@ def test_everything_resident_is_the_resident_policy_exactly(compute: float) -> N
     assert ample.predicted is not None and resident.predicted is not None
     assert ample.predicted.step_s == pytest.approx(resident.predicted.step_s, abs=1e-9)
     assert resident.device_bytes == found.total_bytes and resident.moved_bytes == 0
-    in_the_arena = planned(found, memory=2 * found.total_bytes, inside=True)
+    in_the_arena = planned(found, memory=2 * found.total_bytes, residents_in_arena=True)
     assert any(None in w.windows for w in in_the_arena.streamed)
     step_s = Simulator(found, MACHINE, CHUNK).step_under(in_the_arena)
     assert in_the_arena.predicted is not None and step_s == pytest.approx(in_the_arena.predicted.step_s, abs=1e-9)
@@ -331,7 +331,7 @@ def test_joins_cost_little_as_no_copy_is_planned_across_one(compute: float, shar
     )
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.long)])
 def test_a_goal_is_kept_with_joins(count: int) -> None:
     drawn = given(small_problems(chunks=12), machines(), st.floats(0, 1), st.booleans())
     settings(max_examples=count)(drawn(check_goal_with_joins))()
@@ -371,8 +371,8 @@ def test_both_goals_and_impossible_ones_are_refused() -> None:
     # two slots of 256 bytes, one after the other in the same place: more than both weights, which have odd sizes
     odd = problem([5, 5], [weight(0, 100, (0,)), weight(1, 100, (1,))])
     with pytest.raises(ChunkflowError, match="weight_memory=200 B is too little: the program needs 256 B"):
-        planned(odd, memory=200, inside=True)
-    assert planned(odd, memory=256, inside=True).device_bytes == 256
+        planned(odd, memory=200, residents_in_arena=True)
+    assert planned(odd, memory=256, residents_in_arena=True).device_bytes == 256
 
 
 @pytest.mark.parametrize("blocks", [30, pytest.param(60, marks=pytest.mark.long)])

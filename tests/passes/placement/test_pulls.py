@@ -99,7 +99,7 @@ def test_weights_in_host_memory_stay_first() -> None:
     found = blocks_problem(6, 9.0)
     names = [w.name for w in found.weights]
     planner = Planner(on_devices(found, 2, *names[::2]), Simulator(on_devices(found, 2, *names[::2]), NVLINK, CHUNK))
-    pulled = [planner.chunks[i].use == "pull" for i in planner.ranking]
+    pulled = [planner.chunks[i].lane == "pull" for i in planner.ranking]
     assert pulled == sorted(pulled) and {*pulled} == {False, True}
 
 

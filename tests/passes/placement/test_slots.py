@@ -8,23 +8,23 @@ from itertools import combinations, groupby, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkflow_compile.passes.placement.slots import Lifetime, Piece, assign_slots
+from chunkflow_compile.passes.placement.slots import Lifetime, LiveRange, assign_slots
 from chunkflow_compile.passes.placement.windows import Chunk, fit_slots
 from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 
 
 def whole(start: int, length: int, nbytes: int) -> Lifetime:
-    return Lifetime((Piece(0, nbytes, start, length),))
+    return Lifetime((LiveRange(0, nbytes, start, length),))
 
 
-def alive(piece: Piece, windows: int) -> set[int]:
+def alive(piece: LiveRange, windows: int) -> set[int]:
     return {(piece.start + k) % windows for k in range(piece.length)}
 
 
 def peak_bytes(lifetimes: list[Lifetime], windows: int) -> int:
     """The most bytes alive in one window, which is a lower bound of any packing."""
-    pieces = [p for life in lifetimes for p in life.pieces]
-    return max(sum(aligned(p.end) - p.begin for p in pieces if k in alive(p, windows)) for k in range(windows))
+    ranges = [p for life in lifetimes for p in life.ranges]
+    return max(sum(aligned(p.end) - p.begin for p in ranges if k in alive(p, windows)) for k in range(windows))
 
 
 @st.composite
@@ -37,8 +37,8 @@ def lifetimes(draw: st.DrawFn) -> tuple[list[Lifetime], int]:
         cuts = [k * ALIGNMENT * draw(st.integers(1, 4)) for k in range(len(arcs))]
         cuts = [sum(cuts[: k + 1]) for k in range(len(cuts))]
         ends = [*cuts[1:], cuts[-1] + draw(st.integers(1, 5000))]
-        pieces = [Piece(a, b, *arc) for (a, b), arc in zip(zip(cuts, ends, strict=True), arcs, strict=True)]
-        lives.append(Lifetime(tuple(pieces)))
+        ranges = [LiveRange(a, b, *arc) for (a, b), arc in zip(zip(cuts, ends, strict=True), arcs, strict=True)]
+        lives.append(Lifetime(tuple(ranges)))
     return lives, windows
 
 
@@ -54,14 +54,14 @@ def test_chunks_alive_together_never_share_bytes(case: tuple[list[Lifetime], int
     for life, at in zip(lives, offsets, strict=True):
         assert at % ALIGNMENT == 0
         assert at + life.nbytes <= arena
-        assert all(a.end == b.begin for a, b in pairwise(life.pieces))
+        assert all(a.end == b.begin for a, b in pairwise(life.ranges))
     check_apart(lives, offsets, windows)
 
 
 def check_apart(lives: Sequence[Lifetime], offsets: Sequence[int], windows: int) -> None:
     for (a, at), (b, bt) in combinations(zip(lives, offsets, strict=True), 2):
-        for p in a.pieces:
-            for q in b.pieces:
+        for p in a.ranges:
+            for q in b.ranges:
                 together = alive(p, windows) & alive(q, windows)
                 assert not together or at + p.end <= bt + q.begin or bt + q.end <= at + p.begin
 
@@ -72,7 +72,7 @@ def test_equal_blocks_pack_without_loss() -> None:
 
 
 def test_bytes_of_chunks_that_come_late_are_lent_until_then() -> None:
-    late = Lifetime((Piece(0, 256, 0, 4), Piece(256, 512, 2, 2)))
+    late = Lifetime((LiveRange(0, 256, 0, 4), LiveRange(256, 512, 2, 2)))
     assert assign_slots([late, whole(0, 2, 256)], 6)[1] == 512
 
 
@@ -105,20 +105,20 @@ def test_windows_that_follow_from_slots_keep_chunks_apart_within_the_limit(
         return
     lives, offsets, kept = list[Lifetime](), list[int](), 0
     for name, group in groupby(zip(chunks, wanted, packed[0], strict=True), key=lambda g: g[0].weight):
-        pieces, streamed, stays = list[Piece](), False, 0
+        ranges, streamed, stays = list[LiveRange](), False, 0
         for chunk, earliest, window in group:
             begin = 1024 * chunk.index
             if window is None or earliest is None:
                 assert window is earliest
-                pieces.append(Piece(begin, begin + chunk.nbytes, 0, count))
+                ranges.append(LiveRange(begin, begin + chunk.nbytes, 0, count))
                 stays += chunk.nbytes
                 continue
             assert max(earliest, chunk.last + 1 - count) <= window <= chunk.first
-            pieces.append(Piece(begin, begin + chunk.nbytes, window % count, chunk.last + 1 - window))
+            ranges.append(LiveRange(begin, begin + chunk.nbytes, window % count, chunk.last + 1 - window))
             streamed = True
         assert (name in packed[1]) == streamed
         if streamed:
-            lives.append(Lifetime(tuple(pieces)))
+            lives.append(Lifetime(tuple(ranges)))
             offsets.append(packed[1][name])
             kept += stays
     assert all(at % ALIGNMENT == 0 and at >= 0 for at in offsets)

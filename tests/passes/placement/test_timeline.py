@@ -13,7 +13,7 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.placement.curve import plans_along
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.timeline import END_OF_CALL, Simulator, Timeline
-from chunkflow_compile.passes.placement.windows import link_of
+from chunkflow_compile.passes.placement.windows import free_time_of
 from chunkflow_compile.passes.plan import Windows
 from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.problem import Problem, Source, Weight
@@ -182,7 +182,7 @@ def test_copies_keep_off_a_collective_that_needs_their_engine() -> None:
     found = problem([20, 20], [weight(0, 8 * CHUNK, (0,)), weight(1, 8 * CHUNK, (1,))], [(1, 10)])
     machine = replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0)
     link = [
-        link_of(s.play(Scheduler(p, CHUNK).step({})), s)
+        free_time_of(s.play(Scheduler(p, CHUNK).step({})), s)
         for p in (found, on_engines(found))
         for s in (Simulator(p, machine, CHUNK),)
     ]
@@ -297,7 +297,7 @@ def test_no_gap_of_the_link_has_a_join_inside() -> None:
     resident = simulator.play(Scheduler(found, CHUNK).step({}))
     apart = [(0, 5), (7, 12), (12, 17)]
     for joins, gaps in (((), [(0, 5), (7, 17)]), ((3,), [(0, 5), (7, 17)]), ((2, 3), apart), ((1, 2, 3), apart)):
-        found_gaps = [t / US for gap in link_of(resident, simulator, joins).gaps for t in gap]
+        found_gaps = [t / US for gap in free_time_of(resident, simulator, joins).gaps for t in gap]
         assert found_gaps == pytest.approx([t for gap in gaps for t in gap])
 
 

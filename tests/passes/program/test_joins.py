@@ -201,7 +201,7 @@ def test_a_program_and_a_cycle_get_the_joins_that_the_settings_ask_for() -> None
     plain = replace(goal, joined=False)
     assert make_cycle(calls, plain).plan.joins == ()
     assert str(cycle.calls[0]) == str(write(calls, replace(cycle.plan, joins=())).calls[0]), "the text is the same"
-    assert join_loss(problem_of(calls), plain, inside=True, ends=ends_of(calls)) < 1
+    assert join_loss(problem_of(calls), plain, residents_in_arena=True, ends=ends_of(calls)) < 1
 
 
 def test_a_plan_without_joins_is_stored_as_before() -> None:
