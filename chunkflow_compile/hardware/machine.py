@@ -123,7 +123,7 @@ def look() -> Machine:
     cache folder.
 
     Importing torch takes more CPU time than everything else.  So a CPU build of torch is not imported; its files are
-    inspected.
+    inspected instead.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "this package needs it"

@@ -158,8 +158,8 @@ def _group_or_loopback(rank: int, kind: str, folder: str, loopback: bool) -> Ite
         with process_group("nccl" if kind == "cuda" else "gloo", rank, LINK_RANKS, folder):
             yield
         return
-    # Kernels move the bytes: a copy engine serves one stream until its queue is empty, so an exchange made of copies
-    # would wait for all other copies.
+    # Kernels move the bytes, because a copy engine serves one stream until the queue of this stream is empty.  An
+    # exchange by copy engines would therefore wait for all other copies.
     join_loopback(LINK_RANKS, by_kernels=kind == "cuda")
     try:
         yield

@@ -43,7 +43,7 @@ class Sibling:
         mine, other = self.processors
         times, (generation, lanes) = mine / other, self.pcie
         link = _LANE[generation] * lanes
-        # the share is usually three quarters, or three eighths without peer access
+        # collectives usually reach three quarters of the PCIe bandwidth, or three eighths without peer access
         share = like.collective_bandwidth / like.h2d_bandwidth
         cache = like.cache_bandwidth / like.memory_bandwidth
         gemm, gemm_source = self.more.get("gemm_flops", ({}, ""))

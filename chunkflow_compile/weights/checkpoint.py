@@ -1,8 +1,8 @@
-"""Weights that are still in their checkpoint: ``from_pretrained`` maps the file and reads nothing until a page is
-touched.
+"""Weights whose values are still in their checkpoint file.  ``from_pretrained`` maps the file, and the kernel reads a
+page only when it is first accessed.
 
-Several threads read such a weight from the file directly into its new pages.  A copy through the mapping would instead
-fault in the pages of the file one by one, and leave them in the page tables of this process.
+Several threads read the values of such a weight from the file directly into new host memory.  A copy through the
+mapping would instead fault in the pages of the file one by one, and leave them in the page tables of this process.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class CheckpointReader:
                 return
             # a weight may begin at any byte of a checkpoint
             if values.data_ptr() % dtype.itemsize:
-                # memmove, because the two may overlap
+                # the two ranges may overlap, which is allowed because ``copy_host_bytes`` uses memmove
                 copy_host_bytes(buffer[: block.nbytes], values)
                 values = buffer[: block.nbytes]
             cast_on_this_thread(target, values.view(dtype))
@@ -172,8 +172,8 @@ def _mapped() -> Iterator[_Mapping]:
 
 
 def _written(address: int, nbytes: int) -> bool:
-    """Whether any page of a private mapping was written, so that its bytes may differ from the file.  Also True if the
-    kernel does not report which pages were written."""
+    """Whether any page of a private mapping was written.  The bytes of such a page may differ from the file.  Also True
+    if the kernel does not report which pages were written."""
     first, last = address // PAGE, (address + nbytes - 1) // PAGE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:

@@ -63,7 +63,8 @@ class Scratch:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
     def keep(self, weight: torch.Tensor) -> FileSlice:
-        """Append a dense host tensor to the file, and return its part of the file.  Raises as :meth:`write`."""
+        """Append a dense host tensor to the file, and return its part of the file.  Raises the same errors as
+        :meth:`write`."""
         begin, self._end = self._end, self._end + whole_pages(weight.nbytes)
         self.write(begin, weight)
         return self.kept(begin, weight)

@@ -23,7 +23,7 @@ from .limits import local_ranks
 _log = logging.getLogger(__name__)
 
 # Seconds between two polls for the value of a rank; the value may take minutes to arrive.  The store is polled because
-# no other thread can use it during TCPStore.wait, and Ctrl-C has no effect then.
+# no other thread can use it during TCPStore.wait, and Ctrl-C has no effect during such a wait.
 _PAUSE_S = 0.02
 # After this many seconds of waiting, the log names the missing ranks, and :meth:`Group.posted` checks whether they will
 # still post.
@@ -76,7 +76,7 @@ class Group:
         Wait at most ``seconds`` for the other ranks.  ``absent``: a function that takes the missing ranks, and returns
         whether one of them will never post; if so, the wait ends.  It is first called after LOGGED_S seconds.  If a
         rank is still missing at the end, this rank withdraws its value, and its next post replaces the withdrawn value.
-        Raises as :meth:`post`.
+        Raises the same errors as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
         with reached():
@@ -142,13 +142,13 @@ class Group:
 
 def _unshared_key(model: str, rank: int) -> str:
     """Return the store key under which a rank counts the models of one class that it has placed without other ranks.
-    Ranks that are in different groups use the same key."""
+    The key does not depend on the process group."""
     return f"chunkflow/apart/{hashlib.sha256(model.encode()).hexdigest()[:16]}/{rank}"
 
 
 @contextlib.contextmanager
 def reached() -> Iterator[None]:
-    """A context for calls to a store, which turns a RuntimeError into StoreEnded."""
+    """A context for calls to a store.  It turns a RuntimeError into StoreEnded."""
     try:
         yield
     except RuntimeError as error:
@@ -202,8 +202,11 @@ def ranks_of(name: str) -> tuple[int, ...]:
 
 
 def ranks_together() -> int:
-    """Return how many ranks run a model at the same time.  These are the ranks on this machine if the launcher provides
-    their number, otherwise all ranks of the default process group, or all ranks that a fake process group emulates."""
+    """Return how many ranks run a model at the same time.
+
+    With a fake process group, these are all ranks that it emulates.  Otherwise they are the ranks on this machine if
+    the launcher provides their number, or else all ranks of the default process group.
+    """
 
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # planning only
         return dist.get_world_size()
@@ -238,7 +241,8 @@ def _say_why_none() -> None:
 
 
 def _real_backend(group: Any) -> Any:
-    """Return a backend of a group that has real ranks, or None.  A group may have one backend per device type."""
+    """Return a backend of a process group that connects real ranks (see ``_REAL``), or None.  A group may have one
+    backend per device type."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError):  # the group has no backend for this device
             backend = group._get_backend(torch.device(device))

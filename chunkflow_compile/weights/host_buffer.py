@@ -113,7 +113,7 @@ class HostBuffer:
         self._uses = MemoryUses()
         self._store: Store | None = None
         self._token: Callable[[], WeightToken | None] = lambda: None
-        self._writes: torch.Tensor | None = None  # a tensor that has only the version counter of the weight
+        self._writes: torch.Tensor | None = None  # a tensor that shares the version counter of the weight
         self._resident_copy = ResidentCopy()
         self._pins = Pins()
 
@@ -139,11 +139,12 @@ class HostBuffer:
         self._uses.count_own(self.host, weight.host)
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage that only a weight with the host tensor ``view`` uses."""
+        """Whether the memory is a whole storage that nothing uses except this buffer and a weight with the host tensor
+        ``view``."""
         return self._uses.is_only(self.host, view)
 
     def leave(self) -> None:
-        """Remove this buffer from its store: its weight is in no placed model any more."""
+        """Remove this buffer from its store, because its weight is no longer part of a placed model."""
         self._store, self.pieces, self.keeps_pieces = None, None, False
         if (token := self.token) is not None:
             token.leave_store()
@@ -154,8 +155,8 @@ class HostBuffer:
 
     @property
     def store(self) -> Store:
-        """The store of the placed model.  Use this only for a buffer from :func:`buffer_of`, which returns no buffer
-        without a store."""
+        """The store of the placed model.  Use this only for a buffer from :func:`buffer_of`, which returns only buffers
+        that have a store."""
         assert self._store is not None
         return self._store
 
@@ -204,7 +205,7 @@ class HostBuffer:
     @property
     def bytes(self) -> Bytes:
         """The bytes that programs copy.  If the weight is on the SSD and its mapping was written, it is first moved to
-        private memory; if that fails, raises as :meth:`write`."""
+        private memory; if the move fails, raises the same errors as :meth:`write`."""
         if self.backing.where is Where.FILE_WRITTEN:
             self.make_private()
         return self.bytes_now
@@ -230,7 +231,7 @@ class HostBuffer:
 
     @property
     def on_device(self) -> torch.Tensor | None:
-        """The copy on the store's device that programs read, or None if there is none with the current values."""
+        """The copy on the store's device that programs read, or None if no copy has the current values."""
         return self._resident_copy.at(self.version)
 
     def resident(self, stagings: GpuStagings, arena: object) -> torch.Tensor:
@@ -241,7 +242,7 @@ class HostBuffer:
         no program of another arena reads it.
         """
 
-        version = self.version  # read before the values: a write during the copy makes the copy outdated
+        version = self.version  # read before the values, so that a write during the copy makes the copy outdated
         self._resident_copy.add_reader(arena)
         if (current := self._resident_copy.at(version)) is not None:
             return current
@@ -282,7 +283,8 @@ class HostBuffer:
         return part_of(backing.read(self.name), view)
 
     def copy(self, view: torch.Tensor) -> torch.Tensor:
-        """Return the values of a view of the host tensor in separate memory.  Raises as :meth:`values`."""
+        """Return the values of a view of the host tensor in separate memory.  Raises the same errors as
+        :meth:`values`."""
         values = self.values(view)
         whole = values.untyped_storage().nbytes() == view.nbytes
         return values if whole and not share_storage(values, view) else values.clone()
@@ -327,7 +329,7 @@ class HostBuffer:
             self._changed()
 
     def _changed(self) -> None:
-        """Replace the state object of the weight, which programs compare to detect changes."""
+        """Replace the state object of the weight.  Programs compare state objects to detect changes of a weight."""
         if (token := self.token) is not None:
             token.change()
             if self._store is None:  # checked last, because another thread may remove the buffer from the store
@@ -357,7 +359,7 @@ class HostBuffer:
         """If tensors of a state_dict may have been written since the last call, count that as one write to the weight.
 
         Pieces are kept until :meth:`regain_pieces`, because the values may turn out to be unchanged.
-        Returns whether programs may have copied outdated values.  Raises as :meth:`write`.
+        Returns whether programs may have copied outdated values.  Raises the same errors as :meth:`write`.
         """
         self.keeps_pieces = True
         changed = self.backing.settle()
@@ -409,8 +411,8 @@ class HostBuffer:
         """Pack the values and free their memory; views remain valid.  Returns whether the weight is packed now.
 
         Packing fails if the values do not fit in the packed form, if another tensor or array uses the memory (such as a
-        tensor of a state_dict), or if host memory is too short to hold both forms during packing.  Pauses programs as
-        :meth:`write`.
+        tensor of a state_dict), or if host memory is too short to hold both forms during packing.  Like :meth:`write`,
+        this pauses the model's programs.
         """
         if self.form is not Form.COMPRESSIBLE:
             return self.compressed
@@ -433,7 +435,7 @@ class HostBuffer:
         return self.compressed
 
     def unpack(self, leaving: bool = False, lazily: bool = False) -> None:
-        """Unpack the weight permanently, at the same address.  Pauses programs as :meth:`write`.
+        """Unpack the weight permanently, at the same address.  Like :meth:`write`, this pauses the model's programs.
 
         ``leaving``: whether the weight is about to leave the store.  ``lazily``: whether to allocate the memory even if
         host memory is short.
@@ -478,8 +480,8 @@ class HostBuffer:
         return not self.compressed and self._uses.has_views(self.host)
 
     def on_storage_replaced(self) -> None:
-        """Warn before a tensor in host memory replaces this weight, if the weight is on the SSD and the weights of the
-        model will exceed their limit on host memory."""
+        """Warn before the weight gets a tensor in host memory as its new storage, if the weight is on the SSD and the
+        weights of the model will then exceed their limit on host memory."""
         if self._store is not None and self.backing.file_bytes is not None:
             how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
@@ -487,14 +489,14 @@ class HostBuffer:
     def make_private(self, lazily: bool = False) -> None:
         """Move the weight to private memory at the same address.  No copy may read the weight meanwhile.
 
-        ``lazily``: if host memory is short, allocate each page only when it is written.  Raises ChunkflowError as
+        ``lazily``: if host memory is short, allocate each page only when it is written.  Raises the same errors as
         :meth:`write`.
         """
         if (before := self.backing.where) is Where.OWN:
             return
         self.check()
         if before is Where.SHARED:
-            # a device would go on reading the pages that were at this address when it was pinned
+            # a device would go on reading the pages that were at this address when the memory was pinned
             self.unpin()
             # programs then pin the weight again, even if the move below fails
             self.count_write()

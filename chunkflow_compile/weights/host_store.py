@@ -151,7 +151,8 @@ class HostStore:
         grad, origin = tensor.grad, tensor.device
         weight = like(tensor, HostWeight(buffer.host, self.device, buffer))
         self._adopt(names, weight, buffer.host, origin, grad)
-        # last, and in one call, so that Ctrl-C leaves either an ordinary tensor or a weight of this store
+        # this is the last step, and a single call into C, so that Ctrl-C leaves either an ordinary tensor or a weight
+        # of this store
         become(tensor, weight)
 
     def _adopt(
@@ -211,11 +212,11 @@ class HostStore:
         """Count weights as written if a tensor of a state_dict shares their memory, or has shared it since the last
         call of this method.
 
-        Such a weight may have been written through a pointer, a NumPy array or a collective, which no version counter
-        records.  A weight is not counted if the kernel reports that its pages were not written; see
-        :meth:`HostBuffer.settle`.  Warns once if such tensors are still in use.  After no tensor shares the memory of a
-        weight any more, for example after a model was saved, programs read the pieces of the weight again, provided
-        that the pieces have the values of the weight.
+        Such a weight may have been written through a pointer, a NumPy array or a collective.  No version counter
+        records such writes.  A weight is not counted if the kernel reports that its pages were not written; see
+        :meth:`HostBuffer.settle`.  Warns once if such tensors are still in use.  When no tensor shares the memory of a
+        weight any more (usually after the model was saved), programs read the pieces of the weight again, provided that
+        the pieces have the values of the weight.
         Raises ChunkflowError if there is not enough memory for the written values.
         """
 
@@ -250,12 +251,13 @@ class HostStore:
             )
 
     def expect_eager_reads(self) -> None:
-        """Disable the warning about eager ops that fetch weights: parts of the model run eagerly on purpose."""
+        """Disable the warning about eager ops that fetch weights, because parts of the model run eagerly on purpose."""
         self.warned = True
 
     @contextlib.contextmanager
     def reads_meant(self) -> Iterator[None]:
-        """A context for conversions of weights by the user: ops outside programs read weights without a warning."""
+        """A context for conversions of weights by the user.  In this context, ops outside programs read weights without
+        a warning."""
         warned, fetched, self.warned = self.warned, self.counts.fetched_bytes, True
         try:
             yield

@@ -15,8 +15,8 @@ class ProcessLock:
     """A reentrant lock, used as ``with lock():``.  A forked child gets a new lock, because the thread that holds the old
     one may not exist there.
 
-    The call returns an RLock, whose ``__enter__`` is in C.  In an ``__enter__`` in Python, Ctrl-C between two lines
-    could leave the lock held.
+    The call returns an RLock, whose ``__enter__`` is implemented in C.  In an ``__enter__`` that is written in Python,
+    Ctrl-C between two lines could leave the lock held.
     """
 
     def __init__(self) -> None:

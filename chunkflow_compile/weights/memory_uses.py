@@ -39,7 +39,8 @@ class MemoryUses:
         return _is_whole(host) and core.storage_uses(host) > self._own
 
     def is_only(self, host: torch.Tensor, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage that only the buffer and a weight with the host tensor ``view`` use."""
+        """Whether the memory is a whole storage that nothing uses except the buffer and a weight with the host tensor
+        ``view``."""
         return _is_whole(host) and core.storage_uses(host) <= _own(host, view) and not self._lent
 
 

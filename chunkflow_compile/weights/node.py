@@ -89,7 +89,7 @@ def rendezvous(
     ``near``: a text that identifies the NUMA node; only ranks that pass the same text share with each other.  ``asks``:
     arguments of ``offload``, by name, that must be equal on all ranks.  ``model``: the class of the model that is
     placed.  Raises ChunkflowError, which names the ranks, if some ranks do not call this before the timeout, pass
-    different ``asks``, or place a model of this class on their own.
+    different ``asks``, or place a model of this class without the other ranks.
     """
     place = {"machine": _machine(), "namespace": _pid_namespace(), "near": near}
     key = group.post(_PLACING, {**place, "process": process_of(os.getpid()), "asks": asks or {}})

@@ -40,8 +40,9 @@ from .rounds import Left
 _log = logging.getLogger(__name__)
 
 # Seconds that a rank waits for the others in :meth:`Peers.shard`.  Loading and encoding take equally long on each rank,
-# so all ranks usually make their first call at about the same time.  A rank that is later than this, and has not
-# reported that it compiles, may be processing another request or none; the other ranks then continue without pieces.
+# so all ranks usually make their first call at about the same time.  A rank that has not come after this time, and has
+# not reported that it compiles, may be processing another request or none; the other ranks then continue without
+# pieces.
 _PATIENCE_S = 60.0
 # Maximum bytes of a field that describes GPU memory.  A CUDA handle has 64 bytes, or more for memory in expandable
 # segments.
@@ -108,8 +109,8 @@ class Peers:
     def close(self, error: BaseException | None = None) -> None:
         """Stop sharding weights.
 
-        The memory of the pieces is freed when no rank uses them any more.  On a GPU, torch then frees it the next time
-        it checks.  ``error``: the reason why this rank could not place the model, or None; the other ranks raise it.
+        The memory of the pieces is freed when no rank uses them any more; on a GPU, when torch next checks for such
+        memory.  ``error``: the reason why this rank could not place the model, or None; the other ranks raise it.
         """
 
         with contextlib.suppress(ChunkflowError):  # raised if a rank has ended
