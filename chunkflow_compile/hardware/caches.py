@@ -113,7 +113,7 @@ def _unusable(folder: Folder, otherwise: str = "") -> ChunkflowError:
 
 
 def remove_torn() -> bool:
-    """Remove truncated libraries from the compile caches, and warn.  Returns whether there were any.
+    """Remove truncated libraries from the compile caches, and warn.  Returns whether there were such libraries.
 
     A killed process leaves truncated libraries behind, and Inductor assumes that any existing file is complete.
     """

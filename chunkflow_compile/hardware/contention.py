@@ -24,8 +24,8 @@ from .stopwatch import Stopwatch, mark
 
 MIB = 1 << 20
 REPEATS = 7
-# Number of rounds.  In each round, compute is timed alone and while copies run, because the speed of a machine changes
-# from second to second.
+# Number of rounds in which the slowdown of compute is measured.  In each round, compute is timed alone and while copies
+# run, because the speed of a machine changes from second to second.
 TURNS = 24
 # A slowdown of compute below this factor counts as 1, because a smaller value is noise, and would keep plans from
 # streaming weights.
@@ -34,7 +34,7 @@ LEAST_SLOWDOWN = 1.02
 _BLOCKS = 8
 # Bytes that successive copies cycle through: more than fits in a cache, so that no copy reads from a cache.
 _WALK = 128 * MIB
-# Copies that are in the queue before the host waits for the first of them.
+# Number of copies that are enqueued before the host waits for the first of them.
 _AHEAD = 4
 
 

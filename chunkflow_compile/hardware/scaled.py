@@ -1,5 +1,5 @@
-"""Estimated profiles, for GPUs without a profile: a profile of the same architecture is scaled by the properties of the
-GPU that the driver reports."""
+"""Estimated profiles, for GPUs without a profile: a profile of the same architecture is scaled by the properties that
+the driver reports for the GPU."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Backing:
     def make_private(self, name: str, lazily: bool = False) -> Backing:
         """Copy the bytes to private memory at the same address, and return the new backing.
 
-        The caller makes sure that nothing reads the weight meanwhile.  ``name``: the weight's name, for errors.
+        The caller makes sure that nothing reads the weight meanwhile.  ``name``: the weight's name, for error messages.
         ``lazily``: if host memory is short, allocate each page only when it is written.
         Raises ChunkflowError if the bytes do not fit in host memory.
         """
@@ -137,7 +137,7 @@ class FileSlice(Backing):
         self.bytes = in_file
         self._file = in_file.file
         self._version = host._version
-        self._written = False  # True after a write that no version counter recorded
+        self._written = False  # whether a write was found that no version counter recorded
 
     @property
     def where(self) -> Where:

@@ -86,8 +86,8 @@ class Mappings:
         return DriveBytes(self._files[mapping.path], offset, nbytes)
 
     def _as_mapped(self, path: str) -> tuple[int, int] | None:
-        """Return the device and inode numbers of a file as /proc/self/maps reports them.  On btrfs, and on overlayfs with
-        old kernels, they differ from the numbers that stat reports."""
+        """Return the device and inode numbers of a file as /proc/self/maps reports them.  On btrfs, and on overlayfs
+        with old kernels, these numbers differ from the numbers that stat reports."""
         if path not in self._numbers:
             self._numbers[path] = None
             with (
@@ -117,7 +117,7 @@ class CheckpointReader:
         """Read a file range with elements of ``dtype`` into a dense host tensor, and cast them to the dtype of that
         tensor.
 
-        Raises ChunkflowError if the file is replaced, truncated or modified meanwhile, or if the read fails.
+        Raises ChunkflowError if the file is replaced, truncated or modified during the read, or if the read fails.
         """
         count, size = target.numel(), dtype.itemsize
         step = BLOCK // size
@@ -183,5 +183,5 @@ def _written(address: int, nbytes: int) -> bool:
     if len(raw) != 8 * (last - first + 1):
         return True
     entries = torch.frombuffer(raw, dtype=torch.int64)
-    held = (entries < 0) | (entries & _SWAPPED != 0)  # the highest bit is set if the page is present
+    held = (entries < 0) | (entries & _SWAPPED != 0)  # negative if the highest bit is set: the page is present
     return bool((held & (entries & _OF_FILE == 0)).any())

@@ -68,11 +68,11 @@ class Counts:
         self.fetched_bytes += nbytes
 
     def add_row_hit(self) -> None:
-        """Count a call that found its row."""
+        """Count a call whose row of hoisted values was in the table."""
         self.row_hits += 1
 
     def add_row_miss(self) -> None:
-        """Count a call whose row had to be computed."""
+        """Count a call whose row of hoisted values had to be computed."""
         self.row_misses += 1
 
     def add_row_fill(self, seconds: float) -> None:

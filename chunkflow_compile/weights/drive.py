@@ -36,7 +36,7 @@ class Scratch:
     """A file without a name to which weights are written.  Each weight begins at a page boundary."""
 
     def __init__(self, descriptor: Descriptor, where: str) -> None:
-        """``where``: the location of the file, for errors."""
+        """``where``: the location of the file, for error messages."""
         self.where = where
         self.file = WeightFile(descriptor, f"the scratch file {where}")
         self._end = 0
@@ -88,7 +88,7 @@ class Scratch:
 
 
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:
-    """Choose the weights to leave on the SSD, so that the others take at most ``budget`` bytes of host memory.
+    """Choose the weights to leave on the SSD, so that the other weights take at most ``budget`` bytes of host memory.
 
     ``weights``: names and bytes in the order of the model.  The chosen weights are spread evenly over the model,
     because the SSD is read throughout a step.

@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 # Seconds between two polls for the value of a rank; the value may take minutes to arrive.  The store is polled because
 # no other thread can use it during TCPStore.wait, and Ctrl-C has no effect during such a wait.
 _PAUSE_S = 0.02
-# After this many seconds of waiting, the log names the missing ranks, and :meth:`Group.posted` checks whether they will
-# still post.
+# After this many seconds of waiting, the log names the missing ranks, and :meth:`Group.posted` checks whether these
+# ranks will still post a value.
 LOGGED_S = 5.0
-# The JSON that replaces a value when its rank withdraws it.
+# The JSON text that replaces a posted value when the rank that posted it withdraws it.
 _WITHDRAWN = "null"
 
 # Backends whose process groups have real ranks, that is, processes that can all reach the store.
@@ -74,9 +74,9 @@ class Group:
         """Return rank -> posted value for the ranks that have posted a value.  A withdrawn value is None.
 
         Wait at most ``seconds`` for the other ranks.  ``absent``: a function that takes the missing ranks, and returns
-        whether one of them will never post; if so, the wait ends.  It is first called after LOGGED_S seconds.  If a
-        rank is still missing at the end, this rank withdraws its value, and its next post replaces the withdrawn value.
-        Raises the same errors as :meth:`post`.
+        whether one of them will never post; if so, the wait ends.  This function is first called after LOGGED_S
+        seconds.  If a rank is still missing at the end, this rank withdraws its value, and its next post replaces the
+        withdrawn value.  Raises the same errors as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
         with reached():
@@ -103,8 +103,8 @@ class Group:
         """Record that this rank places a model of class ``model`` without other ranks, so that ranks that wait for this
         one stop waiting.
 
-        ``asks``: the arguments with which this rank called ``offload``, for errors on the other ranks.  Errors of the
-        store are ignored, because this rank does not need it.
+        ``asks``: the arguments with which this rank called ``offload``, for error messages on the other ranks.  Errors
+        of the store are ignored, because this rank does not need the store.
         """
         place = _unshared_key(model, self.rank)
         with contextlib.suppress(StoreEnded), reached():
@@ -208,7 +208,7 @@ def ranks_together() -> int:
     the launcher provides their number, or else all ranks of the default process group.
     """
 
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # planning only
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # for planning only
         return dist.get_world_size()
     group = group_of()
     return local_ranks(1 if group is None else len(group.ranks))
@@ -229,7 +229,7 @@ def _resolved(name: str) -> Any:
     return dist.distributed_c10d.__dict__["_resolve_process_group"](name)
 
 
-@functools.cache  # once per process
+@functools.cache  # so that the reason is logged once per process
 def _say_why_none() -> None:
     """If this machine runs several ranks, log why they do not share weights by default."""
     if (several := local_ranks()) < 2:

@@ -8,8 +8,8 @@ casting.
 * ``.to()``, ``.half()`` and all other functions that use ``_apply`` leave the values in host memory.  A change of the
   device is only recorded, and converted values are stored in host memory again.
 * In a layer with diffusers' layerwise casting, a hook calls ``.to()`` before and after forward.  Forward then uses a
-  cast copy of the weight, and the weight itself is unchanged.  Dynamo can trace this replacement; in a program, the
-  cast runs on the device.
+  cast copy of the weight, and the weight itself is unchanged.  Dynamo can trace how the copy replaces the weight; in a
+  program, the cast runs on the device.
 
 :class:`Guards` attaches these hooks to the modules of the model and removes them again.
 """
@@ -51,7 +51,7 @@ class Guards:
         self._store = store
         self._moved = moved
         self._handles: list[RemovableHandle] = []
-        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak, because an adapter may be removed
+        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak, because an adapter module may be removed
 
     def add(self) -> None:
         """Guard the modules of the model that are not guarded yet."""
@@ -159,7 +159,8 @@ class _Apply:
 
 
 def _nothing() -> None:
-    """Do nothing.  A copy of a model uses this function as ``moved``: it has no programs before its first call."""
+    """Do nothing.  A copy of a model uses this function as ``moved``, because the copy has no programs before its first
+    call."""
 
 
 def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -15,24 +15,26 @@ The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are of on
 * FILE_WRITTEN: the same mapping after a write through a tensor of a state_dict; the written pages are private to this
   process.
 
-The bytes of a packed weight are in ``HostBuffer.stored``, in pages of one of the first three types.  Its ``host`` is
-address space without pages; see ``packed.py``.  A write opens the pages of ``host`` and packs the new values.  If the
-new values do not fit in the packed form, the weight is OWN and unpacked from then on.
+The bytes of a packed weight are in ``HostBuffer.stored``, in pages of one of the first three types.  The ``host`` of a
+packed weight is address space without pages; see ``packed.py``.  A write opens the pages of ``host`` and packs the new
+values.  If the new values do not fit in the packed form, the weight is OWN and unpacked from then on.
 
-:class:`WeightLoader` chooses the initial type.  Later, the bytes can only move to OWN.  They keep their address, so
-that views remain valid.  ``make_private`` moves them before a write, before pages that may change are pinned, and when
-a shared weight is restored.  A weight that is given other memory (``p.data = ...``) gets a new HostBuffer.
+:class:`WeightLoader` chooses the initial type.  After that, the bytes can only move to OWN pages.  They keep their
+address, so that views remain valid.  ``make_private`` moves the bytes before a write, before pages that may change are
+pinned, and when a shared weight is restored.  A weight that is given other memory (``p.data = ...``) gets a new
+HostBuffer.
 
 The following copies of the values may exist.  Each copy is written only by the code that creates it:
 
 * Pieces on the devices of the ranks of a node, one per rank (``pieces``), until the weight is written on this rank.
-  This rank does not read them while the weight may be written through a tensor of a state_dict.
+  This rank does not read the pieces while the weight may be written through a tensor of a state_dict.
 * On the device of this rank, either a resident copy (``resident``), which is refreshed when ``version`` has changed, or
   slots of an arena, which are filled in each step.
 * For an op outside programs, a temporary copy that only this op reads.  For a packed weight, even an op on the CPU gets
   such a copy.
-* In a state_dict, tensors that share the memory itself (``exported``); :meth:`HostBuffer.settle` detects writes to
-  them.  For SHARED pages, these tensors are copy-on-write mappings, and writes to them do not reach the model.
+* In a state_dict, tensors that share the memory of the weight itself (``exported``); :meth:`HostBuffer.settle` detects
+  writes to them.  For SHARED pages, these tensors are copy-on-write mappings, and writes to them do not reach the
+  model.
 """
 
 from __future__ import annotations
@@ -84,8 +86,8 @@ class HostBuffer:
     ``grad``: the gradient of the weight before it was offloaded, or None.
     ``fill``: if a module computes the values, a function that writes them before each call; otherwise None.
     ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``: whether pieces are kept
-    although a write was counted.  They are not read until :meth:`regain_pieces` finds that they still have the values
-    of the weight.
+    although a write was counted.  Such pieces are not read until :meth:`regain_pieces` finds that they still have the
+    values of the weight.
     ``backing``: the storage of the bytes.  ``form``: the form of the bytes.  The pages of a compressible weight contain
     no other data.
     """
@@ -212,8 +214,8 @@ class HostBuffer:
 
     @property
     def bytes_now(self) -> Bytes:
-        """The bytes that programs copy.  Unlike ``bytes``, this never moves the weight.  Drops outdated pieces, unless
-        ``keeps_pieces`` is set."""
+        """The bytes that programs copy.  Unlike ``bytes``, this property never moves the weight.  Drops outdated
+        pieces, unless ``keeps_pieces`` is set."""
         if (pieces := self.pieces) is not None and pieces.version == self.version:
             return pieces
         if not self.keeps_pieces:
@@ -290,7 +292,8 @@ class HostBuffer:
         return values if whole and not share_storage(values, view) else values.clone()
 
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a view of the values for a state_dict.  Writes to it are writes to the weight; see :meth:`settle`.
+        """Return a view of the values for a state_dict.  Writes to the view are writes to the weight; see
+        :meth:`settle`.
 
         If other ranks read the memory, return a copy instead.  Raises ChunkflowError if the copy does not fit in host
         memory.
@@ -487,7 +490,7 @@ class HostBuffer:
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
 
     def make_private(self, lazily: bool = False) -> None:
-        """Move the weight to private memory at the same address.  No copy may read the weight meanwhile.
+        """Move the weight to private memory at the same address.  No copy may read the weight during the move.
 
         ``lazily``: if host memory is short, allocate each page only when it is written.  Raises the same errors as
         :meth:`write`.

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
-    """Do nothing: no program runs on the model."""
+    """Do nothing.  This is the default of ``end_programs``, for a model on which no program runs."""
 
 
 @dataclass(eq=False)
@@ -50,8 +50,8 @@ class HostStore:
     tensors of state_dicts, or their storages, that share the memory of weights.
     ``bound``: the limit on host memory for the weights, in bytes, or None.
     ``rank_and_count``: the index of this rank among the ranks that share the weights, and the number of these ranks;
-    None if the weights are not shared.  ``agreed_pin_bytes``: the bytes that each of these ranks may pin, or None.
-    ``peers``: the ranks that keep pieces of weights for each other, or None.
+    None if the weights are not shared.  ``agreed_pin_bytes``: the bytes that each of the ranks that share the weights
+    may pin, or None.  ``peers``: the ranks that keep pieces of weights for each other, or None.
     """
 
     _root: weakref.ref[nn.Module]

@@ -34,7 +34,8 @@ _aten = torch.ops.aten
 _VIEWS = {_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
 # Ops whose results need the conjugate or negative bit, which a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
-# All attributes of a HostWeight.  Unlike the others, "token" stays with the tensor when its values are exchanged.
+# All attributes of a HostWeight.  Unlike the other attributes, "token" stays with the tensor when the values of the
+# tensor are exchanged.
 _OWN = {*STATE, "token"}
 
 
@@ -123,7 +124,7 @@ class HostWeight(torch.Tensor):
             return on_copies(cls, func, args, kwargs)
         written = [x for x in written_by(func, args, kwargs) if isinstance(x, HostWeight)]
         with contextlib.ExitStack() as held:
-            # in this order, so that two threads never deadlock
+            # the weights are locked in this order, so that two threads never deadlock
             for weight in sorted(written, key=lambda w: w.buffer.order):
                 held.enter_context(weight.buffer.write())
             if written and func is _aten.copy_.default:

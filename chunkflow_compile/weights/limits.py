@@ -18,8 +18,8 @@ from chunkflow_compile.units import parse_bytes, size
 # is used: /proc/meminfo there shows less memory than the machine can get.
 VARIABLE = "CHUNKFLOW_HOST_MEMORY"
 
-# Host memory to leave free, as a share of the total and in bytes: for the kernel, the page cache, and the rest of the
-# pipeline.
+# Host memory to leave free for the kernel, the page cache, and the rest of the pipeline: a share of the total, but at
+# least a number of bytes.
 RESERVED_SHARE = 0.05
 LEAST_RESERVED = 1 << 30
 # A cgroup v1 without a limit reports a number near 2**63.

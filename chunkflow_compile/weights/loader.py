@@ -52,10 +52,10 @@ class WeightLoader:
         shards: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """``device``: the device on which programs run.  ``weights``: all weights of the move, with their names.
-        ``dtype_of``: returns the dtype to load a weight with.  ``pages``: whether each weight gets separate pages.
-        ``node``: the ranks with which to share the weights, or None; all of them move the weights of the same model.
-        ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the weights to pack now.
-        ``packable``: the names of the weights that may be packed later.
+        ``dtype_of``: a function that returns the dtype with which to load a weight.  ``pages``: whether each weight
+        gets separate pages.  ``node``: the ranks with which to share the weights, or None; all of them move the weights
+        of the same model.  ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the
+        weights to pack now.  ``packable``: the names of the weights that may be packed later.
         ``shards``: name -> an id of the part of the weight that this rank has; ranks share a weight only if they have
         the same part.
 
@@ -236,8 +236,8 @@ class WeightLoader:
         return packed
 
     def _pack(self, packed: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
-        """Pack a weight that ranks share.  If the values do not fit in the packed form, mark the memory for the other
-        ranks."""
+        """Pack a weight that ranks share.  If the values do not fit in the packed form, mark the shared memory, so that
+        the other ranks know."""
         if not pack_into(packed, self._filled(weight, values), self._cpus):
             mark_unfit(packed)
 

@@ -30,8 +30,8 @@ class ProcessLock:
 
 
 def when_collected(owner: object, work: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
-    """Call ``work`` when the garbage collector frees ``owner``.  It is not called when the process exits, which frees
-    everything anyway."""
+    """Call ``work`` when the garbage collector frees ``owner``.  ``work`` is not called when the process exits, because
+    the exit frees everything anyway."""
     undone = weakref.finalize(owner, work, *args)
     undone.atexit = False
     return undone
@@ -42,7 +42,7 @@ def aside(work: Callable[[], None]) -> None:
     """Run the work of a finalizer on a separate thread, because the work waits for locks and streams, and the garbage
     collector may call a finalizer in any thread.
 
-    Does nothing while the process exits, which frees everything anyway.
+    Does nothing while the process exits, because the exit frees everything anyway.
     """
     if threading.main_thread().is_alive():
         threading.Thread(target=work, name="chunkflow-close").start()

@@ -25,7 +25,8 @@ class MemoryUses:
         self._own = _own(host, view)
 
     def lend(self, host: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of ``host`` for programs (uint8), in a separate storage, so that they do not count as a view."""
+        """Return the bytes of ``host`` for programs (uint8), in a separate storage, so that the result does not count
+        as a view of the memory."""
         place = as_array(host)
         self._lent[id(place)] = place
         return torch.frombuffer(place, dtype=torch.uint8)

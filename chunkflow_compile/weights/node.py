@@ -24,7 +24,7 @@ from .rounds import RankFailed, Rounds, cause_of, failed, process_of
 
 _log = logging.getLogger(__name__)
 
-# The key under which ranks post in the store of their group when they place a model.
+# The purpose (see :meth:`Group.post`) of the values that ranks post when they place a model.
 _PLACING = "placing"
 
 
@@ -64,7 +64,7 @@ def node_of(
     """Return the ranks of this machine that share weights with this rank, or None if there are no others; see
     :func:`group_to_share_in`.
 
-    ``asks``, ``model``: as in :func:`rendezvous`.  Raises ChunkflowError as :func:`group_to_share_in` and
+    ``asks``, ``model``: as in :func:`rendezvous`.  Raises the same errors as :func:`group_to_share_in` and
     :func:`rendezvous`.
     """
     if (group := group_to_share_in(share, device)) is None:

@@ -118,8 +118,8 @@ class Packed(Backing):
             return self.host.clone()
 
     def exported(self, name: str) -> torch.Tensor:
-        """Return the values at the address of the weight, for a state_dict.  Writes to them are writes to the weight; see
-        :meth:`settle`.
+        """Return the values at the address of the weight, for a state_dict.  Writes to the result are writes to the
+        weight; see :meth:`settle`.
 
         The values are stored in a scratch file on the SSD, or in host memory if that file cannot be created.  Pages
         that are written become private memory.  Raises ChunkflowError if the values do not fit in host memory either.
@@ -259,8 +259,8 @@ def packed_like(weight: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(name: str, packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the values of a weight in new host memory.  ``name``: the weight's name, for errors.  ``like``: a tensor
-    with the shape and dtype of the weight.
+    """Return the values of a weight in new host memory.  ``name``: the weight's name, for error messages.  ``like``: a
+    tensor with the shape and dtype of the weight.
 
     Raises ChunkflowError if the values do not fit in host memory.
     """
@@ -302,8 +302,8 @@ def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] =
 
 @contextlib.contextmanager
 def _threads(numel: int, cpus: frozenset[int] = frozenset()) -> Iterator[Run]:
-    """A context that yields a function like ``map``, for packing or unpacking ``numel`` values.  It uses several
-    threads, or the calling thread if there are few values."""
+    """A context that yields a function like ``map``, for packing or unpacking ``numel`` values.  This function uses
+    several threads, or the calling thread if there are few values."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), -(-numel // _SERIAL))
     with _ordinary_mode():
         if threads < 2:

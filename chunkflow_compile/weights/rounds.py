@@ -112,9 +112,9 @@ class Rounds:
         return self._run_round(value, self._timeout_s, _ENDED)
 
     def agree(self, value: Any, patience_s: float) -> list[Any]:
-        """All-gather as :meth:`gather`, for ranks that arrive at different times.  A rank that has no record after
-        ``patience_s`` seconds is late, unless it is in a :meth:`busy` context.  Raises Left on all ranks if one of them
-        is late or has left."""
+        """All-gather like :meth:`gather`, but for ranks that arrive at different times.  A rank that has no record
+        after ``patience_s`` seconds is late, unless it is in a :meth:`busy` context.  Raises Left on all ranks if one
+        of them is late or has left."""
         return self._run_round(value, min(patience_s, self._timeout_s), _LATE)
 
     def fail(self, error: BaseException) -> None:
@@ -262,7 +262,7 @@ class Rounds:
         return decision
 
     def _ended_of(self, ranks: Iterable[int]) -> int | None:
-        """Return the first rank whose process has ended, or None if all run."""
+        """Return the first of ``ranks`` whose process has ended, or None if all of these processes still run."""
         known = {rank: [*self._processes[rank]] for rank in ranks if self._processes[rank]}
         return next((rank for rank, process in known.items() if process_of(process[0]) != process), None)
 

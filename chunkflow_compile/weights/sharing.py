@@ -170,7 +170,7 @@ class SharedPages:
 
     @staticmethod
     def _places(weights: Sequence[LoadRequest]) -> list[int]:
-        """Return the byte offset of each weight, a page boundary, followed by the total size in bytes."""
+        """Return the byte offset of each weight (a page boundary), followed by the total size in bytes."""
         return [*accumulate((whole_pages(weight.nbytes) for weight in weights), initial=0)]
 
     def _assigned(self, weights: Sequence[LoadRequest]) -> frozenset[str]:

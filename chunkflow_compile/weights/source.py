@@ -81,7 +81,7 @@ class WeightFile:
 
     @cached_property
     def _direct(self) -> Descriptor | None:
-        """The file opened for direct reads, or None if the file system does not support them."""
+        """The file, opened a second time for direct reads, or None if the file system does not support direct reads."""
         try:
             # a file without a name can be reopened through /proc
             return Descriptor(os.open(f"/proc/self/fd/{self.descriptor.number}", os.O_RDONLY | os.O_DIRECT))
