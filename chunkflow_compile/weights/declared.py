@@ -14,7 +14,7 @@ from .undeclared import wait_for_collective
 from .unsupported import refuse
 
 _aten = torch.ops.aten
-# Ops that write a tensor without reading it; its values need not be fetched.
+# Ops that write a tensor without reading it, so that the old values need not be fetched.
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 
 

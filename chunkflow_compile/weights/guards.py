@@ -145,7 +145,7 @@ class _Apply:
         return True
 
     def _keep_writes(self, hook: Any) -> None:
-        """If the user has changed a cast copy, store its values in the weight.  Also convert all other weights to the
+        """If the user has changed a cast copy, store its values in the weight.  Convert the other weights to the
         storage dtype of the hook."""
         for name, weight in self._stored.items():
             copied: Any = self._module._parameters[name]

@@ -108,7 +108,8 @@ def _ticking(tick: Callable[[], object]) -> Iterator[None]:
 
 
 class Lines:
-    """Progress as plain lines: one line for a phase that takes QUIET_S or longer, and another one every EVERY_S.
+    """Progress as plain lines: one line for a phase that takes QUIET_S seconds or longer, and another line after every
+    EVERY_S seconds.
 
     ``now``: a clock, in seconds.
     """
