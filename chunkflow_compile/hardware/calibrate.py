@@ -1,6 +1,6 @@
 """Calibration: measure the CPU or the GPUs of a machine, and create a hardware profile from the results.
 
-Every figure is the median of several repetitions.  ``STAGES`` lists the stages.
+Every measured figure is based on medians of several repetitions.  ``STAGES`` lists the stages.
 """
 
 from __future__ import annotations

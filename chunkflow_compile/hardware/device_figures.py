@@ -23,8 +23,8 @@ from .stopwatch import Stopwatch
 
 # How often :func:`repeated_seconds` times the same GEMMs, before and after a calibration, to detect a busy machine.
 _REPEATED = 4
-# Sizes of the timed copies in bytes.  The time to start a copy is computed from the smallest size, and the rate from
-# the smallest and the largest size.
+# Sizes of the timed copies in bytes.  On a CPU, the time to start a copy is computed from the smallest size, and the
+# rate from the smallest and the largest size.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 # Seconds of warm-up.  Without warm-up, an H100 (idle at 345 MHz) was measured with 725 instead of 781 TFLOP/s, and 52.6
 # instead of 55 GB/s.

@@ -2,7 +2,8 @@
 measurements.
 
 The rates of GEMMs and attention are scaled by the number of multiprocessors, or by a published GEMM rate of the GPU.
-All other figures are from the data sheet of the GPU, or equal to the figures of the similar GPU.
+All other figures are from the data sheet of the GPU, proportional to a figure from it, or equal to the figures of the
+similar GPU.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class HostStore:
 
     ``quiet``: a function that returns a context for writes to weights; no program of the model runs in this context.
     ``end_programs``: a function that ends the programs; their next calls start them again.  ``pins``: whether to pin
-    host memory; False after pinning has failed once.  ``counts``: counters of the model's programs.  ``exported``:
+    host memory; False after a weight could not be pinned.  ``counts``: counters of the model's programs.  ``exported``:
     tensors of state_dicts, or their storages, that share the memory of weights.
     ``bound``: the limit on host memory for the weights, in bytes, or None.
     ``rank_and_count``: the index of this rank among the ranks that share the weights, and the number of these ranks;
