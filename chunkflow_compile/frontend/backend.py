@@ -52,7 +52,7 @@ from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.option_parsing import parse_options
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, first_line
-from chunkflow_compile.passes.graph.sizes import symbols_of
+from chunkflow_compile.passes.graph.symbolic_sizes import symbols_of
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.planning import Settings

@@ -24,7 +24,7 @@ from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.cost.count import without_formula
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind
-from chunkflow_compile.passes.graph.sizes import symbols_of
+from chunkflow_compile.passes.graph.symbolic_sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex, filled_by

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import group_names
-from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
+from chunkflow_compile.passes.graph.symbolic_sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.problem import HOST, Parameter

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from chunkflow_compile.hardware.caches import remove_torn
-from chunkflow_compile.passes.graph.sizes import symbols_of
+from chunkflow_compile.passes.graph.symbolic_sizes import symbols_of
 from chunkflow_compile.passes.packing import UNPACK
 from chunkflow_compile.private_torch.inductor import compile_fx, config, cpu_vec_isa, select_decomp_table
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion

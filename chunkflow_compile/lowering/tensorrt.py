@@ -59,7 +59,7 @@ def through_tensorrt(module: GraphModule) -> LoweredRegion:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from chunkflow_compile.passes.graph.sizes import symbols_of
+    from chunkflow_compile.passes.graph.symbolic_sizes import symbols_of
 
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     (outputs,) = module.graph.output_node().args

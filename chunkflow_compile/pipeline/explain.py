@@ -19,8 +19,8 @@ from chunkflow_compile.placed.notes import activation_note, hoisting_notes, pack
 from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
 from chunkflow_compile.placed.placement import Placement, placements_of
 from chunkflow_compile.private_torch.dynamo import compilation_time_metrics
+from chunkflow_compile.report.comparison import explain_plan
 from chunkflow_compile.report.cycle_calls import call_figures
-from chunkflow_compile.report.explain import explain_plan
 from chunkflow_compile.report.explanation import Explanation
 from chunkflow_compile.report.first_step import first_step_phases
 from chunkflow_compile.report.phases import PipelineFigures

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.cost.count import node_flops
-from chunkflow_compile.passes.graph.sizes import concrete
+from chunkflow_compile.passes.graph.symbolic_sizes import concrete
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan, SpanLane, WeightPlan, span_name

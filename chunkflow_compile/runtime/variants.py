@@ -15,7 +15,7 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
+from chunkflow_compile.passes.graph.symbolic_sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.pipeline import Stage
 from chunkflow_compile.passes.planning import Settings

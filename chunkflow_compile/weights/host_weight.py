@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from chunkflow_compile.private_torch import core
 
 from .bytes import is_same_view, ordinary, share_storage
-from .declared import on_fetched, written_by
+from .declared_writes import on_fetched, written_by
 from .exchange import STATE
 from .host_buffer import HostBuffer
 from .tracing import FETCH, OURS, traces_for_us, tracing_backend

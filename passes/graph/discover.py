@@ -24,8 +24,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.kernel_calls import is_kernel_call, kernel_name, written_by
 from chunkflow_compile.passes.problem import Parameter
 
-from .declared import Engine, argument, declared
-from .sizes import concrete
+from .declared_collectives import Engine, argument, declared
+from .symbolic_sizes import concrete
 from .traced import Traced
 
 _NO_SIZES: Mapping[str, int] = {}

@@ -33,7 +33,7 @@ from chunkflow_compile.passes.names import KNOWN_NAMESPACES
 from chunkflow_compile.passes.problem import Parameter
 
 from .discover import collective_kind, input_key, is_view, is_wait_tensor, mutated_inputs, nbytes
-from .sizes import is_size
+from .symbolic_sizes import is_size
 from .traced import Traced
 
 # The maximum size of a slow input, unless the user names the slow inputs.  Text and latents are larger.  The timestep, the

@@ -52,8 +52,8 @@ from .discover import (
 from .exchanges import groups_of
 from .keys import structural_key
 from .segments import Segments, reads_from_outside
-from .sizes import concrete
 from .slice_graphs import Slice
+from .symbolic_sizes import concrete
 from .traced import Traced
 
 

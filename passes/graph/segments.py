@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from .discover import Discovery, collective_kind, is_view, is_wait_tensor, nbytes
 from .recompute import to_recompute
-from .sizes import is_size, symbol_nodes, symbols_of
+from .symbolic_sizes import is_size, symbol_nodes, symbols_of
 
 
 class Segments:

@@ -32,9 +32,9 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .discover import viewed
-from .sizes import symbols_of
 from .slice_graphs import Builder, Slice, Walk, depends_on, is_view_of_input
 from .slice_parts import Boundary, NoRule, Part, is_reshape, op_name, shape_of
+from .symbolic_sizes import symbols_of
 
 __all__ = ["Phase", "Slice", "Whole", "Write", "fake_mode", "layout_of", "phases"]
 

@@ -36,7 +36,7 @@ class Traced:
 
     ``parameters``: parameters among the inputs of the graph.  ``blocks``: for the key of a module in ``nn_module_stack``,
     the name of the block.  ``ranks``: for the name of a process group that collectives use, its size.  ``sizes``: values
-    of the symbols in the metadata of the graph (sizes.py).  ``unknown``: upper bounds of the symbols that depend on data.
+    of the symbols in the graph's metadata (symbolic_sizes.py).  ``unknown``: upper bounds of the symbols that depend on data.
     ``large``: names and bytes of the offloaded weights, in the order of the model, including weights that the graph does
     not use; empty if the model is not known.  ``fused``: whether Inductor will fuse the graph's ops.  ``repeats``: blocks
     that the graph stands for if it is compiled separately, otherwise None.  ``together``: number of ranks that run the

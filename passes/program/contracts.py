@@ -14,7 +14,7 @@ from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name, is_view
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
-from chunkflow_compile.passes.graph.sizes import is_size
+from chunkflow_compile.passes.graph.symbolic_sizes import is_size
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.packing import UNPACK
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan, chunk_count
