@@ -27,7 +27,8 @@ from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 # Options for the assertions that Inductor's code makes in each call of a region.  These assertions check the sizes, strides
 # and alignment of the inputs, and of the outputs of kernels that Inductor did not generate.
 _ASSERTIONS = ("size_asserts", "alignment_asserts")
-# Reductions.  Like pointwise ops, they write to outputs that Inductor has allocated, but torch has no tag for reductions.
+# The names of reductions.  Like pointwise ops, reductions write to outputs that Inductor has allocated, but torch has no tag
+# for reductions.
 _REDUCTIONS = ("aten::mean", "aten::sum")
 # Ops that Inductor may replace by torch's attention kernel, which allocates its own outputs.
 _FUSED_INTO_ATTENTION = ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_safe_softmax")
@@ -182,7 +183,7 @@ def _vector_isa_in_cache_keys(inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-@functools.cache  # once per process
+@functools.cache  # so that it runs once per process
 def _remove_torn() -> None:
     """Remove truncated libraries from Inductor's cache.  To find out which instruction sets work, Inductor loads one library
     per instruction set.  It rejects an instruction set if the library is truncated."""

@@ -87,8 +87,8 @@ def _is_file_error(error: BaseException | None) -> bool:
 
 
 def _eager(module: GraphModule) -> GraphModule:
-    """Return the region with a ``forward`` that takes its inputs in a list, and frees each input and each intermediate value
-    after its last use."""
+    """Return a copy of a region.  Its ``forward`` takes the inputs in a list, and frees each input and each intermediate
+    value after the last use of this value."""
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(_BoxedCodeGen())
@@ -96,7 +96,8 @@ def _eager(module: GraphModule) -> GraphModule:
 
 
 def _with_numbered_nodes(module: GraphModule) -> GraphModule:
-    """Return the region with numbers as node names, so that Inductor's cache keys do not depend on the names of ops."""
+    """Return a copy of a region with numbers as node names, so that Inductor's cache keys do not depend on the names of
+    ops."""
     graph, copies = Graph(), dict[Node, Node]()
     for number, node in enumerate(module.graph.nodes):
         copies[node] = copied = graph.node_copy(node, copies.__getitem__)

@@ -1,4 +1,4 @@
-"""Lowering of a region to a TensorRT engine whose weights are inputs, with ``torch_tensorrt.dynamo``.
+"""Lowering of a region to a TensorRT engine with ``torch_tensorrt.dynamo``.  Weights are inputs of the engine.
 
 This module is experimental: it is written for the published interface of torch-tensorrt 2.11 to 2.14, but not yet tested on
 a GPU.  The tests only check that the functions and arguments that it uses exist in these releases.

@@ -36,7 +36,7 @@ MakeDevice = Callable[[torch.device, DeviceKind], Device]
 
 
 class SharedDevice(Protocol):
-    """The interface of an object that limits the memory of each arena on a shared device."""
+    """The interface of an object that limits the memory of each arena on a device that several arenas share."""
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
         """Free memory that other arenas hold on the device, because ``arena`` is about to allocate ``nbytes``."""
@@ -51,9 +51,9 @@ class Binding:
     """The memory that a program reads its weights from.
 
     ``arena``: the arena whose memory contains the slots, and whose streams the program uses.
-    ``values``: name of an offloaded weight -> the tensor on the device that regions read: a view of a slot, or a resident
-    copy.  A weight that is not offloaded is not in this mapping, because regions read its parameter, which is an input of
-    every call.
+    ``values``: name of an offloaded weight -> the tensor on the device that regions read.  It is a view of a slot, or a
+    resident copy.  A weight that is not offloaded is not in this mapping, because regions read its parameter, which is an
+    input of every call.
     ``slots``: name of a streamed weight -> its bytes in the arena's memory, uint8.
     ``hosts``: name of a streamed weight -> its bytes in host memory or on the SSD, uint8.
     ``state``: the contents of the slots.  All programs that place the same weights in the same slots share this object, and
@@ -77,8 +77,8 @@ class Arena:
     same slots, the second program uses the weights that the first program has left there.  If programs are called in a
     repeating order, they run as a cycle (order.py).
 
-    ``lock``: a lock that is held while the ops of a call are issued.  ``contents``: the contents of the memory; None if they
-    are unknown or incomplete.  ``lost_weight``: whether a weight of a program was dropped since the last call.
+    ``lock``: a lock that is held while the ops of a call are issued.  ``contents``: the contents of the arena's memory; None
+    if they are unknown or incomplete.  ``lost_weight``: whether a weight of a program was dropped since the last call.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Arena:
         self.lost_weight = False
         self.graphs = CudaGraphs()
         self.tenants = Tenants()
-        self.bits = InputBits()  # shared by all tables of rows, because all blocks of a model get the same tensors
+        self.bits = InputBits()  # one object for all tables of rows: all blocks of a model get the same tensors
         self._make = make
         self._shared = shared
         self._kind = DeviceKind()
@@ -203,7 +203,8 @@ class Arena:
                 self.release(program)
 
     def _evict_for(self, nbytes: int, residents: int) -> None:
-        """Evict everything if the weights on the device and the next plan together would exceed the budgets of the models.
+        """Evict all weights if the weights that are on the device now and the weights of the next plan would together exceed
+        the budgets of the models.
 
         ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes of resident weights that the
         plan must still copy to the device, outside the arena's memory.
@@ -304,8 +305,8 @@ class Arena:
         All cycles are unbound; each of them is bound to the new memory at its next call.
 
         ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.  Raises
-        ChunkflowError if the device does not have enough memory.  In this case, memory of the old size is allocated again;
-        if this also fails, the arena is left without memory.
+        ChunkflowError if the device does not have enough memory.  Before the error is raised, memory of the old size is
+        allocated again; if this also fails, the arena is left without memory.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:
@@ -344,7 +345,7 @@ class Arena:
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            del memory  # not earlier: copies into the memory may be in flight until close() returns
+            del memory  # only now, because copies into this memory may be in flight until close() returns
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:

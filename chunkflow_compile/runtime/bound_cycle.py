@@ -28,7 +28,7 @@ from .measurement import CycleTimes, StepMeasurement, as_one
 
 
 class BoundCycle:
-    """A sequence of calls that repeats and runs under one plan, bound to the memory of an arena.
+    """A repeating sequence of calls that runs under one plan, and is bound to the memory of an arena.
 
     ``calls``: the calls for which the cycle was planned.  ``settings``: the settings with which the cycle was planned,
     without measured times.  ``replan_after``: the number of warm passes after which the cycle is re-planned from measured
@@ -135,7 +135,7 @@ class BoundCycle:
         self.position, self.jumps = other.position, other.jumps
 
     def add_jump(self) -> None:
-        """Count a call that was not the expected next call, but that another position of the cycle contains."""
+        """Count a call for which the cycle continued at another position than the expected one."""
         self.jumps += 1
 
     def measure_into(self, folder: Path) -> None:
@@ -194,8 +194,8 @@ class BoundCycle:
         self._binding = None
 
     def _renew(self, names: Sequence[str]) -> None:
-        """For resident weights outside the arena's memory: copy a weight to the device again if it was written since it was
-        last copied.
+        """Copy each resident weight outside the arena's memory to the device again if it was written since it was last
+        copied.
 
         ``names``: names of the weights of the call.  If the host bytes of any of these weights have moved or are no longer
         pinned, the whole cycle is unbound instead.

@@ -35,7 +35,7 @@ class CallKey:
     regions share one key."""
 
     def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
-        """``buffers``: the weights.  ``settings``: the settings of the latest program that has this key."""
+        """``buffers``: the buffers of the weights.  ``settings``: the settings of the latest program that has this key."""
         self._settings = settings
         self._buffers = [weakref.ref(buffer) for buffer in buffers]
 
@@ -56,9 +56,9 @@ class CallSite:
 
     ``variant``: the variant that the calls run.  ``active``: the object that holds the variant for the next call.  After the
     model is re-planned, ``active`` holds another variant, and the next call creates a new call site.
-    ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of these weights, in the order of
-    ``buffers``.  ``in_place``: the parameters that are not offloaded, by name.  ``kept_bytes``: the total bytes of these
-    parameters.
+    ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of the offloaded weights, in the
+    order of ``buffers``.  ``in_place``: the parameters that are not offloaded, by name.  ``kept_bytes``: the total bytes of
+    the parameters in ``in_place``.
     ``reads``: ids of all weights; call sites that read the same weights have the same ids.  ``model``: an id of the model
     that owns the weights.  ``counts``: the counters of this model.
     ``steps``: the number of steps so far.  ``measured``: the measurements of the latest measured steps.  ``captures``: the
@@ -112,8 +112,8 @@ class CallSite:
 
     @property
     def budget(self) -> tuple[int, int | None] | None:
-        """A pair: an id of the model, and the maximum bytes of the model's offloaded weights on the device under the newest
-        goal.
+        """A pair of an id of the model and the maximum bytes that the model's offloaded weights may occupy on the device
+        under the newest goal.
 
         The bytes are None if there is no limit.  Instead of a pair, the property is None in two cases: for a program without
         offloaded weights, which needs no budget, and for a preamble, because the budget of its main program covers both
@@ -137,7 +137,7 @@ class CallSite:
         whether exported weights (tensors of a state_dict) were written, because no version counter records these writes.
 
         The caller does not hold the lock of the arena.  ``again``: whether :meth:`refresh` already ran for the current call.
-        If it did, exported weights are not checked again, because each check counts a write for every exported weight that
+        If it did, exported weights are not checked again, because each check counts as a write to every exported weight that
         is still in use.
         """
         for fill in self._fills:
@@ -150,8 +150,8 @@ class CallSite:
         """Return whether the program can run with the present ``weights`` of the call.  If it cannot, a new program is
         needed.
 
-        ``weights``: in the order of the parameters.  This method runs in every call, so its loops over the weights are calls
-        of C functions.
+        ``weights``: the weights, in the order of the parameters of the graph.  This method runs in every call, so its loops
+        over the weights are calls of C functions.
         """
         if self.active.variant is not self.variant:
             return False

@@ -1,4 +1,4 @@
-"""Capture: record a call as a CUDA graph, if the call allows this."""
+"""Capture: records a call as a CUDA graph, if this is possible."""
 
 from __future__ import annotations
 

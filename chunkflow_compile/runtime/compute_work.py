@@ -1,4 +1,4 @@
-"""Work of the compute stream on the values of a step: run a region or another node, or drop values."""
+"""The work of the compute stream on the values of a step.  Such work runs a region or another node, or drops values."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Compute:
 class PicksAndDrops:
     """Work that first takes elements from the outputs of regions and then drops values, all in one function.
 
-    ``picks``: for each element, a triple: the number of the value to set, the number of the value that contains the region's
-    outputs, and the index of the element in these outputs.
+    ``picks``: for each element, the number of the value to set, the number of the value that contains the region's outputs,
+    and the index of the element in these outputs.
     ``drops``: the numbers of the values to drop.
     """
 
@@ -51,8 +51,8 @@ class PicksAndDrops:
     drops: list[int] = field(default_factory=list)
 
     def work(self) -> Work:
-        """Return the work.  When it runs, it also performs the picks and drops that were added to the lists after this
-        call."""
+        """Return the work as a function.  When this function runs, it also performs the picks and drops that were added to
+        the lists after this call."""
         return partial(_pick_and_drop, self.picks, self.drops)
 
 
@@ -60,7 +60,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
     """Return the work that calls a region.
 
     ``index``: the index of the region in the problem of the program.  ``taken``: the numbers of the values that only this
-    region still reads; they are dropped before the call.
+    region still reads; these values are dropped before the call.
     """
     program, values, module = target.program, target.binding.values, str(node.target)
     read = program.problem.regions[index].weights
@@ -116,12 +116,12 @@ def reader(number: Mapping[Node, int], operands: Sequence[Any], kwargs: Mapping[
     """Return a :data:`Reader`: a function that gets the values of a step and returns the operands of a node.  ``number``:
     node -> its index among the values."""
     kwargs = kwargs or {}
-    if not kwargs and all(isinstance(a, Node) for a in operands):  # such as the operands of a region
+    if not kwargs and all(isinstance(a, Node) for a in operands):  # this is the case for the operands of a region
         take = tuple_getter([number[a] for a in operands])
         return lambda env: (take(env), kwargs)
     nested = list[Node]()
     map_arg([a for a in operands if not isinstance(a, Node)], nested.append)
-    if not kwargs and not nested:  # such as the operands of a collective
+    if not kwargs and not nested:  # this is the case for the operands of a collective
         places = [(number[a], None) if isinstance(a, Node) else (-1, a) for a in operands]
         return lambda env: ([constant if n < 0 else env[n] for n, constant in places], kwargs)
 
@@ -162,6 +162,7 @@ def _output(number: int, read: Reader, env: list[Any]) -> None:
 
 
 def _poison(pieces: Sequence[torch.Tensor], env: list[Any]) -> None:
-    """Set all bits of the given memory.  This is NaN in every floating-point type except the ``fnuz`` variants of float8."""
+    """Set all bits of the given memory.  A value with all bits set is NaN in every floating-point type except the ``fnuz``
+    variants of float8."""
     for piece in pieces:
         piece.fill_(255)

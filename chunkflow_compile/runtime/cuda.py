@@ -1,7 +1,7 @@
 """The cuda device: compute runs on the caller's stream, copies run on a separate stream, and events order the two streams.
 
-During a step the host does not block and does not allocate.  All use of torch.cuda goes through :class:`TorchCuda`, so the
-same code runs in tests without a GPU.
+During a step, the host does not block, and does not allocate memory.  All use of torch.cuda goes through :class:`TorchCuda`,
+so the same code runs in tests without a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CudaDevice(Device):
         self.copy = CudaStream(cuda, self._clock, cuda.stream())
         self._handover, self._issued = self.event(), [self.event() for _ in LANES]
         self._reading: Engine | None = None
-        self._launched: torch.cuda.Event | None = None  # recorded after the latest graph launch
+        self._launched: torch.cuda.Event | None = None  # an event that is recorded after each graph launch
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
 

@@ -38,7 +38,7 @@ class CudaStream:
     """A stream of the GPU.
 
     ``clock``: the clock that, in measured calls, records when the work of this stream begins and ends.  ``stream``: the
-    torch.cuda.Stream; if this object represents the caller's stream, None until the first step.
+    torch.cuda.Stream.  For the caller's stream, it is None until the first step.
     """
 
     def __init__(self, cuda: TorchCuda, clock: Clock, stream: torch.cuda.Stream | None = None) -> None:
@@ -197,7 +197,7 @@ class StagedCopies(CudaStream):
         return block
 
     def await_reads(self, reader: Engine) -> None:
-        """Note that copies wait for events that ``reader`` records, the engine whose thread reads from the SSD."""
+        """Note that copies wait for events that ``reader`` records.  This is the engine whose thread reads from the SSD."""
         self._reader = reader
 
     def issued(self) -> None:

@@ -23,8 +23,8 @@ from .device_base import StepEnd, Waited, Watch
 # The initial number of frames (sets of timed events, one per measured call in flight).  If a whole model is one call, the
 # host is rarely more than one call ahead of the GPU, because the launch queue of a GPU holds about a thousand kernels.
 FRAMES = 4
-# The maximum number of events in all frames together.  It is enough for four passes over 60 blocks.  If the blocks of a
-# model are compiled separately, the host may be many calls ahead of the GPU, so more than FRAMES frames are created.
+# The maximum number of events in all frames together.  This number is enough for four passes over 60 blocks.  If the blocks
+# of a model are compiled separately, the host may be many calls ahead of the GPU, so more than FRAMES frames are created.
 MOST_EVENTS = 8192
 
 
@@ -175,6 +175,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # not earlier, because since() reads this frame
+            self._free.append(before)  # this frame is free only now, because since() reads it
         self._newest = frame, start
         frame.report(start)

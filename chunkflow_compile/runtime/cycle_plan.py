@@ -154,7 +154,7 @@ def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:
     """If any of the ``calls`` has a dump folder, write the plan and the programs of the cycle to a folder next to it."""
     other = next((call.variant.folder for call in calls if call.variant.folder is not None), None)
     if other is not None:
-        with contextlib.suppress(OSError):  # a full disk must not stop the run
+        with contextlib.suppress(OSError):  # a full disk must not stop the model
             cycle.measure_into(_write(cycle, other))
 
 

@@ -209,11 +209,11 @@ class Executor:
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
         if cold:
-            self.device.recover()  # nothing is lost: a failed copy was for another model, or the prologue repeats it
+            self.device.recover()  # no copy is lost: a failed copy was for another model, or the prologue repeats it
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
-                reads.recover()  # nothing is lost: a failed read was for another model, or the prologue repeats it
+                reads.recover()  # no read is lost: a failed read was for another model, or the prologue repeats it
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)

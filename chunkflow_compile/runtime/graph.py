@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 _Key = tuple[int, int, Sizes]
 
 # A function that places a model.  Its arguments are the parameters by name, the names of the weights to offload, and a
-# function ``start``.  It moves these weights to host memory and calls ``start`` with the model's arena.  Then it attaches
-# the program that ``start`` returns to the placement of the model.
+# function ``start``.  The function moves the weights to offload to host memory, and calls ``start`` with the model's arena.
+# Then the function attaches the program that ``start`` returns to the placement of the model.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
 # A function that gets the parameters of a model by name.  It returns the goal that replan or a pipeline has set for the
@@ -109,9 +109,9 @@ class CompiledGraph:
         self._changed = changed
         self._arena = arena
         self._programs: weakref.WeakValueDictionary[_Key, SingleCall] = weakref.WeakValueDictionary()
-        # The active variants.  Key: the id of the model's first weight, and the input sizes.  A weak reference to the
-        # storage of this weight is kept with each variant, because Python may give the same id to another object after the
-        # weight is freed.
+        # The active variants, by the id of the model's first weight and the input sizes.  A weak reference to the storage of
+        # this weight is kept with each variant, because Python may give the same id to another object after the weight is
+        # freed.
         self._active: dict[tuple[int, Sizes], tuple[StorageWeakRef, ActiveVariant]] = {}
         self._lock = ProcessLock()
         when_collected(self, _drop_all, self._programs)

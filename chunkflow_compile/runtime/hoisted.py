@@ -82,9 +82,9 @@ class Preamble:
         preamble.
 
         Returns None if hoisting should end, because rows are never reused.  If the row is missing and blocks are compiled
-        separately, the rows of the model's other blocks for the same slow inputs are computed, too.  Otherwise, the preamble
-        of each block would run when the block is called, and each of these runs would interrupt the cycle of blocks with a
-        cold start.
+        separately, the rows of the model's other blocks for the same slow inputs are computed, too.  If these rows were
+        computed only when each block is called, the preamble of each block would interrupt the cycle of blocks with a cold
+        start.
         """
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
@@ -208,8 +208,9 @@ class HoistedGraph:
         tables: HostConstants,
         whole: Callable[[], CompiledGraph],
     ) -> None:
-        """``graph``: the whole graph.  ``main``: the compiled main graph.  ``tables``: the host constants among the inputs.
-        ``whole``: a function that compiles the graph without hoisting.  It is called if hoisting ends."""
+        """``graph``: the whole graph.  ``main``: the compiled main graph.  ``tables``: the inputs that are host constants
+        (:class:`HostConstants`).  ``whole``: a function that compiles the graph without hoisting.  It is called if hoisting
+        ends."""
         self._graph = graph
         self._tables = tables
         self._halves: tuple[Preamble, CompiledGraph] | None = (preamble, main)

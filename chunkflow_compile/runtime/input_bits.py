@@ -26,8 +26,8 @@ _ALIGNMENT = 64
 
 @dataclass
 class BitSources:
-    """Counters.  The first four fields count the inputs whose bits were found in each of four ways; ``transfers`` counts the
-    transfers to the host.
+    """Counters of an :class:`InputBits`.  Each of the first four fields counts the inputs whose bits were found in one way.
+    ``transfers`` counts the transfers to the host.
 
     If a call also reads the timesteps of an expected schedule, these timesteps count as inputs of the call.
     """

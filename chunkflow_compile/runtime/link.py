@@ -100,8 +100,8 @@ class Wire:
             added.end(self.now if share else begin + unused)
 
     def advance(self, until: float, lane: int | None = None) -> None:
-        """Carry bytes until the time ``until``.  If ``lane`` is given, stop as soon as the transfer of this lane has
-        ended."""
+        """Carry bytes of the transfers until the time ``until``.  If ``lane`` is given, stop as soon as the transfer of this
+        lane has ended."""
         while self.now < until and (lane is None or self.lanes[lane].left > 0):
             waiting = [i for i, waits in enumerate(self.lanes) if waits.left > 0]
             if not waiting:

@@ -56,7 +56,7 @@ def no_seconds(windows: int) -> WindowSeconds:
 
 
 class RegionWatch:
-    """Adds the compute time of a region to its window."""
+    """A :class:`Watch` that adds the compute time of a region to its window."""
 
     def __init__(self, windows: WindowSeconds, window: int) -> None:
         self._windows = windows

@@ -1,11 +1,11 @@
 """Order: learns in which order the programs of an arena are called, and decides which cycle runs a call.
 
 Each call is recorded by its *key*, which identifies the weights that the regions of the call read.  When a sequence of keys
-has come twice, the calls with these keys are planned as a cycle, which runs from the third pass on.  A pass is one round
-through the calls of a cycle.  Ranks that call the same programs plan the cycle in the same pass.  A call that is not the
-expected next call is a *jump*.  After a jump, the current cycle, or another known cycle, continues at the position of this
-call.  If no cycle contains the call, its program runs alone (single_call.py).  Before the call runs, the weights that it
-needs and that are not yet in the arena are copied.
+has occurred twice in a row, the calls with these keys are planned as a cycle, which runs from the third pass on.  A pass is
+one round through the calls of a cycle.  Ranks that call the same programs plan the cycle in the same pass.  A call that is
+not the expected next call is a *jump*.  After a jump, the current cycle, or another known cycle, continues at the position
+of this call.  If no cycle contains the call, its program runs alone (single_call.py).  Before the call runs, the weights
+that it needs and that are not yet in the arena are copied.
 """
 
 from __future__ import annotations

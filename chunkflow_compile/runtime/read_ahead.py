@@ -77,9 +77,9 @@ class DriveReader:
     def read(self, source: DriveBytes, begin: int, ring_bytes: int) -> None:
         """Read ``source`` into the ring at the byte position ``begin``.  The stream of reads runs this method as work.
 
-        ``ring_bytes``: the size in bytes of the ring that the program needs.  If the present ring is smaller, it is
-        replaced.  This happens only in the first read after a prologue, when all copies from the old ring have been issued.
-        Raises ChunkflowError if the read fails.
+        ``ring_bytes``: the size in bytes of the ring that the program needs.  If the present ring is smaller, the ring is
+        replaced.  A ring is replaced only in the first read after a prologue, when all copies from the old ring have been
+        issued.  Raises ChunkflowError if the read fails.
         """
         try:
             if self._ring is None or self._ring.bytes.numel() < ring_bytes:

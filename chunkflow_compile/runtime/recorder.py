@@ -40,7 +40,7 @@ class _RecordedStream:
 
 
 class _RecordedCompute(_RecordedStream):
-    """The stream of compute and collectives.  During a recording, it is the caller's current stream."""
+    """The stream of compute and collectives.  During a recording, this stream is the current stream of the caller."""
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
         try:

@@ -60,7 +60,7 @@ class Bell:
     def wait_for(self, ready: Callable[[], bool], take: Callable[[], _T]) -> _T:
         """Wait until ``ready`` returns True; then call ``take`` and return its result.
 
-        ``ready`` is called immediately and after every :meth:`ring`.  Both functions are called under the lock.
+        ``ready`` is called immediately and after every :meth:`ring`.  Both functions are called while the lock is held.
         """
         while True:
             with self.lock:
@@ -184,8 +184,8 @@ class Engine:
             self.bell.ring()
 
     def end(self) -> None:
-        """Let the threads end once their queues are empty.  Does not wait for them, because the garbage collector may call
-        this method."""
+        """Let the threads end once their queues are empty.  This method does not wait for the threads, because the garbage
+        collector may call it."""
         if os.getpid() != self._process:
             return  # a forked child does not have the threads, and the lock may have been held during the fork
         with self.bell.lock:

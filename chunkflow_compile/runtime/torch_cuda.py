@@ -43,8 +43,8 @@ class TorchCuda:
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which ``stream`` is the current stream."""
-        # When the context torch.cuda.stream ends, it selects the previous GPU of the thread (by default GPU 0) again, and
-        # thereby initializes this GPU.
+        # When the context torch.cuda.stream ends, it selects the previous GPU of the thread (by default GPU 0) again, which
+        # initializes this previous GPU.  So if another GPU is current, the stream's GPU is selected first.
         here = torch.cuda.current_device() == stream.device_index
         return torch.cuda.stream(stream) if here else self._on_other(stream)
 
@@ -98,7 +98,7 @@ class TorchCuda:
             target.copy_(source, non_blocking=True)
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        """Pin the pages of a host tensor; return a function that unpins them.  Raises OSError if that fails."""
+        """Pin the pages of a host tensor; return a function that unpins these pages.  Raises OSError if pinning fails."""
         return register(host, self._device)
 
     def free(self) -> int:
@@ -216,7 +216,7 @@ _PORTABLE = 1
 
 
 def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
-    """Pin exactly the bytes of a host tensor; return a function that unpins them.  Raises OSError if that fails.
+    """Pin exactly the bytes of a host tensor; return a function that unpins these bytes.  Raises OSError if pinning fails.
 
     The bytes are pinned by the CUDA runtime that torch has loaded, because the CUDA bindings of another package may need a
     newer driver.

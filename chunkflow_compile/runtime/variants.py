@@ -51,7 +51,8 @@ class Variant:
     ``lower``: a function that lowers the regions of a program.  Its second argument is a mapping: region key -> lowered code
     that can be reused.
     ``replan_after``: the number of warm steps after which the program is re-planned from measured times; 0 means never.
-    ``folder``: the folder that measurements are written to, or None.  ``kind``: the kind of device.
+    ``folder``: the folder that measurements are written to, or None.  ``kind``: the :class:`DeviceKind` that the programs
+    need.
     ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option with this name.
     ``pin_bytes``: the maximum bytes of host memory to pin; None means as many as the machine allows.
     ``notes``: sentences for the user about the compilation.
@@ -184,7 +185,8 @@ class VariantCache:
     one variant."""
 
     def __init__(self, first: Variant, traced: Traced, goal: Goal) -> None:
-        """``first``: the variant at the sizes for which the graph was compiled.  ``goal``: the goal given by the options."""
+        """``first``: the variant for the input sizes for which the graph was compiled.  ``goal``: the goal given by the
+        options."""
         self.first = first
         self._goal = goal
         self._firsts = {first.settings.goal: first}
@@ -193,7 +195,7 @@ class VariantCache:
         position = {node: i for i, node in enumerate(inputs)}
         self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
         values = hints(traced.graph)
-        begun = tuple(values.get(name, -1) for name in self._symbols)  # -1: the size depends on data
+        begun = tuple(values.get(name, -1) for name in self._symbols)  # -1 stands for a size that depends on data
         self._variants = {begun: {**self._firsts}}
         self._same = {begun: begun}
         self._clock = itertools.count()
@@ -250,7 +252,7 @@ class VariantCache:
 
 
 def _variant_for(goal: Goal, variants: dict[Goal, Variant]) -> Variant:
-    """Return the variant for a goal.  If there is none yet, make it from the variant for another goal."""
+    """Return the variant for a goal.  If there is no such variant yet, make it from the variant for another goal."""
     if goal not in variants:
         variant = next(iter(variants.values())).remade(goal=goal, plan=None)
         if len(variants) >= KEPT_GOALS:
