@@ -152,9 +152,9 @@ def _only_computes(node: Node) -> bool:
 def _unused_floats_hidden(mode: FakeTensorMode | None, module: GraphModule) -> Iterator[None]:
     """Hide symbols from AOTAutograd: the symbols of the float inputs that a region does not use.
 
-    Before the graph was cut into regions, AOTAutograd has turned float inputs of the model into tensors.  When it compiles a
-    region, it looks for the symbols of all these floats.  If it does not find the symbol of a float in the region, it makes
-    Dynamo trace the model again, with this float as a constant.
+    Before the graph was cut into regions, AOTAutograd has turned float inputs of the model into tensors.  When AOTAutograd
+    compiles a region, it looks for the symbols of all float inputs of the model.  If AOTAutograd does not find the symbol of
+    a float in the region, it makes Dynamo trace the model again, with this float as a constant.
     """
     hints: dict[Any, Any] = {} if mode is None or mode.shape_env is None else mode.shape_env.backed_var_to_val
     used = symbols_of([node.meta.get("val") for node in module.graph.nodes])
@@ -171,8 +171,8 @@ def _unused_floats_hidden(mode: FakeTensorMode | None, module: GraphModule) -> I
 def _vector_isa_in_cache_keys(inputs: Sequence[Any]) -> Iterator[None]:
     """For a region on the CPU, add the vector instruction set to the keys of Inductor's caches.
 
-    By default, these keys do not contain the instruction set, although the layout of a kernel's constants depends on it.
-    Code that was cached on one CPU would therefore compute wrong results on a CPU with another instruction set.
+    By default, Inductor's cache keys do not contain the instruction set, although the layout of a kernel's constants depends
+    on it.  Code that was cached on one CPU would therefore compute wrong results on a CPU with another instruction set.
     """
     if not any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in inputs):
         yield
@@ -186,5 +186,5 @@ def _vector_isa_in_cache_keys(inputs: Sequence[Any]) -> Iterator[None]:
 @functools.cache  # so that it runs once per process
 def _remove_torn() -> None:
     """Remove truncated libraries from Inductor's cache.  To find out which instruction sets work, Inductor loads one library
-    per instruction set.  It rejects an instruction set if the library is truncated."""
+    per instruction set.  Inductor rejects an instruction set if its library is truncated."""
     remove_torn()

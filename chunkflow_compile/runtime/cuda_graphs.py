@@ -7,8 +7,8 @@ the launch.  Before a launch, all other inputs are copied to the addresses from 
 the outputs are copied out of the memory pool of the graph, because the next launch overwrites this pool.
 
 At the end of a recorded call, compute waits for all copies of the call, so no copy is in flight after the call.  The copies
-of a prologue (for a cold start, a jump or a written weight) are not part of any graph.  They are issued before the launch,
-and the launch waits for them.
+of a prologue (for a cold start, a jump or a written weight) are not part of any graph.  The copies of a prologue are issued
+before the launch, and the launch waits for these copies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CudaGraphsWanted = Literal[False, True, "auto", "collectives"]
 _log = logging.getLogger(__name__)
 
 # The number of passes before a call is recorded.  During the first passes, kernels are loaded and tuned, and libraries
-# choose algorithms and allocate memory.  This would not be allowed while a graph is recorded.
+# choose algorithms and allocate memory.  None of this is allowed while a graph is recorded.
 PASSES = 3
 # The maximum number of graphs in an arena.  Each call and each size needs its own graph, and each graph holds device memory.
 MOST_GRAPHS = 4
@@ -204,8 +204,8 @@ class CudaGraph:
     def _check_written(self, given: Sequence[torch.Tensor]) -> None:
         """Check whether the first launch wrote to the tensors to which the inputs were copied.
 
-        If it did, write the new values to the inputs as well, and never record the call again.  ``given``: the inputs that
-        were copied.
+        If the launch wrote to such a tensor, write the new values to the input as well, and never record the call again.
+        ``given``: the inputs that were copied.
         """
         for target, tensor in zip(self._targets, given, strict=True):
             if not same_bits(target, tensor):

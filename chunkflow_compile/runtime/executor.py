@@ -83,8 +83,9 @@ class Executor:
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
         self._later: list[Any] = [None] * (len(nodes) - len(placeholders))
-        # the functions that issue the prologues of cold starts, and of jumps without stale weights.  They are made at the
-        # first use of a prologue, because few calls of a cycle ever need one.
+        # the functions that issue the prologues of cold starts, and of jumps without stale weights (weights that were
+        # written after they were copied).  The functions of a prologue are made when it is first used, because few calls of
+        # a cycle ever need a prologue.
         self._prologues: dict[tuple[bool, Sequence[Lane]], list[Issue]] = {}
         self.instructions = instructions(self.target, cycle.ops[self.call], issued(program))
 
@@ -200,7 +201,7 @@ class Executor:
             graph.drop(why)
 
     def _stale(self) -> set[str]:
-        """Return the names of the weights whose values in the arena's memory are out of date."""
+        """Return the names of the stale weights, whose values in the arena's memory are out of date."""
         return {name for name, version in self.rewritten.items() if self.state.versions.get(name) != version}
 
     def _prime(self, step: RunningStep, stale: Collection[str] | None = None, *, jumps: bool = False) -> None:

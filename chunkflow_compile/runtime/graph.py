@@ -163,7 +163,7 @@ class CompiledGraph:
             refreshed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
-                # if this is not the case, another thread has replaced the program in the meantime
+                # if the condition is False, another thread has replaced the program in the meantime
                 if self._programs.get(key) is program and sizes in self.variants:
                     self._renew(key, program, parameters)
 

@@ -54,8 +54,8 @@ class ExpectedSchedule:
         self._forms: dict[torch.dtype, list[list[bytes]]] = {}
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        """From now on, guess from these timesteps.  Do nothing if the guesses already come from this tensor, and it was not
-        written in the meantime."""
+        """From now on, guess keys from these ``timesteps``.  Do nothing if keys are already guessed from this tensor, and it
+        was not written in the meantime."""
         version = 0 if timesteps.is_inference() else timesteps._version
         if self._timesteps is None or self._timesteps() is not timesteps or version != self._version:
             self._timesteps, self._version, self._forms = TensorWeakRef(timesteps), version, {}
