@@ -1,7 +1,8 @@
 """Declared collectives: custom ops that communicate.  ChunkFlow cannot tell this from their names, so users declare them.
 
 For example, the all-to-all of a server may be an opaque op such as ``vllm_omni_a2a::ulysses_qkv_fwd``.  If this op is not
-declared, it is treated as compute: copies overlap with it, and the proof does not cover the exchange.
+declared, it is treated as compute: copies overlap with it, and the proof of a program (program/verify.py) does not cover the
+exchange.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class DeclaredCollective:
     """The declaration of an op that communicates.  The op is synchronous: compute can read its results when it returns.
 
     ``nbytes``: function that takes the op's arguments and returns the bytes that this rank receives, or None to use the
-    formula for ``kind``.  ``group``: if ``fixed``, the name of the process group, otherwise the name of the op's argument
-    for the process group.
+    formula for ``kind`` (:func:`crossing_bytes`).  ``group``: if ``fixed``, the name of the process group, otherwise the name
+    of the op's argument for the process group.
     """
 
     kind: Kind

@@ -148,7 +148,7 @@ def awaited(completion: Node) -> tuple[Node, ...]:
 def list_of(node: Node) -> Node | None:
     """Return the coalesced collective of which ``node`` is one of the results; None for other nodes.
 
-    The result is also None if the collective is synchronous, because its results then belong to compute.
+    The result is also None if the collective is synchronous, because compute can then read its results at once.
     """
     if node.target is not operator.getitem:
         return None
@@ -273,8 +273,8 @@ def input_key(desc: Any) -> tuple[int, str]:
 
 
 def _is_itself(desc: Any) -> bool:
-    """Return whether a placeholder is an input itself, or a tensor inside an input, and not only a view.  ``desc``:
-    description of the placeholder from AOTAutograd."""
+    """Return whether a placeholder is an input itself, or a tensor inside a tensor subclass, rather than a view of an input.
+    ``desc``: description of the placeholder from AOTAutograd."""
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, PlainAOTInput)

@@ -10,11 +10,10 @@ Contract
     the same way, however many heads it is given.  The tests of models see the same bits on CPUs.  With one head of six
     elements per group, results on a CPU differ by 4e-7.  There is no test on GPUs, where kernels may split the work of
     fewer heads in another way.  All ranks must use the same number of groups.
-    On exit: a Traced of the same inputs and results.  All groups are sent first, one group after the other.  Then
-    compute handles one group after the other: it waits for the values that the group has received, computes attention,
-    and starts to return the result after the next group has received its values.  After the last group, compute waits
-    for the results of all groups.
-    Raises NoGroups, with the reason as a sentence, if the heads cannot be divided in this way.
+    On exit: a Traced with the same inputs and results.  All groups are sent first, one group after the other.  Then compute
+    handles one group after the other: it waits for the values that the group has received, computes attention, and starts to
+    return the result after the next group has received its values.  After the last group, compute waits for the results of
+    all groups.  Raises NoGroups, with the reason as a sentence, if the heads cannot be divided in this way.
 
 Method
     The slice rules (slice_rules.py) give, op by op, the parts of the received values that a group of heads needs.  If each
@@ -93,9 +92,9 @@ def _check_heads(exchange: Exchange, groups: int) -> None:
 
 @dataclass(frozen=True)
 class _Axis:
-    """The position of the heads among the elements of an exchanged tensor.  In the order of memory, the tensor consists
-    of ``outer`` runs with ``length`` elements each.  All heads are in every run, and a group of heads is a range of
-    each run."""
+    """The position of the heads among the elements of an exchanged tensor.  In the order of memory, the tensor consists of
+    ``outer`` rows with ``length`` elements each.  Every row contains all heads, and a group of heads is the same range of
+    elements in every row."""
 
     outer: int
     length: int
@@ -155,7 +154,8 @@ class _Divided:
         return [self._made(wait.target, (start,), wait) for wait, start in zip(self.received, sent, strict=False)]
 
     def _found(self) -> tuple[int, int]:
-        """Find the dimension of the result that contains the heads, and how often the heads occur in this dimension."""
+        """Find the dimension of the result that contains the heads, and the number of times that the heads occur in this
+        dimension."""
         failed = f"they are no dimension of {self.result}"
         for dim, size in enumerate(shape_of(self.result)):
             for outer in dict.fromkeys((1, _ranks_of(self.exchange.back))):

@@ -3,15 +3,15 @@
 A diffusion transformer computes its modulations from the timestep, the guidance and the pooled text.  These *slow* inputs
 are small and take few different values, whereas the latent changes in every step.  The *preamble* computes the matrix
 products that depend only on slow inputs.  *Main* computes the rest, and takes the results of these products as inputs.
-They *cross* from the preamble into main.  The results for one set of slow inputs form a *row*.  A caller that caches rows
-need not stream the weights of the preamble in each step.
+These results *cross* from the preamble into main.  The results for one set of slow inputs form a *row*.  A caller that caches
+rows need not stream the weights of the preamble in each step.
 
 Contract
     On entry: a Traced, which is not changed.
     On exit: preamble and main together are equivalent to the traced graph (:func:`check_halves`).  The preamble reads
     weights and slow inputs only.  It contains no collectives, random ops, ops that write in place, or symbolic sizes.
     Only results of matrix products cross, because they are stored and rounded in any case.  Inductor does not round the
-    result of a pointwise op inside a fused kernel, so it would change if it were stored in a row.
+    result of a pointwise op inside a fused kernel, so this result would change if it were stored in a row.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class _Slow:
         }
         self._inputs = inputs
         self._slow, self._constant = set[Node](), set[Node]()
-        # nodes that read only slow values, but whose weight another node needs for values that are not slow
+        # nodes that read only slow values, but share a weight with a node that reads values that are not slow
         latent = set[Node]()
         while True:
             self._classify(latent)

@@ -6,8 +6,9 @@ for 121 frames.  It is computed from half as many bytes, which all blocks read a
 
 Contract
     On entry: a graph, and the segment of each node.  Neither is changed.
-    On exit: the nodes to recompute: values, and the nodes between each value and its *sources*.  A segment that recomputes
-    a value reads the sources of the value.  The sources take fewer bytes than the value and are not streamed weights.
+    On exit: the nodes to recompute.  These are values, and the nodes between each value and its *sources*, from which the
+    value is computed.  A segment that recomputes a value reads the sources of the value.  The sources take fewer bytes than
+    the value and are not streamed weights.
 
 Recomputing does not change results.  All recomputed ops are elementwise in float32 or float64, so a value is not rounded
 when it is stored, and it is the same wherever it is computed.  The last op of a value is not a multiplication, because a
@@ -41,7 +42,7 @@ def to_recompute(
     graph: Graph, of: Mapping[Node, int], lazy: Collection[Node], streamed: Collection[Node], sizes: Mapping[str, int]
 ) -> dict[Node, None]:
     """Return the nodes to recompute in each segment that reads them.  ``of``: for each node, the segment that computes
-    it.  ``lazy``: nodes that each segment computes for itself anyway.  ``streamed``: weights that may be streamed.
+    it.  ``lazy``: nodes that each segment computes for itself in any case.  ``streamed``: weights that may be streamed.
     ``sizes``: values of the symbols in the sizes of tensors."""
     found = dict[Node, None]()
 

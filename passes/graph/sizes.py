@@ -68,7 +68,7 @@ def estimated(values: Mapping[str, int], unknown: Mapping[str, int | None]) -> d
 
 
 def is_size(node: Node) -> bool:
-    """Return whether a node computes a number from numbers, such as the product of two sizes, which costs nothing."""
+    """Return whether a node computes a number from numbers, such as the product of two sizes.  Such a node costs nothing."""
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)

@@ -1,4 +1,4 @@
-"""Traced: a traced graph, the input of the first pass.  Frozen.  No pass accesses the model or a process group."""
+"""Traced: a traced graph, which is the input of the first pass.  Frozen.  No pass accesses the model or a process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Repeats:
     """The blocks that a separately compiled graph stands for.  They have the same structure and run one after the other.
 
     ``count``: number of blocks.  ``goal``: goal for the whole model.  ``share``: share (0 to 1) of the model's weights
-    that belongs to these blocks.  ``tables``: bytes on the device for the tables with the blocks' hoisted products."""
+    that belongs to these blocks.  ``tables``: bytes on the device for the tables in which the blocks' hoisted products are
+    cached (hoist.py)."""
 
     count: int
     goal: Goal = DEFAULT_GOAL
