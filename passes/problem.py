@@ -15,15 +15,16 @@ from .pieces import piece_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The place and the form from which a weight is copied.  By default, a weight is in host memory and not compressed.
+    """The place from which a weight is copied, and the form that it has there.  By default, a weight is in host memory and
+    not compressed.
 
     ``file``: whether its bytes are in a file on the SSD.  ``values``: size of the uncompressed values in bytes if the
     weight is compressed (packing.py), otherwise 0.  ``ranks``: number of ranks over whose devices the weight is sharded
     (pieces.py); 0 if it is not sharded.
 
     The three fields are independent.  If the weight is compressed, its file and its shards contain compressed bytes.  A
-    sharded weight is also kept in host memory or in the file: ops outside programs read it there, and so does a rank
-    that has written to it.
+    sharded weight is also kept in host memory or in the file: ops outside programs read the weight there, and so does a rank
+    that has written to the weight.
     """
 
     file: bool = False
@@ -223,8 +224,8 @@ class Problem:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Bytes of the largest unpacked weight.  They are needed in addition to the packed weights, because a region
-        unpacks one weight at a time."""
+        """Bytes of the largest unpacked weight.  The device needs this memory in addition to the packed weights, because a
+        region unpacks one weight at a time."""
         return max((w.source.values for w in self.weights), default=0)
 
     @property
@@ -275,7 +276,7 @@ class Problem:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that identify this problem.  They are stored in its plans.
+        """Sixteen hex digits that identify this problem.  Plans for the problem contain them.
 
         The digest covers the properties on which placement depends, but no properties that differ between traces of the
         same model.  So it does not cover the order of inputs, which changes when the model is offloaded, or the ops,

@@ -130,9 +130,9 @@ class OrderedKernels:
     def in_place(self, reused: Callable[[Node], object]) -> list[int]:
         """Return, for each kernel, the live bytes of the values if the memory of freed values is reused.
 
-        A value reuses the memory of a freed value with the same key.  This memory then stays allocated in between, however
-        long this is.  It is not reused if this would raise the expected peak.  ``reused``: returns the reuse key of a
-        value.
+        A value reuses the memory of a freed value with the same key.  This memory then stays allocated until the new value is
+        computed, however long this takes.  The memory is not reused if keeping it allocated would raise the expected peak.
+        ``reused``: returns the reuse key of a value.
         """
         expected, own = list(self.expected), list[int]()
         dead: dict[object, list[int]] = {}

@@ -31,7 +31,7 @@ class Live:
 
 
 class Slicing(Protocol):
-    """The slices with which a repeated region runs, see graph/regions.py."""
+    """The slices of a repeated region, see :class:`Slicing` in graph/regions.py, which this package cannot import."""
 
     @property
     def writes(self) -> Sequence[tuple[object, int | None]]: ...

@@ -5,11 +5,11 @@
 * While an op writes to memory, no other op uses this memory.  A collective uses its operands and its results from its
   start to its end.  If one of two ops writes to memory that both use, they run in the order of the traced graph.  The
   schemas of ops say which memory they write to (memory.py).
-* No value is released while a collective may use it, and no op reads a value after its release, except the region that
-  takes the value over.  The checked releases are exactly the releases that the executor carries out.
+* No value is released while a collective may use it.  No op reads a value after its release, except the region that takes the
+  value over.  The checked releases are exactly the releases that the executor carries out.
 
 Contract
-    Reads a program and its order only; it does not trust the passes that made them.
+    The checks read only a program and its order, and do not trust the passes that made them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fidelity: checks that a program computes the same as the traced graph, in the same order and from the same values.
 
 Contract
-    Reads programs only; it does not trust the passes that made them.
+    The checks read only programs, and do not trust the passes that made them.
 """
 
 from __future__ import annotations

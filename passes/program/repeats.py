@@ -4,11 +4,11 @@
 * If several runs or regions write slices of an output, these slices do not overlap, and they cover the whole output before
   anything reads it.
 * A run may overwrite a slice of an input with a slice of an output.  It reads no other slice of this input, and the memory
-  of this input contains no other input of the region.  So no run reads what another run has overwritten.
+  of this input contains no other input of the region.  So no run reads elements that another run has overwritten.
 * The overwritten memory is not an input of the program, and no later op or result uses its old contents.
 
 Contract
-    Reads a program and its memory only; it does not trust the passes that made them.
+    The checks read only a program and its memory, and do not trust the passes that made them.
 """
 
 from __future__ import annotations
