@@ -53,8 +53,8 @@ Split = int | Literal["auto"]
 # the number with the shortest predicted step.
 ExchangeGroups = Literal[False, "auto"] | int
 
-# A lane is a CUDA stream that copies weights to the device.  Lane "copy" copies from host memory, and lane "pull" copies from
-# the devices of the ranks.
+# A lane is a stream of the device (such as a CUDA stream) that copies weights to the device.  Lane "copy" copies from host
+# memory, and lane "pull" copies from the devices of the ranks.
 Lane = Literal["copy", "pull"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 

@@ -11,8 +11,8 @@ A packed weight is a one-dimensional int32 tensor with three parts, see :class:`
     frames      each frame stores 8 h values (h is a field of Layout): 2 h words with signs and mantissas, one byte per value,
                 and h words with codes, four bits per value
     escapes     a list of ``room`` words for each segment of at most 2,048 frames.  The low 27 bits of a word are the position
-                of the value in the segment, and the higher bits are the multiple of 16.  Unused words add 0 to values that are
-                far apart, because a GPU is slow if many threads add to the same word
+                of the value in the segment, and the higher bits are the multiple of 16.  Unused words add 0 to values that
+                are far apart, because a GPU is slow if many threads add to the same word
     base        the exponent whose code is 0
 
 Unpacking a frame gives 4 h words of two values each, in four rows of h words.  The signs and mantissas of row k are stored

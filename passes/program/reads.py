@@ -9,9 +9,9 @@ For a cold start and the following passes, and for programs that use the arena o
 
 Reads and copies wait for each other in a fixed pattern.  Directly after a read, its event is recorded.  Directly before a
 copy out of the ring, the copy stream waits for the event of the copy's read.  Directly before the stream of reads waits for
-an event, the copy stream records this event.  Because of this pattern, prologues can find the event of each read, and a host
-stream can find out where the event that it waits for was recorded.  Reads can be left out of captured calls, and of programs
-whose weights are in host memory.
+an event, the copy stream records this event.  Because of this pattern, prologues can find the event of each read, and a
+stream on a host thread (runtime/streams.py) can find the place where the event that it waits for was recorded.  Reads can be
+left out of captured calls, and of programs whose weights are in host memory.
 
 A copy without a read reads its file itself.  The prologues of jumps and cold starts repeat, in the same order, the reads that
 a pass would have issued before the call for copies that come after its beginning.  These reads start after all copies that
