@@ -76,8 +76,8 @@ def prologue(
     *,
     jumps: bool = False,
 ) -> Step:
-    """Return the ops to issue before a call.  They put the arena into the state that it would have if all earlier calls of
-    the pass had run in the planned order.
+    """Return the ops to issue before a call.  These ops put the arena into the state that it would have if all calls of the
+    pass up to this one had run in the planned order.
 
     ``step``, ``events``: ops and events of all calls of the cycle.  ``begin``: index of the first op of the call.
     ``kept``: copies of the resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights
@@ -86,9 +86,9 @@ def prologue(
 
     At a cold start, the prologue copies all resident chunks, and all streamed chunks that earlier calls would have
     copied for this and later calls.  At a jump, it copies these streamed chunks, and the resident chunks of stale weights.
-    Otherwise, it copies only stale weights.  At a cold start and at a jump, it also issues the reads that earlier calls would
-    have issued for copies after the beginning of this call.  The prologue's own copies do not use the ring: for a weight in a
-    file, the copy itself reads the file.
+    Otherwise, it copies only stale weights.  At a cold start and at a jump, the prologue also issues the reads that earlier
+    calls would have issued for copies after the beginning of this call.  The prologue's own copies do not use the ring: for a
+    weight in a file, the copy itself reads the file.
 
     For some copies of the prologue, the call itself may contain no wait: for copies of stale weights, and for copies of
     weights whose first reader is in an earlier call, because the wait is then in that call.  If there are such copies,
@@ -146,7 +146,7 @@ def reads_ahead(step: Step, begin: int) -> Step:
 
 
 def without_reads(step: Iterable[Op], events: CallEvents) -> Step:
-    """Return the step without reads and without waits for reads.  It is correct if no weight is in a file."""
+    """Return the step without reads and without waits for reads.  The result is correct only if no weight is in a file."""
     return tuple(op for op in step if op.stream != "read" and not (isinstance(op, Wait) and op.event in events.reads))
 
 

@@ -112,7 +112,7 @@ class Hoisting:
         )
 
     def _fill_seconds(self, rows: int) -> float:
-        """Return the predicted seconds in which the preamble computes this number of rows in one pass."""
+        """Return the predicted seconds in which the preamble computes ``rows`` rows in one pass over its weights."""
         problem, settings = self.preamble_cut.problem, self.preamble
         regions = tuple(replace(r, cost=r.cost.repeated(rows)) for r in problem.regions)
         simulator = Simulator(replace(problem, regions=regions), settings.hardware, settings.chunk_bytes)

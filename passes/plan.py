@@ -27,7 +27,7 @@ Windows = tuple["int | None", ...]
 
 
 def aligned(nbytes: int) -> int:
-    """Return the bytes rounded up to :data:`ALIGNMENT`."""
+    """Return ``nbytes`` rounded up to a multiple of :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

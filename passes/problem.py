@@ -291,7 +291,8 @@ class Problem:
             body["repeats"] = [r.repeat for r in self.regions]
         if engines := [i for i, c in enumerate(self.collectives) if c.engine == "copy"]:
             body["engines"] = engines
-        # "drive", "packed" and "peers" are the former names of the fields of Source: new names would change the digests
+        # "drive", "packed" and "peers" are the former names of the fields of Source; the current names would change the
+        # digests
         if drive := sorted(w.name for w in self.weights if w.source.file):
             body["drive"] = drive
         if packed := sorted(w.name for w in self.weights if w.source.compressed):

@@ -28,8 +28,9 @@ def lap_bytes(reads: Sequence[int]) -> int:
     """Return the minimum size in bytes of a lap, that is, of the reads that fill the ring once.  ``reads``: sizes of the
     reads of a step in bytes.
 
-    A lap holds one read that is being copied, and the reads ahead of it.  The reads ahead are a quarter of the bytes that
-    a step reads, at most :data:`MOST_READ_AHEAD`, but at least one read.
+    A lap has space for the largest read, which may still be in the process of being copied, and for the reads ahead of it.
+    For the reads ahead, it has space for a quarter of the bytes that a step reads, at most :data:`MOST_READ_AHEAD`, but at
+    least for one read.
     """
     sizes = [slot_bytes(nbytes) for nbytes in reads]
     largest = max(sizes, default=0)

@@ -29,7 +29,7 @@ from .sizes import concrete
 from .traced import Traced
 
 _NO_SIZES: Mapping[str, int] = {}
-# The namespaces of the collectives that ChunkFlow schedules.  Both have the same op names.
+# The namespaces of the collectives that ChunkFlow schedules.  Both namespaces contain ops with the same names.
 _SCHEDULED = ("_c10d_functional", "_c10d_functional_autograd")
 # All namespaces of ops that communicate.  An unknown op in one of them raises an error: it must not be treated as compute.
 COLLECTIVE_NAMESPACES = (*_SCHEDULED, "c10d_functional", "c10d", "_dtensor", "symm_mem")
@@ -302,8 +302,8 @@ def _writer(result: Any) -> str:
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
-    """Raise ChunkflowError if the parameter may be streamed.  It cannot be, because the graph takes it only as a part of a
-    tensor subclass, or because another input shares its memory."""
+    """Raise ChunkflowError for a parameter that may be streamed according to ``keep``, but cannot be streamed, because the
+    graph takes it only as a part of a tensor subclass, or because another input shares its memory."""
     if parameter.keep is None:
         raise ChunkflowError(
             f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it "

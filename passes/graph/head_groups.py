@@ -1,14 +1,14 @@
-"""Head groups: divides the exchanges around attention into groups of heads, so that one group is exchanged while
-another computes.
+"""Head groups: divides the exchanges around attention into groups of heads, so that one group is exchanged while attention is
+computed for another.
 
 Attention computes each head separately.  Without groups, the all-to-alls of Ulysses before and after attention are
 exposed: nothing else can be computed while they run.
 
 Contract
     On entry: a Traced, which is not changed, and the number of groups.
-    Preserved: the values that the graph computes.  They have the same bits if the attention kernel computes each head in
-    the same way, however many heads it is given.  The tests of models see the same bits on CPUs.  With one head of six
-    elements per group, results on a CPU differ by 4e-7.  There is no test on GPUs, where kernels may split the work of
+    Preserved: the values that the graph computes.  The values are bit-identical if the attention kernel computes each head in
+    the same way, however many heads it is given.  In the tests of models on CPUs, they are bit-identical.  With one head of
+    six elements per group, results on a CPU differ by 4e-7.  There is no test on GPUs, where kernels may split the work of
     fewer heads in another way.  All ranks must use the same number of groups.
     On exit: a Traced with the same inputs and results.  All groups are sent first, one group after the other.  Then compute
     handles one group after the other: it waits for the values that the group has received, computes attention, and starts to
@@ -61,7 +61,7 @@ def possible_groups(traced: Traced) -> tuple[int, ...]:
 def in_head_groups(traced: Traced, groups: int) -> Traced:
     """Return the same graph with its exchanges divided into ``groups`` groups of heads.
 
-    A graph that has no exchanges, or whose exchanges have already been divided into as many groups, is returned as it is.
+    A graph that has no exchanges, or whose exchanges have already been divided into ``groups`` groups, is returned unchanged.
     """
     if groups == traced.exchange_groups:
         return traced
@@ -341,10 +341,10 @@ def _unviewed(node: Node) -> Node:
 
 
 def _moves_to_copy(node: Node, axis: _Axis) -> tuple[list[Node], list[tuple[int, int]]]:
-    """Return the chain of views that leads from a node to a contiguous copy, including the node and the copy.  Each
-    value in the chain must have the next one as its only reader; if there is no such chain, it contains only the node.
-    For each value in the chain, also return the dimension that contains the axis, and how often the axis occurs in this
-    dimension."""
+    """Return the chain of views that leads from a node to a contiguous copy, including the node and the copy.  Each value in
+    the chain must have the next value as its only reader.  If there is no such chain, return a chain that contains only the
+    node.  For each value in the chain, also return the dimension that contains the axis, and how often the axis occurs in
+    this dimension."""
     place = axis.within(shape_of(node))
     assert place is not None, "the axis is one of the node"
     chain, axes = [node], [place]

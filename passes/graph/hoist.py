@@ -39,11 +39,11 @@ from .traced import Traced
 # The maximum size of a slow input, unless the user names the slow inputs.  Text and latents are larger.  The timestep, the
 # guidance and the pooled prompt of two samples take 12 KiB.
 MOST_SLOW_BYTES = 64 << 10
-# A product is hoisted only if its weights are at least this many times as large as its result.  The weight of a modulation
-# is thousands of times as large.  With one timestep per token, the result would be larger than the weight.
+# A product is hoisted only if its weights are at least this many times as large as its result.  The weight of a modulation is
+# thousands of times as large as its result.  With one timestep per token, the result would be larger than the weight.
 LEAST_RATIO = 8
-# The index of the first crossing value among the inputs of main.  It is above the indices of all inputs of the Dynamo graph,
-# among which crossing values do not occur.
+# The index of the first crossing value among the inputs of main.  It is larger than the index of any input of the Dynamo
+# graph; crossing values are not inputs of that graph.
 _CROSSING = 1 << 24
 
 _PRODUCTS = frozenset(
@@ -85,7 +85,7 @@ def split(traced: Traced) -> Halves | None:
 
     The slow inputs are ``traced.slow``.  If this is None, they are the inputs of at most :data:`MOST_SLOW_BYTES` bytes that
     are smaller than the largest result of the graph, because a result is as large as the latent.  If the graph is a block,
-    they must be smaller than every result: a block also takes and returns the text, which is small for a short prompt.
+    slow inputs must be smaller than every result: a block also takes and returns the text, which is small for a short prompt.
     """
     found = _Slow(traced)
     crossing = found.crossing()

@@ -63,8 +63,8 @@ class Slicing:
 
     ``writes``: for each output, a pair: the slice that a run writes, and the position of the input that the output
     overwrites, or None if the output has separate memory.  The region's code takes as arguments the inputs of the region, and
-    then the slices of the outputs that have separate memory.  It returns nothing.  If ``repeat`` is 1, the code may instead
-    return the outputs; then ``writes`` is empty.
+    then the slices of the outputs that have separate memory.  The code returns nothing.  If ``repeat`` is 1, the code may
+    instead return the outputs; then ``writes`` is empty.
     """
 
     repeat: int
@@ -142,8 +142,8 @@ class Cut:
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
-        """A mapping from the name of each input, region, output, constant and top-level node to a line of text: the function
-        that it calls, and the operands.  verify checks that a program has the same lines."""
+        """A mapping from the name of each input, region, output, constant and top-level node to a line of text, which
+        contains the called function and its operands.  verify checks that a program has the same lines."""
         inputs = self.source.graph.find_nodes(op="placeholder")
         lines = {node.name: flow_line("input", position) for position, node in enumerate(inputs)}
         for node in self.source.graph.nodes:

@@ -31,8 +31,8 @@ from torch.fx import Graph, GraphModule, Node
 from .traced import Traced
 
 _aten = torch.ops.aten
-# A row whose length in complex numbers is a multiple of _FULL consists of whole vectors in torch's CPU code, whatever the
-# vector width.
+# A row with a multiple of _FULL complex numbers consists of whole vectors in torch's CPU code, whatever the width of the
+# vectors.
 _FULL = 8
 
 

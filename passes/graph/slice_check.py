@@ -53,8 +53,8 @@ def _wrong(number: int, fault: str) -> NoReturn:
 
 
 def _covered(number: int, node: Node, phase: Phase, phases: tuple[Phase, ...]) -> bool:
-    """Return whether the phases so far write all elements of a value.  Raises FindingError if an element is written
-    twice."""
+    """Return whether ``phases``, the phases up to the current one, write all elements of a value.  Raises FindingError if an
+    element is written twice."""
     writes = [(w, p.repeat) for p in phases for w in p.writes if w.value is node]
     if len({w.slice.dim for w, _ in writes}) > 1 or len({w.over for w, _ in writes}) > 1:
         _wrong(number, f"writes {node} along another dimension, or elsewhere, than an earlier phase")

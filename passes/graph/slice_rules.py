@@ -138,8 +138,8 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
 
 
 def _rescaled(part: Part, length: int) -> Part | None:
-    """Return the part in terms of the same axis if the axis is divided into ``length`` elements.  Return None if the part
-    does not consist of whole elements of this division."""
+    """Return the same part of its axis, described for a division of the axis into ``length`` elements.  Return None if the
+    part does not consist of whole elements of this division."""
     numbers = [n * length for n in (part.start, part.count)]
     if any(n % part.length for n in numbers) or max(length, part.length) % min(length, part.length):
         return None

@@ -63,10 +63,10 @@ class Phase:
     """A graph that runs ``repeat`` times.
 
     ``module``: the graph of a run.  Its placeholders are ``inputs``, and then the destinations of all writes to new memory.
-    If there are ``writes``, it copies each result to its destination, or over the input that the result replaces, and
+    If there are ``writes``, the graph copies each result to its destination, or over the input that the result replaces, and
     returns ().  Otherwise it returns ``outputs``, and ``repeat`` is 1.  ``inputs``: nodes of the region's graph, either
-    placeholders or values that an earlier phase computes.  ``slices``: for each input, the slice that a run takes, or None
-    if each run takes the whole input.
+    placeholders or values that an earlier phase computes.  ``slices``: for each input, the slice that a run takes, or None if
+    each run takes the whole input.
     """
 
     module: GraphModule

@@ -306,8 +306,8 @@ class PlanBuilder:
         return at, max(arena, self.least_arena)
 
     def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
-        """Return the lifetime of a weight.  A streamed chunk is live from the opening of its window to the end of its
-        last reader, a resident chunk in all windows."""
+        """Return the lifetime of a weight.  A streamed chunk is live from the opening of its window to the end of its last
+        reader.  A resident chunk is live in all windows."""
         count, chunk_bytes = self.planner.count, self.planner.simulator.chunk_bytes
         first, last = weight.uses[0], weight.uses[-1]
         ranges = []

@@ -29,9 +29,9 @@ def block_regions(problem: Problem) -> list[tuple[int, int]]:
 
 
 def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
-    """Return a window for each chunk: the first window of the block before the block that reads the chunk.  Before the first
-    block of a step, this is the last block of the previous step.  For a chunk whose readers are not all in one block, return
-    None.
+    """Return a window for each chunk: the first window of the block before the block that reads the chunk.  For the first
+    block of a step, it is the first window of the last block in the previous step.  For a chunk whose readers are not all in
+    one block, return None.
     """
     blocks = block_regions(problem)
     home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}

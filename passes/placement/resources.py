@@ -22,9 +22,9 @@
     ring          a read and its copy                  a read waits until the bytes that it overwrites in the ring have
                                                        been copied, and a copy waits for its read
 
-A copy is from host memory, a pull from the devices of the other ranks.  Copies by user code share the queue of the copy
-engine with ChunkFlow's copies (docs/benchmarks/h200.md).  Their times are not known, so the timeline does not simulate
-them.
+In this table, copies come from host memory, and pulls come from the devices of the other ranks.  Copies by user code share
+the queue of the copy engine with ChunkFlow's copies (docs/benchmarks/h200.md).  The times of the user's copies are not known,
+so the timeline does not simulate them.
 """
 
 from __future__ import annotations

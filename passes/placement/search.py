@@ -26,7 +26,7 @@ from .residency import rank
 from .timeline import Simulator, Timeline
 from .windows import Chunk, FreeTime, as_windows, chunks_of, fit, fit_slots, free_time_of, latest, live_bytes
 
-# Steps that differ by less than this share of the resident step count as equally long.
+# Steps that differ by less than this share of the resident step (the step with all weights resident) count as equally long.
 SAME_STEP = 1e-3
 # Predictions have an error of some percent.  So among candidates with equally long steps, the one is preferred whose step is
 # shortest *under strain*, that is, if copies take STRAIN times as long as predicted.  Steps under strain that differ by less
@@ -199,8 +199,9 @@ class Planner:
     def _search(
         self, candidate: Callable[[int], Candidate | None], low: int, high: int, samples: Sequence[int]
     ) -> list[Candidate]:
-        """Try candidates with ``low`` to ``high`` resident chunks, and return all that exist.  The numbers of the first
-        round are spread evenly; each further round looks between the neighbors of the best number so far.
+        """Try candidates with ``low`` to ``high`` resident chunks, and return all that exist.  In the first round, the tried
+        numbers are spread evenly from ``low`` to ``high``.  Each round after it tries numbers between the two neighbors of
+        the best number so far.
 
         ``candidate``: makes the candidate for a number of resident chunks.  ``samples``: number of tries per round.
         """
@@ -219,8 +220,8 @@ class Planner:
         return candidates
 
     def smaller(self, candidate: Candidate, memory: int) -> Candidate | None:
-        """Return the best variant of ``candidate`` within ``memory``, or None.  The variants have less memory for streamed
-        chunks, or fewer resident chunks."""
+        """Return the best variant of ``candidate`` within ``memory``, or None if there is none.  The variants have less
+        memory for streamed chunks, or fewer resident chunks."""
         residents = candidate.residents or 0
         kept = max(0, self._resident_sums[residents] - max(0, candidate.nbytes - memory))
         fewer = bisect_right(self._resident_sums, kept) - 1
@@ -338,8 +339,8 @@ class Planner:
         return answer
 
     def barriers(self, step: Step) -> tuple[Barrier, ...]:
-        """Return barriers that keep the copies of a step from overlapping with collectives.  They wait for the copies in
-        the lanes whose interconnect collectives use, or for all copies if there is no such lane."""
+        """Return barriers that keep the copies of a step from overlapping with collectives.  At these barriers, compute waits
+        for the copies in the lanes whose interconnect collectives use, or for all copies if there is no such lane."""
         contended = [lane for lane in LANES if self.simulator.contending_collectives(lane)] or LANES
         lanes = [[w.name for w in self.weights if self.simulator.lane(w.name) == lane] for lane in contended]
         return barriers(self.problem, step, lanes)

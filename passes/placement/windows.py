@@ -197,8 +197,8 @@ def fit(
     """Return windows with which at most ``limit`` bytes are live at the same time, or None if there are no such windows.
     Each window is as early as memory permits, but not earlier than the window in ``wanted``.
 
-    ``wanted``: window of each chunk, None if it is resident.  Chunks that are used earlier get memory first.  A chunk is
-    live from its window to its last reader.
+    ``wanted``: window of each chunk, None if it is resident.  Chunks get memory in the order in which regions read them.  A
+    chunk is live from its window to its last reader.
     """
     streamed = {i: window for i, window in enumerate(wanted) if window is not None}
     moving = [chunks[i] for i in streamed]

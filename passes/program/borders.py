@@ -28,8 +28,8 @@ _Uses = Mapping[tuple[str, int | None], list[int]]
 
 
 def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check the prologue of a jump to each call: it must copy the chunks that are in flight or in use when the second of
-    two passes reaches this call."""
+    """Check the prologue of a jump to each call: it must copy the chunks that are in flight or in use when the second of two
+    unrolled passes reaches this call."""
     begins: dict[int, int] = {}
     uses: dict[tuple[str, int | None], list[int]] = {}
     waits: dict[str, list[_Wait]] = {}
@@ -73,9 +73,9 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 class _Wait(NamedTuple):
     """A wait.  ``at``: index of the wait.  ``arrival``: index of the copy for whose arrival it waits.
 
-    The prologue of a jump repeats copies and records their arrivals again.  An op after the jump may instead wait for the
-    arrival of a copy from before the jump that the prologue does not repeat.  Such a wait ends at once, although the copies
-    of the prologue may still be in flight.
+    The prologue of a jump repeats copies and records their arrivals again.  An op after the jump may wait for the arrival of
+    a copy from before the jump that the prologue does not repeat.  Such a wait ends at once, although the copies of the
+    prologue may still be in flight.
     """
 
     at: int

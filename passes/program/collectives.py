@@ -101,7 +101,8 @@ class _StepCollectives:
     def check_readers(self) -> Iterator[str]:
         """Check that the results of a collective are read after its end.
 
-        The wait for its end, and nodes that take an element of its results, may come earlier, because they read no bytes.
+        The wait for its end, and nodes that take an element of its results, may come before the end, because they read no
+        bytes.
         """
         order = self.order
         for node in self.program.module.graph.nodes:

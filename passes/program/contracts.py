@@ -94,7 +94,7 @@ def check_plan(plan: Plan, problem: Problem, goal: Goal) -> None:
         _broken("planned", f"{plan.device_bytes} bytes on the device, above the budget of {goal.memory}")
     weights = {w.name: w for w in problem.weights}
     for weight in plan.weights:
-        expected = weights[weight.name]  # exists, because check_problem has compared the digests
+        expected = weights[weight.name]  # the weight exists, because check_problem has compared the digests
         if weight.nbytes != expected.nbytes:
             _broken("planned", f"{weight.name} has {weight.nbytes} bytes, in the model {expected.nbytes}")
         ranks, expected_ranks = weight.source.ranks, expected.source.ranks

@@ -7,7 +7,7 @@ first call.
 
     problem_of  the Problem of the calls, in their order
     write       the program of each call, with the transfers of its windows
-    prologue    the ops before a call at a cold start, at a jump to the call, and after weights were rewritten
+    prologue    the ops before a call at a cold start, at a jump to the call, and after weights were written
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Call:
 
     ``names``: for each weight of the graph, its name in the cycle.  ``keep``: reasons why some weights must stay on the
     device although the graph could stream them, by their names in the cycle.  ``in_files``: weights that are in files on
-    the SSD, by their names in the cycle.  ``live``: maximum activation bytes of the call for the other input sizes; each
+    the SSD, by their names in the cycle.  ``live``: peak activation bytes of the call, over all other input sizes; each
     region is planned with at least this number of bytes.
     """
 
@@ -85,7 +85,7 @@ class Cycle:
 
     @staticmethod
     def of(program: Program | Cycle) -> Cycle:
-        """Return a program as a cycle of one call, or a cycle as it is."""
+        """Return a program as a cycle of one call.  A cycle is returned unchanged."""
         if isinstance(program, Cycle):
             return program
         return Cycle(program.problem, program.plan, (program,), (0,))

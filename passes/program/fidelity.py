@@ -46,9 +46,9 @@ def check_order(program: Program) -> Iterator[str]:
 def check_readers(program: Program, memory: Memory) -> Iterator[str]:
     """Check the ops that use streamed weights:
 
-    * Only regions read them, because waits and evicts order no other readers.
-    * No region writes to them, because the next copy from host memory would undo the write.
-    * No other weights are copied, waited for or evicted, and each copy is in the lane of the plan.
+    * Only regions read streamed weights, because waits and evicts order no other readers.
+    * No region writes to a streamed weight, because the next copy from host memory would undo the write.
+    * No weight that is not streamed is copied, waited for or evicted, and each copy is in the lane of the plan.
     """
     moved = {w.name for w in program.plan.streamed}
     streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}

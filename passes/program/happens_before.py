@@ -10,9 +10,9 @@ reached its Start, and compute waits for its end at its Finish.  Collectives are
 NCCL communicator has its own stream, and gloo runs several collectives at a time.  So two collectives are ordered only if
 compute waits for the end of the first before it issues the second.
 
-If a plan has joins, each of its calls runs in one of two *forms*: *eager*, as above, or *captured*, as one CUDA graph.
-Forms may alternate arbitrarily.  A captured call has its own lanes and events: its first copy in each lane waits only for
-the opening of its window.  Before a captured call, compute waits for the *tail*: all copies that have been issued in the
+If a plan has joins, each of its calls runs in one of two *forms*: *eager*, as described above, or *captured*, as one CUDA
+graph.  Forms may alternate arbitrarily.  A captured call has its own lanes and events: its first copy in each lane waits only
+for the opening of its window.  Before a captured call, compute waits for the *tail*: all copies that have been issued in the
 eager lanes, by prologues and by eager calls of any program.  At the end of a captured call (the *join*), compute waits for
 all copies of the call.
 
@@ -26,7 +26,8 @@ depends only on the forms of these two calls and of the calls between them:
 * An op of compute after a copy of an earlier call: if the copy's call is captured, compute has waited for the copy at the
   join of this call.  If the copy's call is eager and a captured call comes before the op, compute has waited for the copy
   as a part of the tail.  If all calls from the copy to the op are eager, the order is the same as in the all-eager sequence.
-* A copy after a copy: if both calls are eager, by the order of their lane; otherwise through compute, as above.
+* A copy after a copy: if both calls are eager, the two copies are ordered by their lane; otherwise they are ordered through
+compute, as above.
 
 If a step consists of a single call, the four sequences contain all pairs of forms.  The copies of a prologue before a
 captured call are in the eager lanes, so the call waits for them as a part of the tail.  A prologue at a jump, or after
@@ -213,7 +214,7 @@ def newest(ops: Sequence[Issued], stream: Stream) -> list[int]:
     """Return, for each unrolled op, the newest op of a stream that happens before it, or -1 if there is none.  For an op
     of this stream, return the op itself."""
     found = [i if each.stream == stream else -1 for i, each in enumerate(ops)]
-    for first, then in edges(ops):  # sorted by the second op
+    for first, then in edges(ops):  # the edges are sorted by their second op
         found[then] = max(found[then], found[first])
     return found
 

@@ -5,7 +5,8 @@
   anything reads it.
 * A run may overwrite a slice of an input with a slice of an output.  It reads no other slice of this input, and the memory
   of this input contains no other input of the region.  So no run reads elements that another run has overwritten.
-* The overwritten memory is not an input of the program, and no later op or result uses its old contents.
+* The overwritten memory is not an input of the program, and neither an op after the region nor a result of the program uses
+its old contents.
 
 Contract
     The checks read only a program and its memory, and do not trust the passes that made them.

@@ -5,12 +5,12 @@ every pair of consecutive steps.  A step of a cycle is one pass over its calls. 
 eager and captured calls are checked, which represent all sequences (happens_before.py).  It is proved that:
 
 * Slots are inside the arena, are aligned, and are as large as their weights.
-* Each streamed chunk is copied exactly once for each step, each resident chunk once for all steps, and no other chunk
-  is copied.
+* Each streamed chunk is copied exactly once for each step, and each resident chunk is copied once for all steps.  No other
+  chunk is copied.
 * Each reader of a weight comes after a wait that covers all chunks of the weight.
 * Each weight is evicted once per step, after its last reader.
-* If two chunks use the same bytes, the last reader of one chunk finishes before the copy of the other begins, also across
-  the end of a step.
+* If two chunks use the same bytes, the last reader of one chunk finishes before the copy of the other begins.  This also
+  holds for chunks of different steps.
 * The program has the same inputs, regions and collectives as the traced graph, in the same order and with the same values
   (fidelity.py).
 * A jump to a call first copies the chunks that would be in flight or in use before this call in a pass without jumps.  Then
