@@ -25,8 +25,8 @@ AS_MEASURED = ", as measured"
 class Timings:
     """Measured seconds on one rank, for the problem with digest ``problem``.
 
-    ``compute_s``: seconds of each region, including the host's share of the step.  ``collective_s``: for each region,
-    seconds of the collectives for which compute waits directly before the region, measured without concurrent copies;
+    ``compute_s``: seconds of each region, including an equal share of the step's host overhead.  ``collective_s``: for each
+    region, seconds of the collectives for which compute waits directly before the region, measured without concurrent copies;
     None if copies always ran at the same time, 0 if there is no such collective.  ``copy_rate``: bytes/s of copies while
     nothing else ran, or None if copies never ran alone.  ``drive_rate``: bytes/s read from the SSD, or None if nothing was
     read.  ``copying``: share (0 to 1) of the time of compute and collectives that overlapped with copies.

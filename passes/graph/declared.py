@@ -1,5 +1,5 @@
-"""Declared collectives: custom ops that communicate.  ChunkFlow cannot recognize that an op communicates by its name, so
-users declare these ops.
+"""Declared collectives: custom ops that communicate.  ChunkFlow cannot recognize such ops by their names, so users declare
+them.
 
 For example, the all-to-all of a server may be an opaque op such as ``vllm_omni_a2a::ulysses_qkv_fwd``.  If this op is not
 declared, it is treated as compute: copies overlap with it, and the proof of a program (program/verify.py) does not cover the

@@ -27,7 +27,7 @@ depends only on the forms of these two calls and of the calls between them:
   join of this call.  If the copy's call is eager and a captured call comes before the op, compute has waited for the copy
   as a part of the tail.  If all calls from the copy to the op are eager, the order is the same as in the all-eager sequence.
 * A copy after a copy: if both calls are eager, the two copies are ordered by their lane; otherwise they are ordered through
-compute, as above.
+  compute, as above.
 
 If a step consists of a single call, the four sequences contain all pairs of forms.  The copies of a prologue before a
 captured call are in the eager lanes, so the call waits for them as a part of the tail.  A prologue at a jump, or after

@@ -6,7 +6,7 @@
 * A run may overwrite a slice of an input with a slice of an output.  It reads no other slice of this input, and the memory
   of this input contains no other input of the region.  So no run reads elements that another run has overwritten.
 * The overwritten memory is not an input of the program, and neither an op after the region nor a result of the program uses
-its old contents.
+  its old contents.
 
 Contract
     The checks read only a program and its memory, and do not trust the passes that made them.
