@@ -1,8 +1,9 @@
-"""LoRA adapters in slots.  A slot is a weight of fixed size that a layer has from the start and that any adapter can fill.
+"""Runs LoRA adapters from slots.  A slot is a weight of fixed size in a layer.  It exists before any adapter is loaded, and
+the values of any adapter can be copied into it.
 
-The methods of PEFT and diffusers change only PEFT's own dictionaries, which stay in host memory.  Before a program runs, the
-active adapters are copied from these dictionaries into the slots.  So switching adapters only changes the values of weights,
-and the program stays the same.
+The methods of PEFT and diffusers store adapters in PEFT's own dictionaries, which stay in host memory.  Before a program
+runs, the active adapters are copied from these dictionaries into the slots.  So switching adapters only changes the values of
+weights, and the program stays the same.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Slotted(nn.Module):
 
     ``slots``: one flat tensor, which is a single weight in a plan.  For each slot, it contains the matrices A [rank, in] and
     B [out, rank], one after the other.
-    ``scale``: the scale of each slot, stored as the bits of a float32, so that casting the model does not change it.
-    ``own``: whether the layer runs PEFT's own forward, because slots do not support the type of an active adapter.
+    ``scale``: the scale of each slot.  The bits of the float32 are stored as an int32, because a cast of the model changes
+    only floating-point tensors.
+    ``own``: whether the layer runs PEFT's own forward.  It does so if slots do not support the type of an active adapter.
     ``late``: whether the layer was an ordinary layer until an adapter was loaded.
     """
 
@@ -68,7 +70,7 @@ class Slotted(nn.Module):
 
     @property
     def chunkflow_aside(self) -> Sequence[nn.Module]:
-        """Return the modules whose weights must not be moved, because no program reads them."""
+        """Return the modules of the adapters if no program reads their weights.  These weights must not be offloaded."""
         peft: Any = self
         return () if self.own else [getattr(peft, name) for name in peft.adapter_layer_names]
 
@@ -165,7 +167,8 @@ class Slotted(nn.Module):
         """Copy an adapter into a slot and pad it with zeros up to the rank of the slot.  If ``a`` is None, fill the slot with
         zeros.
 
-        The padding is written, not multiplied by zero, because an earlier adapter may have left NaN there.
+        Zeros are written, because the values that an earlier adapter has left in the slot may be NaN, and NaN times zero is
+        NaN.
         """
         into_a, into_b = self._views(host, slot)
         rank = 0 if a is None else a.shape[0]
@@ -233,7 +236,8 @@ class Slotted(nn.Module):
         return delta.to(peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0])
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Move an adapter to host memory instead of the given device, because the slots are filled from host memory."""
+        """Move an adapter to host memory instead of the device of the base layer, because slots are filled from host
+        memory."""
         if device is None and not self.own:
             device = torch.device("cpu")
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)  # type: ignore[misc]

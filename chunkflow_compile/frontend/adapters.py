@@ -37,8 +37,8 @@ def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | N
 
     ``rank``: the maximum rank of an adapter.  ``targets``: names of layers, in the format of PEFT's ``target_modules``; by
     default all linear layers in the repeated blocks.  ``slots``: the maximum number of adapters that are active at the same
-    time.  If an adapter has a larger rank or targets other layers, or if more adapters are active, the model is recompiled
-    once.
+    time.  If an adapter has a higher rank than ``rank`` or changes layers outside ``targets``, or if more than ``slots``
+    adapters are active, the model is recompiled once.
     Raises ChunkflowError if the model is already placed or compiled, if PEFT is missing, or if no layer matches ``targets``.
     """
     parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in ADAPTED]
@@ -249,10 +249,10 @@ def _update_slots(model: Any) -> None:
 
 @contextlib.contextmanager
 def _discarding_exports(model: nn.Module) -> Iterator[None]:
-    """Return a context in which adapters are loaded without exporting weights.
+    """Return a context for loading adapters.  Weights that are exported in this context are not written back.
 
-    While diffusers loads an adapter, it calls ``state_dict()`` on the model, which exports the offloaded weights.  Because
-    diffusers reads only the names of weights, the exports are discarded at the end of the context, and not written back.
+    While diffusers loads an adapter, it calls ``state_dict()`` on the model, which exports the offloaded weights.  diffusers
+    reads only the names of the weights and never changes the exports, so they are discarded at the end of the context.
     """
     before = [(placement.store, {*placement.store.exported}) for placement in placements_of(model)]
     try:
@@ -295,7 +295,8 @@ def unload(model: Any) -> None:
 
 
 def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str) -> None:
-    """Turn the layers that diffusers will widen for an adapter back into ordinary layers.
+    """Turn layers back into ordinary layers if diffusers will widen them for an adapter, that is, give them more inputs or
+    outputs.
 
     diffusers can widen only ordinary layers.
 

@@ -1,8 +1,8 @@
 """The backend: ``torch.compile(model, backend="chunkflow")``.
 
-The backend turns the Dynamo graph into a :class:`CompiledGraph` without reading a weight.  First it describes the parameters.
-Then it cuts, plans, rewrites and verifies the ATen graph.  Finally it lowers the regions of this graph.  Weights move only
-after all these steps have succeeded.
+The backend turns the Dynamo graph into a :class:`CompiledGraph` without reading the values of weights.  First it describes
+the parameters.  Then it cuts, plans, rewrites and verifies the ATen graph.  Finally it lowers the regions of this graph.
+Weights move only after all these steps have succeeded.
 """
 
 from __future__ import annotations
@@ -265,7 +265,8 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 
 
 def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer | None]) -> int:
-    """Return the size in bytes of this rank's pieces of a model's weights, except the weights in ``buffers``.
+    """Return the size in bytes of the shards (*pieces*) of a model's weights that this rank keeps, without the weights in
+    ``buffers``.
 
     Returns 0 unless all weights of the model are sharded.
     """
@@ -291,11 +292,11 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
 def _is_first_compilation() -> bool:
     """Whether Dynamo compiles the running function for the first time.
 
-    Dynamo creates the guards after the backend returns.  In the first compilation, the backend has moved the weights by then,
-    so the guards describe moved weights and fit all later calls.  A later compilation may be for a model that was restored,
-    or for another model of the same class.  The weights of such a model move only at its first call, so the guards describe
-    ordinary weights and fit all models whose weights have not moved.  From its second call on, the model fits the guards of
-    the first compilation.
+    Dynamo creates the guards after the backend returns.  In the first compilation, the backend moves the weights before it
+    returns, so the guards describe moved weights and hold in all later calls.  A later compilation may be for a model that
+    was restored, or for another model of the same class.  The weights of such a model move only at its first call, so the
+    guards describe ordinary weights and hold for all models whose weights have not moved.  From its second call on, the
+    guards of the first compilation hold for the model.
     """
     compilation = torch._guards.CompileContext.current_compile_id()
     return compilation is not None and compilation.frame_compile_id == 0

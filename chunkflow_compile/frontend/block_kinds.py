@@ -61,9 +61,9 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats | None:
-    """Return how often a model repeats a block; None if no block contains all the given weights.
+    """Return how often a model repeats the block that contains ``weights``; None if no block contains all of them.
 
-    ``weights``: the names of weights in the block.  ``goal``: the goal of the model.
+    ``weights``: the names of weights.  ``goal``: the goal of the model.
     """
     blocks = repeated_blocks(root)
     mine = next((b for name, b in blocks.items() if all(w.startswith(f"{name}.") for w in weights)), None)
@@ -99,7 +99,8 @@ def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> 
 def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
     """Whether a part of a model should run op by op, because compiling it with Inductor is not worth the time.
 
-    This is the case if all large weights of the part are in a few standard layers of torch.
+    This is the case if at most ``_MOST_LAYERS`` layers of the part have large weights, and all of these are standard layers
+    of torch (``_LAYERS``).
     """
     own = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in part.modules()}
     large = [m for m, tensors in own.items() if any(t.nbytes >= min_bytes for t in tensors)]
@@ -107,7 +108,8 @@ def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
 
 
 def caching_hook(module: nn.Module) -> Any:
-    """Return the innermost hook around a module that decides, per call, whether the module runs; None if there is none."""
+    """Return the innermost *caching hook* around a module: a hook that decides in each call whether the module runs.  Return
+    None if there is none."""
     registry = hook_registry(module)
     hooks = () if registry is None else (registry.get_hook(name) for name in registry._hook_order)
     return next((hook for hook in hooks if _decides(hook)), None)
@@ -133,9 +135,10 @@ def _hooks_inside(module: nn.Module) -> bool:
 
 
 def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
-    """Return the modules of these blocks that should be compiled, by their names.
+    """Return the modules that should be compiled in the given blocks, by their names.
 
-    If a block contains caching hooks, the modules between the hooks are returned.  Otherwise the whole block is returned.
+    If modules in a block have caching hooks, these modules and the modules between them are returned.  Otherwise the whole
+    block is returned.
     """
     compiled = dict[str, nn.Module]()
     for name, block in blocks.items():

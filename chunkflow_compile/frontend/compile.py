@@ -154,7 +154,7 @@ def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
     hoist = options.get("hoist")
     if not hoist or (isinstance(hoist, bool | str) and _hoists_by_kind(model)):
         return ""
-    # Only a trace of the whole model shows whether hoisting is worth it, and this trace is most of the compilation time.
+    # Only a trace of the whole model shows whether hoisting is worth it, and this trace takes most of the compilation time.
     return "may have hoisted weights" if hoist == "auto" else "has hoisted weights"
 
 

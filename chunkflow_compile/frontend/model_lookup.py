@@ -52,7 +52,7 @@ def move_weights(
 ) -> None:
     """Move weights into the host store of their model.
 
-    ``min_bytes``, ``pack``: if the model is not placed yet, the arguments of its :class:`Placement`.
+    ``min_bytes``, ``pack``: arguments for the :class:`Placement` that is created if the model is not placed yet.
     """
     if weights and index.root is not None:
         with compile_lock, (placement := Placement.on(index.root, device, min_bytes, pack=pack)).lock():
@@ -73,8 +73,9 @@ def start_program(
 
     The program ends as soon as one of the placements of its weights ends.
     ``pack``: see :func:`move_weights`.  ``seen``: a function that returns the compiled model, or None.  If this model does
-    not contain the weights, all modules are searched.  ``parameters``: all weights of the program by name.  ``wanted``: the
-    names of the weights that must be in a host store.  ``start``: a function that creates the program in an arena.
+    not contain the weights, all modules in the process are searched.  ``parameters``: all weights of the program by name.
+    ``wanted``: the names of the weights that must be in a host store.  ``start``: a function that creates the program in an
+    arena.
     """
     while True:
         around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()

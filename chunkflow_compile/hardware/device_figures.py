@@ -23,8 +23,8 @@ from .stopwatch import Stopwatch
 
 # How often :func:`repeated_seconds` times the same GEMMs, before and after a calibration, to detect a busy machine.
 _REPEATED = 4
-# Sizes of the timed copies in bytes.  The time to start a copy is computed from the smallest size, and the rate from
-# the smallest and the largest size.
+# Sizes of the timed copies in bytes.  On a CPU, the time to start a copy is computed from the smallest size, and the
+# rate from the smallest and the largest size.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 # Seconds of warm-up.  Without warm-up, an H100 (idle at 345 MHz) was measured with 725 instead of 781 TFLOP/s, and 52.6
 # instead of 55 GB/s.
@@ -63,7 +63,8 @@ def repeated_seconds(device: torch.device) -> list[float]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Run work until the GPU is at full speed: an idle GPU takes a second to reach its clocks and to wake its PCIe link."""
+    """Run work until the GPU is at full speed.  An idle GPU takes a second to reach its maximum clocks and to wake its
+    PCIe link."""
     if device.type == "cuda":
         work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
         start, copy = time.monotonic(), copier(device, 64 * MIB)
@@ -186,8 +187,8 @@ def copy_figures(device: torch.device, emulated: LinkEmulation | None) -> Iterat
 
 
 def _queued_copies(device: torch.device) -> tuple[float, float]:
-    """Return the seconds to start a copy, and the bytes/s of copies.  Copies are measured while others are queued, as
-    in a step: the start of a copy is then mostly hidden."""
+    """Return the seconds to start a copy, and the bytes/s of copies.  Copies are measured while other copies are
+    queued, as in a step, because the start of a copy is then mostly hidden."""
     small, large = MIB, 64 * MIB
     short = _in_a_row(device, copier(device, small, walk=256 * MIB), 256)
     long = _in_a_row(device, copier(device, large, walk=256 * MIB), 8)

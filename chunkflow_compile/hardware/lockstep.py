@@ -14,8 +14,8 @@ from chunkflow_compile.runtime.link import Port
 from .contention import REPEATS
 from .stopwatch import Stopwatch
 
-# Number of collectives per measurement.  They take a few hundred milliseconds, during which other work runs
-# concurrently.  The number is fixed, because all ranks must make the same number of calls.
+# Number of collectives per measurement.  All of them together take a few hundred milliseconds, during which other work
+# runs concurrently.  The number is fixed, because all ranks must make the same number of calls.
 EXCHANGES = 40
 _TIMEOUT = timedelta(minutes=2)
 

@@ -2,8 +2,8 @@
 
 The bytes of a collective use PCIe at the same time as copies of weights, as with NCCL on nodes without peer access
 between GPUs.  NCCL moves the bytes with kernels; this group uses the copy engines, or optionally kernels.  The process
-is rank 0; the other ranks do not exist, and it receives from each of them the data that it sent there.  So the outputs
-of a model differ from a run on several ranks, but they are reproducible.
+is rank 0.  The other ranks do not exist; instead of their data, the process receives the data that it has sent to them.
+So the outputs of a model differ from a run on several ranks, but they are reproducible.
 """
 
 from __future__ import annotations

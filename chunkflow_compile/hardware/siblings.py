@@ -2,7 +2,8 @@
 measurements.
 
 The rates of GEMMs and attention are scaled by the number of multiprocessors, or by a published GEMM rate of the GPU.
-All other figures are from the data sheet of the GPU, or equal to the figures of the similar GPU.
+All other figures are from the data sheet of the GPU, proportional to a figure from it, or equal to the figures of the
+similar GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Sibling:
         mine, other = self.processors
         times, (generation, lanes) = mine / other, self.pcie
         link = _LANE[generation] * lanes
-        # the share is usually three quarters, or three eighths without peer access
+        # collectives usually reach three quarters of the PCIe bandwidth, or three eighths without peer access
         share = like.collective_bandwidth / like.h2d_bandwidth
         cache = like.cache_bandwidth / like.memory_bandwidth
         gemm, gemm_source = self.more.get("gemm_flops", ({}, ""))

@@ -55,8 +55,8 @@ def why_uneven(what: str, seconds: Sequence[float]) -> str:
 
 
 def why_shared(threads: int, seconds: float = 0.3) -> str:
-    """Return a clause that states the fraction of the time for which a thread had a CPU core, if other work takes cores
-    away from ``threads`` computing threads; otherwise an empty string.
+    """Detect whether other work takes CPU cores away from ``threads`` computing threads.  If so, return a clause that
+    states for which fraction of the time a thread had a core; otherwise return an empty string.
 
     Lets the threads compute for ``seconds``, and measures the fraction of the time for which each thread had a core.
     """

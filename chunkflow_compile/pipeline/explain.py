@@ -66,7 +66,7 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
         explanation = replace(explanation, calls=tuple(call_figures(bound.cycle)), jumps=bound.jumps)
         notes = dict.fromkeys(note for program in ran for note in program.notes)
         return of_model(explanation, notes, [call.cut.problem for call in bound.calls])
-    # programs that ran outside cycles; for each part of the model, only the program for the newest sizes
+    # the programs that ran outside cycles; for each part of the model, only its newest program
     parts = {p.call.reads: (p, measured(p.plan, [*map(as_one, passes)])) for p in ran if (passes := p.passes)}
     if not parts:
         raise ChunkflowError(

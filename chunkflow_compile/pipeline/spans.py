@@ -1,4 +1,5 @@
-"""``spans``: OpenTelemetry spans for the calls of placed models.  They are created from measurements, after the calls."""
+"""``spans``: OpenTelemetry spans for the calls of placed models.  They are created after the calls, from their
+measurements."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def _make(tracer: Any, below: Callable[[Any], Any], name: str, steps: list[_Step
 
 
 def _steps(bound: Iterable[BoundCycle], begun: float) -> Iterator[_Step]:
-    """Yield the steps of these programs and cycles that ended after ``begun``, in seconds of time.monotonic()."""
+    """Yield the steps of these programs and cycles that ended after ``begun``, a time in seconds of time.monotonic()."""
     for cycle, calls in ((s, calls) for s in bound for calls in s.passes):
         plan, zero, whole, last = cycle.plan, cycle.arena.streams.zero, as_one(calls), calls[-1]
         begin, end = zero + whole.begin_s, zero + last.begin_s + last.step_s

@@ -31,8 +31,8 @@ class CompileProgress:
     """A context manager for calls of a model.  While the model is compiled, one line shows which part is being compiled.
 
     The line appears when Dynamo begins, before the first part is traced.  It shows the name and the number of the part, and
-    the elapsed time.  If the compilation of a part takes LINE_S or longer, its end is also reported.  Begin and end are
-    logged at level INFO, whether or not stderr is a terminal.
+    the elapsed time.  If the compilation of a part takes LINE_S seconds or longer, its end is also reported.  Begin and end
+    are logged at level INFO, whether or not stderr is a terminal.
     ``name``: the name of the model.  ``kinds``: the expected number of compilations in the first call; 0 if it is not known.
     ``model``: the model, which is held weakly.  ``now``: a function that returns the current time in seconds.
     """

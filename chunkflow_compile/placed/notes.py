@@ -86,5 +86,5 @@ def _slices_wanted(program: SingleCall) -> int:
 
 def activation_note(predicted: int, measured: int | None) -> str:
     """Return a note on the maximum bytes of activations.  ``predicted``: the predicted bytes.  ``measured``: the measured
-    bytes; None if the device does not count activations."""
+    bytes; None if they cannot be measured on this device."""
     return f"activations: {size(predicted)} predicted" + ("" if measured is None else f", {size(measured)} measured")

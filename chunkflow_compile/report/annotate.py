@@ -70,9 +70,9 @@ class FlopNotes:
 
 
 class Annotator(FlopNotes):
-    """Makes notes for the lines of one problem.
+    """Makes notes for the lines of a graph that is cut into regions.
 
-    A note shows the cost on ``hardware``.  If ``plan`` is given, notes also show slots and slack.
+    A note shows the duration of an op on ``hardware``.  If ``plan`` is given, notes also show slots and slack.
     """
 
     def __init__(self, problem: Problem, hardware: Hardware, plan: Plan | None, values: Mapping[str, int]) -> None:
@@ -154,8 +154,8 @@ class Annotator(FlopNotes):
         return Note(slot=slot, slack_s=min((w.slack_s for w in weights if w.slack_s is not None), default=None))
 
     def _slack(self, item: Copy, reader: int) -> float | None:
-        """Return the seconds between the end of a copy and the start of the first region that reads the weight, which may
-        be in the next step."""
+        """Return the seconds between the end of a copy and the start of the first region that reads the weight.  This region
+        may be in the next step."""
         if self.plan is None or self.plan.predicted is None:
             return None
         copy = self.spans.get((item.stream, _copied(item)))

@@ -20,7 +20,7 @@ _THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3, "read": 4, "ph
 def trace_events(lanes: Lanes, title: str) -> str:
     """Return a step as JSON in the Trace Event Format.
 
-    Each lane is a thread.  Times are in microseconds.  A counter shows the bytes of the arena in use.
+    Each lane is shown as a thread.  Times are in microseconds.  A counter shows the bytes of the arena that are in use.
     """
     return _trace_json(title, (*lanes.shown, "stall"), _events(lanes, TRACE_STEPS))
 

@@ -25,7 +25,8 @@ class MemoryUses:
         self._own = _own(host, view)
 
     def lend(self, host: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of ``host`` for programs (uint8), in a separate storage, so that they do not count as a view."""
+        """Return the bytes of ``host`` for programs (uint8), in a separate storage, so that the result does not count
+        as a view of the memory."""
         place = as_array(host)
         self._lent[id(place)] = place
         return torch.frombuffer(place, dtype=torch.uint8)
@@ -39,7 +40,8 @@ class MemoryUses:
         return _is_whole(host) and core.storage_uses(host) > self._own
 
     def is_only(self, host: torch.Tensor, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage that only the buffer and a weight with the host tensor ``view`` use."""
+        """Whether the memory is a whole storage that nothing uses except the buffer and a weight with the host tensor
+        ``view``."""
         return _is_whole(host) and core.storage_uses(host) <= _own(host, view) and not self._lent
 
 

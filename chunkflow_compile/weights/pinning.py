@@ -15,8 +15,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .locks import when_collected
 
-# Seconds to wait before a second try to pin pages that another rank may be pinning at this moment: the time to pin a
-# large weight.
+# Delay in seconds before pinning is retried once, because another rank may be pinning the same pages.  It is about the
+# time that pinning a large weight takes.
 _RETRY_S = 0.2
 
 
