@@ -1,6 +1,7 @@
 """Forms: the ops that are issued in addition to the step of a call (step.py), or instead of it.
 
-* :func:`prologue`: ops before the step.  They copy the chunks that are missing at a cold start, at a jump (a call out of the
+* :func:`prologue`: ops before the step.  The prologue copies the chunks that are missing at a cold start, at a jump (a call
+out of the
   planned order), or after weights were written.  A step also waits for the arrivals of resident chunks, which it does not
   copy itself; the prologue records these events.
 * :func:`captured`: the step as one CUDA graph.

@@ -14,15 +14,16 @@ POLICIES: tuple[Policy, ...] = (
     "chunkflow",
 )
 
-# Methods with which other systems shard weights over ranks.  Their step times are only predicted, for comparison
-# (simulate/sharded.py).
+# Methods with which other systems shard weights over ranks.  The step times of these methods are only predicted, for
+# comparison (simulate/sharded.py).
 Sharded = Literal["distributed-layerwise", "fsdp"]
 SHARDED: tuple[Sharded, ...] = get_args(Sharded)
 
-# diffusers' enable_group_offload (simulate/group_offload.py).  Its step times, too, are only predicted.
+# diffusers' enable_group_offload (simulate/group_offload.py).  The step times of this method, too, are only predicted.
 GroupOffload = Literal["group-offload"]
 GROUP_OFFLOAD: GroupOffload = "group-offload"
-# The method of the paper.  Its step times are predicted like those for the policy "layerwise" (cli/simulate.py).
+# The method of the paper.  The step times of this method are predicted like the step times of the policy "layerwise"
+# (cli/simulate.py).
 HostYield = Literal["host-yield"]
 HOST_YIELD: HostYield = "host-yield"
 OnlyPredicted = GroupOffload | HostYield | Sharded

@@ -53,7 +53,7 @@ _SAMPLE = 1 << 16
 _PIECE = 8
 # The number of frames in each unit of work that a thread takes.
 _SHARE = 32
-# The distance, in values, between the positions to which unused words of the list add 0.  It corresponds to 16 bytes.
+# The distance, in values, between the positions to which unused words of the list add 0.  This distance is 16 bytes.
 _APART = 8
 # The number of words in a group, see _nonzero.
 _GROUP = 64

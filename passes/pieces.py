@@ -52,8 +52,8 @@ def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iter
 
 
 def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
-    """Return the number of bytes of ``[begin, end)`` that a rank pulls from other ranks.  It is computed for the rank that
-    holds the fewest of these bytes."""
+    """Return the number of bytes of ``[begin, end)`` that a rank pulls from other ranks.  The number is computed for the rank
+    that holds the fewest of these bytes."""
     own = [0] * ranks
     for part in parts(begin, end, nbytes, ranks):
         own[part.owner] += part.nbytes

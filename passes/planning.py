@@ -112,8 +112,8 @@ def join_loss(
 ) -> float:
     """Return the share by which joins lengthen the predicted step with the same memory; 0.01 means 1 %.
 
-    If ``settings`` contain a plan, its windows are used with and without joins.  Otherwise two plans are made.  The
-    arguments and errors are the same as for :func:`make_plan`.
+    If ``settings`` contain a plan, its windows are used with and without joins.  Otherwise two plans are made, one with joins
+    and one without.  The arguments and errors are the same as for :func:`make_plan`.
     """
     joins = tuple(ends or (len(problem.regions),))
     free = make_plan(problem, replace(settings, joined=False), residents_in_arena=residents_in_arena)

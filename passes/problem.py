@@ -192,8 +192,8 @@ class Collective:
     """A collective.  ``nbytes``: bytes that this rank receives.  ``ranks``: size of its process group.
 
     ``before``: index of the first region after its start.  ``until``: index of the region before which compute waits
-    for its end.  Both indices can be equal to the number of regions, which means after the last region.  ``engine``:
-    whether kernels ("sm") or a copy engine ("copy") move its bytes; a busy copy engine cannot copy weights.
+    for its end.  ``before`` and ``until`` can be equal to the number of regions, which means after the last region.
+    ``engine``: whether kernels ("sm") or a copy engine ("copy") move its bytes; a busy copy engine cannot copy weights.
     """
 
     name: str
@@ -209,7 +209,7 @@ class Collective:
 class Problem:
     """All properties of a model on which placement depends.  Window k opens before region k.
 
-    ``ranks``: number of ranks that run the model at the same time, each on its part of the inputs.  They share the
+    ``ranks``: number of ranks that run the model at the same time, each on its part of the inputs.  These ranks share the
     bandwidth of host memory (:meth:`Hardware.shared_by`).
     """
 
@@ -246,8 +246,8 @@ class Problem:
 
     @property
     def in_blocks(self) -> Problem:
-        """The part of the problem that is inside blocks.  It is the whole problem if the blocks of the model are
-        compiled separately (compile_repeated_blocks)."""
+        """The part of the problem that is inside blocks.  If the blocks of the model are compiled separately
+        (compile_repeated_blocks), only this part is planned."""
         inside = [r.index for r in self.regions if r.block]
         index = {old: new for new, old in enumerate(inside)}
         regions = tuple(replace(self.regions[old], index=new, name=f"region_{new}") for old, new in index.items())
@@ -280,7 +280,7 @@ class Problem:
 
         The digest covers the properties on which placement depends, but no properties that differ between traces of the
         same model.  So it does not cover the order of inputs, which changes when the model is offloaded, or the ops,
-        which can depend on the device.  It does not cover the number of ranks either.
+        which can depend on the device.  The digest does not cover the number of ranks either.
         """
         body: dict[str, object] = {
             "regions": [(r.block, r.weights, r.cost.flops) for r in self.regions],

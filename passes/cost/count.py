@@ -36,7 +36,8 @@ _PRODUCTS = frozenset(
         "torchao::int_scaled_matmul",
     )
 )
-# Rows and columns of the output tiles that cuBLAS uses for large GEMMs on Hopper.  For small GEMMs, it uses smaller tiles.
+# Rows and columns of the output tiles that cuBLAS uses for large GEMMs on Hopper.  For small GEMMs, cuBLAS uses smaller
+# tiles.
 _TILE = (128, 256)
 
 

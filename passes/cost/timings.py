@@ -1,5 +1,5 @@
-"""Timings: measured times of a problem's regions and collectives.  They replace the times that are computed from the
-rates of a hardware profile.
+"""Timings: measured times of a problem's regions and collectives.  The measured times replace the times that are computed
+from the rates of a hardware profile.
 
 Regions with the same structure do the same work, so differences between their measured times are noise.  Therefore, plans use
 the mean time of the regions with the same structure for each of them, and likewise the mean time of the collectives of the

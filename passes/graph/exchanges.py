@@ -24,8 +24,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .discover import collective_kind, completes_itself, completion_of
 from .slice_parts import is_attention, op_name, shape_of
 
-# Matrix products and convolutions.  They compute the inputs of an exchange or read its results, but none of them is between
-# attention and its exchanges.
+# Matrix products and convolutions.  These ops compute the inputs of an exchange or read its results, but none of them is
+# between attention and its exchanges.
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "linear", "convolution"))
 # The products of which attention consists if torch does not call one attention op, as for three-dimensional queries.
 _BATCHED = frozenset(("bmm", "baddbmm"))

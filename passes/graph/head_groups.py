@@ -325,7 +325,7 @@ def _operand(node: Node) -> Node:
 
 
 def _views_to(node: Node) -> list[Node]:
-    """Return a node and the nodes before it, up to the value that they view or copy.  This value is left out."""
+    """Return a node and the nodes before it, up to the value that they view or copy.  The value itself is left out."""
     found = [node]
     while op_name(node) in (*_VIEWS, "permute", "transpose", "clone"):
         node = _operand(node)

@@ -9,9 +9,9 @@ rows need not stream the weights of the preamble in each step.
 Contract
     On entry: a Traced, which is not changed.
     On exit: preamble and main together are equivalent to the traced graph (:func:`check_halves`).  The preamble reads
-    weights and slow inputs only.  It contains no collectives, random ops, ops that write in place, or symbolic sizes.
-    Only results of matrix products cross, because they are stored and rounded in any case.  Inductor does not round the
-    result of a pointwise op inside a fused kernel, so this result would change if it were stored in a row.
+    weights and slow inputs only.  The preamble contains no collectives, random ops, ops that write in place, or symbolic
+    sizes.  Only results of matrix products cross, because they are stored and rounded in any case.  Inductor does not round
+    the result of a pointwise op inside a fused kernel, so this result would change if it were stored in a row.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MOST_SLOW_BYTES = 64 << 10
 # A product is hoisted only if its weights are at least this many times as large as its result.  The weight of a modulation is
 # thousands of times as large as its result.  With one timestep per token, the result would be larger than the weight.
 LEAST_RATIO = 8
-# The index of the first crossing value among the inputs of main.  It is larger than the index of any input of the Dynamo
-# graph; crossing values are not inputs of that graph.
+# The index of the first crossing value among the inputs of main.  This index is larger than the index of any input of the
+# Dynamo graph; crossing values are not inputs of that graph.
 _CROSSING = 1 << 24
 
 _PRODUCTS = frozenset(

@@ -1,8 +1,8 @@
 """Recompute: finds values that are cheaper to recompute in each region than to pass between regions.
 
 A value that is passed between regions is written once, read by each region that needs it, and occupies memory in between.
-For example, Wan2.2 with one timestep per token adds a table to 6 vectors per token, in float32.  The result takes 1.9 GiB
-for 121 frames.  It is computed from half as many bytes, which all blocks read anyway.
+For example, Wan2.2 with one timestep per token adds a table to 6 vectors per token, in float32.  The sum takes 1.9 GiB for
+121 frames.  The sum is computed from half as many bytes, which all blocks read anyway.
 
 Contract
     On entry: a graph, and the segment of each node.  Neither is changed.
@@ -28,7 +28,7 @@ from .slice_parts import is_pointwise
 
 # Smaller values are not recomputed: moving them takes less time than starting a kernel.
 LEAST_BYTES = 1 << 20
-# Multiplications.  They include neg, because a multiplication is fused with an addition even if neg is between them.
+# Multiplications.  The set includes neg, because a multiplication is fused with an addition even if neg is between the two.
 _PRODUCTS = frozenset(("aten::mul", "aten::neg"))
 # Ops whose results are the same in every kernel into which Inductor fuses them.
 _OPS = frozenset(("aten::_to_copy", "aten::add", "aten::sub", "aten::div", "aten::where")) | _PRODUCTS

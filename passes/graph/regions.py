@@ -302,8 +302,8 @@ def _times(tiles: tuple[tuple[int, int], ...], repeat: int) -> tuple[tuple[int, 
 
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
-    """Return the memory of the values of a traced graph.  It includes values that a split region returns incomplete, because
-    later regions write the rest; these values are not in the graph."""
+    """Return the memory of the values of a traced graph.  The result includes values that a split region returns incomplete,
+    because later regions write the rest; such values are not in the graph."""
     regions = [item for item in sequence if isinstance(item, CutRegion)]
     nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}

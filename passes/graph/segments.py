@@ -99,7 +99,7 @@ class Segments:
     def find_symbols(self) -> None:
         """Find, for each segment, the nodes whose values are the symbols that occur in the sizes of the segment's tensors.
 
-        These nodes become inputs of the region.  Otherwise Inductor would have to derive the symbols from the sizes of
+        These nodes become inputs of the region.  If they did not, Inductor would have to derive the symbols from the sizes of
         the tensor inputs, which is possible only if a size is a single symbol.
         """
         nodes = symbol_nodes(self.graph)
@@ -161,8 +161,8 @@ class Segments:
 def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, str]:
     """Return the block of each call node, empty outside blocks.
 
-    A node without a module stack belongs to the root module or comes from functionalization.  It is treated as a part of
-    a block if the nearest nodes with a stack, before and after it, are both in this block.
+    A node without a module stack belongs to the root module or comes from functionalization.  Such a node is treated as a
+    part of a block if the nearest nodes with a stack, before and after it, are both in this block.
     """
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
     by_stack: dict[Node, str] = {}

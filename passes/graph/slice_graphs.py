@@ -156,8 +156,8 @@ class Builder:
         return part is not None and part.outer != 1 and rule.args[0].node.op == "placeholder"
 
     def _note(self, operand: Operand, reader: Node) -> None:
-        """Add the value of an operand that is read as a whole to ``found.needs``, if an earlier phase should compute it.  It
-        should if the value depends on split inputs, or if its ops are too expensive to repeat in each run."""
+        """Add the value of an operand that is read as a whole to ``found.needs``, if an earlier phase should compute this
+        value, because the value depends on split inputs or its ops are too expensive to repeat in each run."""
         node, along = operand.node, operand.along
         if (
             self.closed
@@ -171,7 +171,7 @@ class Builder:
             self.found.needs[base] = (dims, f"{op_name(reader)} reads all of it")
 
     def _write(self, key: tuple[Node, Part | None], step: Step) -> Node:
-        """Add a node, or a part of a node, to the graph.  Its operands must already be in the graph."""
+        """Add a node, or a part of a node, to the graph.  The operands of the node must already be in the graph."""
         node, part = key
         if step.call is None:
             return self._take(node, part)
@@ -213,8 +213,8 @@ class Builder:
         """Return the value that an earlier phase computes so that this phase can compute ``node`` from it, and the
         dimensions of this value that correspond to ``along``.
 
-        If the value is computed slice by slice (``along`` is not empty), it is the base of which ``node`` is a view.
-        Otherwise it is the last value from which ``node`` can be computed by light ops alone.
+        If the value is computed slice by slice (``along`` is not empty), the result is the base of which ``node`` is a view.
+        Otherwise, the result is the last value from which ``node`` can be computed by light ops alone.
         """
         while not self._is_given(node) and len(node.all_input_nodes) == 1:
             if along:

@@ -1,8 +1,8 @@
 """Slice rules: for each ATen op, a rule that determines which parts of the operands the op must read to compute a part of
 its result (slice_parts.py).
 
-A rule returns the arguments with which the op computes the part.  The op reads parts of some operands.  It reads other
-operands as a whole, such as the weights of a product, or the keys and values of attention.
+A rule returns the arguments with which the op computes the part.  The op reads parts of some operands.  Other operands are
+read as a whole, such as the weights of a product, or the keys and values of attention.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _unsqueeze(node: Node, part: Part, item: int | None) -> Sliced:
 
 @_rule("squeeze")
 def _squeeze(node: Node, part: Part, item: int | None) -> Sliced:
-    """Rule for squeeze, which may drop several dimensions of size 1.  It must not drop the dimension of the part."""
+    """Rule for squeeze, which may drop several dimensions of size 1.  The dimension of the part must not be dropped."""
     given = shape_of(_operand(node))
     dims: Any = node.args[1] if len(node.args) > 1 else range(len(given))
     dropped = {_dim(d, len(given)) for d in ([dims] if isinstance(dims, int) else dims)}

@@ -62,11 +62,11 @@ class Write:
 class Phase:
     """A graph that runs ``repeat`` times.
 
-    ``module``: the graph of a run.  Its placeholders are ``inputs``, and then the destinations of all writes to new memory.
-    If there are ``writes``, the graph copies each result to its destination, or over the input that the result replaces, and
-    returns ().  Otherwise it returns ``outputs``, and ``repeat`` is 1.  ``inputs``: nodes of the region's graph, either
-    placeholders or values that an earlier phase computes.  ``slices``: for each input, the slice that a run takes, or None if
-    each run takes the whole input.
+    ``module``: the graph of a run.  The placeholders of this graph are ``inputs``, and then the destinations of all writes to
+    new memory.  If there are ``writes``, the graph copies each result to its destination, or over the input that the result
+    replaces, and returns ().  Otherwise the graph returns ``outputs``, and ``repeat`` is 1.  ``inputs``: nodes of the
+    region's graph, either placeholders or values that an earlier phase computes.  ``slices``: for each input, the slice that
+    a run takes, or None if each run takes the whole input.
     """
 
     module: GraphModule

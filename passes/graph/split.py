@@ -7,8 +7,8 @@ activations (slices.py).
 
 Contract
     On entry: a Cut, which is not changed, and the number of slices for each region key.
-    Preserved: the results of each region, bit for bit in eager mode.  Other regions, collectives and their order do not
-    change.
+    Preserved: the results of each region, bit for bit in eager mode.  The other regions, the collectives and the order of
+    both do not change.
     On exit: each split region is replaced by its phases, which are regions.  A phase overwrites the residual stream if
     neither the caller of the graph nor a later region or collective reads the old values.
 """
@@ -239,8 +239,8 @@ def _owned(cut: Cut) -> list[frozenset[int]]:
 
 def _allocates(node: Node) -> bool:
     """Return whether an op certainly allocates memory for its result.  Inductor removes ops that change nothing, such as
-    ``x * 1``, and returns the operand instead.  It never removes a matrix product, or an op that has two operands as large as
-    the result.
+    ``x * 1``, and returns the operand instead.  Inductor never removes a matrix product, or an op that has two operands as
+    large as the result.
     """
     if node.op != "call_function" or collective_kind(node) is not None or is_wait_tensor(node):
         return False

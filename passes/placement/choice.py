@@ -15,8 +15,8 @@ once.
 Shards occupy device memory under every plan, so a weight that stays on the device as a whole should not be sharded.
 Therefore all weights are sharded first.  Then the weights that the plan keeps on the device are unsharded, which frees
 memory in which more weights can stay.  If copies from host memory do not share an interconnect with pulls, more weights are
-unsharded, as many as can be copied from host memory per step.  They are spread evenly over the step.  These weights need no
-memory for shards and do not use the interconnect of the pulls.
+unsharded, as many as can be copied from host memory per step.  The unsharded weights are spread evenly over the step.  They
+need no memory for shards and do not use the interconnect of the pulls.
 """
 
 from __future__ import annotations

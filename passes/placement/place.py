@@ -57,10 +57,10 @@ def place(
     problem of the same structure, but with other sizes.  Its placement is reused if it meets the goal, so that the two
     programs can alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are placed in the
     arena.  Then programs that share the arena need no more memory for weights than the largest of their plans.
-    ``external_bytes``: bytes of weights on the device that the program does not read.  They count against the budget.  The
-    largest weight that a region unpacks and this rank's shards count, too, and so do activations if the budget covers them.
-    ``arena``: minimum size of the arena in bytes, if another program of the model needs an arena of this size.  ``timings``:
-    measurements of the problem, used instead of the rates in the profile.  ``joins``: as in :class:`Plan`.
+    ``external_bytes``: bytes of weights on the device that the program does not read.  These bytes count against the budget.
+    The largest weight that a region unpacks and this rank's shards count, too, and so do activations if the budget covers
+    them.  ``arena``: minimum size of the arena in bytes, if another program of the model needs an arena of this size.
+    ``timings``: measurements of the problem, used instead of the rates in the profile.  ``joins``: as in :class:`Plan`.
 
     Raises ChunkflowError if the budget is below the minimum that the program needs, or if the timings belong to another
     problem.

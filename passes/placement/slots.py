@@ -37,7 +37,7 @@ _Layout = tuple[tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class LiveRange:
-    """Bytes ``[begin, end)`` of a weight.  They are live in ``length`` windows, beginning with window ``start`` and
+    """Bytes ``[begin, end)`` of a weight.  These bytes are live in ``length`` windows, beginning with window ``start`` and
     continuing at window 0 after the last window."""
 
     begin: int

@@ -194,7 +194,7 @@ class Playback:
         self._start_copy(transfer.lane)
 
     def _read(self, reading: ReadUse) -> None:
-        """Issue a read.  It starts after all copies that have been issued so far."""
+        """Issue a read.  The read starts after all copies that have been issued so far have ended."""
         copied = self.lanes["copy"]
         self.drive.issue(reading, copied.issued)
         self.drive.begin(self.now, copied.ended)

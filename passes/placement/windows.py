@@ -236,9 +236,9 @@ def fit_slots(
     slots.  No chunk gets an earlier window than in ``wanted``.
 
     ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, None if it is resident.  The slots are a
-    mapping from each weight with streamed chunks to its offset.  They are assigned in order of first use.  Of the weights
-    with the same first reader, the largest comes first, and smaller ones fill gaps.  The bytes of a slot become free when
-    the last reader of the weight that was there before has finished; this determines the earliest window of each chunk.
+    mapping from each weight with streamed chunks to its offset.  Slots are assigned in order of first use.  Of the weights
+    with the same first reader, the largest comes first, and smaller ones fill gaps.  The bytes of a slot become free when the
+    last reader of the weight that was there before has finished; this determines the earliest window of each chunk.
     """
     streamed = _streamed(chunks, wanted)
     kept = sum(chunks[i].nbytes for members in streamed for i in members if wanted[i] is None)

@@ -8,7 +8,7 @@ the call, and every call after it, finds the same data as in the pass, and the p
 Only the order of eager calls is checked, because a captured call waits for all copies of the prologue.
 
 Contract
-    The checks read only a cycle and its order.  They derive the chunks that are live at a border from the ops, not from the
+    The checks read only a cycle and its order.  The chunks that are live at a border are derived from the ops, not from the
     plan.
 """
 

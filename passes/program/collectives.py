@@ -28,7 +28,7 @@ from .rewrite import Program, issued, source_of
 
 
 def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
-    """Yield the violations of a program that involve collectives or releases, as sentences.  ``order``: order of this
+    """Yield a sentence for each violation of a program that involves collectives or releases.  ``order``: order of this
     program alone, if it has already been computed."""
     yield from _check_readers_of_released(program)
     if not any(collective_kind(node) is not None for node in program.module.graph.nodes):

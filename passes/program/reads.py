@@ -44,8 +44,8 @@ class _Held:
 
 
 def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Yield the violations by a cycle in its use of the ring, as sentences.  ``order``: order of this cycle, unrolled with a
-    cold start."""
+    """Yield a sentence for each violation in a cycle's use of the ring.  ``order``: order of this cycle, unrolled with a cold
+    start."""
     yield from _check_neighbours(cycle)
     yield from check_ring(order)
     if any(each.read for each in order.ops):
@@ -53,7 +53,7 @@ def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 
 
 def check_ring(order: HappensBefore) -> Iterator[str]:
-    """Yield the violations by unrolled programs in their use of the ring, as sentences."""
+    """Yield a sentence for each violation in the use of the ring by unrolled programs."""
     if all(each.ring is None for each in order.ops):
         return
     weights = [{w.name: w for w in turn.plan.streamed} for turn in order.turns]
@@ -127,9 +127,9 @@ def _neighbours(cycle: Cycle) -> Iterator[tuple[Op | None, Op, Op | None]]:
 
 
 def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check the reads in the prologue of a jump to each call, and in the prologue of a cold start.  They must be the reads
-    whose copies have not been issued yet when a pass reaches this call, with the same events.  They must come after all
-    copies that were issued before the prologue."""
+    """Check the reads in the prologue of a jump to each call, and in the prologue of a cold start.  The prologue must contain
+    the reads whose copies have not been issued yet when a pass reaches this call, with the same events.  These reads must
+    come after all copies that were issued before the prologue."""
     marks = {op: after for _, op, after in _neighbours(cycle) if isinstance(op, Read)}
     lanes = LANES if cycle.plan.pulled else LANES[:1]  # a device has at least these lanes
     ahead, expected = list[Read](), dict[int, list[Read]]()

@@ -78,7 +78,7 @@ class Program:
 
     @cached_property
     def ops(self) -> Step:
-        """The ops that the program issues.  They are read from the graph only once, so the ops that are issued are the ops
+        """The ops that the program issues.  The ops are read from the graph only once, so the ops that are issued are the ops
         that were proved."""
         return tuple(op for _, ops in issued(self) for op in ops)
 

@@ -9,8 +9,8 @@ eager and captured calls are checked, which represent all sequences (happens_bef
   chunk is copied.
 * Each reader of a weight comes after a wait that covers all chunks of the weight.
 * Each weight is evicted once per step, after its last reader.
-* If two chunks use the same bytes, the last reader of one chunk finishes before the copy of the other begins.  This also
-  holds for chunks of different steps.
+* If two chunks use the same bytes, the last reader of one chunk finishes before the copy of the other begins.  The same holds
+  for two chunks of different steps.
 * The program has the same inputs, regions and collectives as the traced graph, in the same order and with the same values
   (fidelity.py).
 * A jump to a call first copies the chunks that would be in flight or in use before this call in a pass without jumps.  Then
@@ -127,7 +127,7 @@ def _raise_violations(what: str, sentences: Iterable[str]) -> None:
 
 
 def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Iterator[str]:
-    """Yield the violations of a program or a cycle, as sentences.  ``orders``: result of :func:`orders_of`, if it has
+    """Yield a sentence for each violation of a program or a cycle.  ``orders``: result of :func:`orders_of`, if it has
     already been computed."""
     cycle = Cycle.of(program)
     orders = orders or orders_of((cycle,), CHECKED_STEPS)
@@ -168,7 +168,7 @@ def _check_graph(program: Program, keys: MutableMapping[GraphModule, str]) -> Ge
 
 
 def check_turns(order: HappensBefore) -> Iterator[str]:
-    """Yield the violations in the use of slots by unrolled programs, as sentences."""
+    """Yield a sentence for each violation in the use of slots by unrolled programs."""
     lives = _lives(order)
     for life in lives.values():
         yield from _check_life(order, life)
