@@ -7,9 +7,9 @@ Contract
     of main account for the memory of the table, which stores the rows (results of the preamble), and for an arena that is
     large enough for the preamble.
 
-The preamble runs once for many steps, so none of its weights stays on the device.  All are streamed through an arena that is
-large enough for the weights of two regions.  If blocks are compiled separately, each block has its own table.  Together, the
-tables of all blocks of one type get the same share of the budget as the table of a whole model.
+The preamble runs once for many steps, so none of its weights stays on the device.  All weights of the preamble are streamed
+through an arena that is large enough for the weights of two regions.  If blocks are compiled separately, each block has its
+own table.  Together, the tables of all blocks of one type get the same share of the budget as the table of a whole model.
 """
 
 from __future__ import annotations

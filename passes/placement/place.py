@@ -129,7 +129,8 @@ def _prefix(planner: Planner, builder: PlanBuilder) -> Plan:
 
 def _smallest(planner: Planner, builder: PlanBuilder) -> Plan:
     smallest = planner.smallest(planner.goal.longest * planner.resident.step_s)
-    # a slot is rounded up to the alignment, a resident weight is not, so the plan with all weights resident may be smaller
+    # slots are rounded up to the alignment, but resident weights are not, so the plan with all weights resident may be
+    # smaller
     return builder.candidate(min(smallest, planner.all_resident, key=builder.slots))
 
 

@@ -81,8 +81,8 @@ def _kernels(program: Program, name: str) -> str:
 
 
 def check_operands(program: Program) -> Iterator[str]:
-    """Check that every operand comes before its readers.  The other checks rely on this, because they follow operands to
-    their origin."""
+    """Check that every operand comes before its readers.  The other checks rely on this order, because they follow operands
+    to their origin."""
     before = set[Node]()
     for node in program.module.graph.nodes:
         for operand in node.all_input_nodes:

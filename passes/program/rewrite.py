@@ -11,7 +11,7 @@ Contract
     Collectives keep their names from the source graph.
     Added: the transfer ops of the step (step.py) with their events, and the releases of values (lifetimes.py).
     A prefetch is placed where its window opens.  A wait is placed before the first reader of a weight or at a barrier, and an
-    evict after the last reader.  Structurally equal regions share one submodule.
+    evict is placed after the last reader.  Structurally equal regions share one submodule.
 
 :attr:`Program.ops` is the step, including releases, as it is read back from the graph.
 """
