@@ -56,11 +56,12 @@ def _cut(
 
 
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
-    """Cut a traced graph according to ``settings``, by default into as few regions as a good plan needs.
+    """Cut a traced graph according to ``settings``.  By default, it is cut into as few regions as a good plan needs
+    (placement/coarsest.py).
 
     No other function decides which weights are compressed and which are sharded.  If some weights of the model are already
-    compressed or sharded, the same weights stay so; otherwise ``settings`` decide.  Raises ChunkflowError if ``settings``
-    require sharded weights or divided exchanges, and these are not possible.
+    compressed, exactly these weights stay compressed, and likewise for sharded weights; otherwise ``settings`` decide.
+    Raises ChunkflowError if ``settings`` require sharded weights or divided exchanges, and these are not possible.
     """
     groups = settings.goal.exchange_groups
     if groups == "auto":
@@ -103,7 +104,8 @@ def _cut_undivided(traced: Traced, settings: Settings) -> Cut:
     finest, repeats = make_cut(traced, settings.group_bytes, settings.disabled), traced.repeats
     budget = goal_of_cut(traced, settings).memory is not None
     planned = plans_of(traced, settings, finest.problem)
-    # for a graph whose plan covers neither the whole model nor several repetitions, cuts are not compared by their plans
+    # cuts of a graph are not compared by their plans if the plan of the graph covers neither a whole model nor several
+    # repetitions of a block
     alone = (settings.part and repeats is None) or settings.preamble
     judge = None if alone or not budget else planned
     finest = on_peers(finest, _peer_weights(finest, settings, None if alone else planned), settings.ranks)
@@ -115,8 +117,8 @@ def _cut_undivided(traced: Traced, settings: Settings) -> Cut:
 
 
 def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Callable[[Problem], Plan]) -> Cut:
-    """Return the cut with as few regions as a good plan needs.  ``names``: names of the packed weights.  ``planned``:
-    result of :func:`plans_of`."""
+    """Return the cut with as few regions as a good plan needs (placement/coarsest.py).  ``names``: names of the packed
+    weights.  ``planned``: result of :func:`plans_of`."""
     if settings.group_bytes is not None:
         return finest
     before = _cut_before(finest, settings)

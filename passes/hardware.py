@@ -176,8 +176,8 @@ class Hardware:
             )
 
     def flops(self, dtype: str) -> float:
-        """Return the FLOP/s that the GEMMs of a model reach.  For a dtype that the profile does not list, it is the
-        slowest listed rate."""
+        """Return the FLOP/s that the GEMMs of a model reach.  For a dtype that the profile does not list, use the slowest
+        listed rate."""
         return self.eta_gemm * self._gemm(dtype)
 
     def attention_rate(self, dtype: str) -> float:

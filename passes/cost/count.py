@@ -36,7 +36,8 @@ _PRODUCTS = frozenset(
         "torchao::int_scaled_matmul",
     )
 )
-# Rows and columns of the output tiles that cuBLAS uses for large GEMMs on Hopper.  For small GEMMs, it uses smaller tiles.
+# Rows and columns of the output tiles that cuBLAS uses for large GEMMs on Hopper.  For small GEMMs, cuBLAS uses smaller
+# tiles.
 _TILE = (128, 256)
 
 
@@ -95,7 +96,7 @@ def node_flops(node: Node, values: Values) -> int:
     args, kwargs = call.args, call.kwargs
     if (
         call.name.startswith("aten::") and "attention" in call.name and args[1].shape[-2] != args[2].shape[-2]
-    ):  # possible only if sizes are estimated
+    ):  # this is possible only if sizes are estimated
         args = (*args[:2], args[2].new_empty((*args[1].shape[:-1], args[2].shape[-1])), *args[3:])
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         # the only attention op without a formula in torch; attention on fake CPU tensors is traced to this op

@@ -3,8 +3,8 @@
 The model of Inductor:
 
 * Products, attention and ops on complex numbers are separate kernels, which Inductor does not generate.
-* A pointwise value is computed inside the kernels that read it.  It is a separate kernel only if it is an output of the
-  region, an operand of a kernel that Inductor does not generate, or the result of many reads or ops.
+* A pointwise value is computed inside the kernels that read it.  A pointwise value has a separate kernel only if it is an
+  output of the region, an operand of a kernel that Inductor does not generate, or the result of many reads or ops.
 * Pointwise ops and reductions that iterate over the same number of elements are fused.  A value that only the fused kernel
   reads is never stored.
 * A value is freed after the last kernel that reads it.  A pointwise kernel overwrites an operand of the same size if no

@@ -31,7 +31,7 @@ class Live:
 
 
 class Slicing(Protocol):
-    """The slices with which a repeated region runs, see graph/regions.py."""
+    """The slices of a repeated region, see :class:`Slicing` in graph/regions.py, which this package cannot import."""
 
     @property
     def writes(self) -> Sequence[tuple[object, int | None]]: ...
@@ -92,7 +92,8 @@ def _joined(
 
 
 def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -> Profile:
-    """Return the profile of a region that runs once per slice.  Its inputs are live until its last run ends."""
+    """Return the profile of a region that runs once per slice.  The inputs of such a region are live until its last run
+    ends."""
     nodes = region.module.graph.nodes
     taken = tuple(node for node in nodes if node.op == "placeholder")
     written = tuple(node for node in nodes if node.target is _COPY)

@@ -18,7 +18,7 @@ SLICING = "chunkflow_slicing"
 
 
 def listing(module: GraphModule) -> str:
-    """Return the nodes of a graph as text.  Unused inputs are left out."""
+    """Return the nodes of a graph as text, one per line.  Unused inputs are left out."""
     nodes = (n for n in module.graph.nodes if n.op != "placeholder" or n.users)
     return "\n".join(node_text(n) for n in nodes) + "\n"
 

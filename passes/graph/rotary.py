@@ -11,11 +11,11 @@ Contract
     real views, and if the result is bit-identical.
 
 The operations are in the same order as in torch's kernel, ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``.  The last bit
-depends on which multiplications a compiler fuses with the following addition.  On a CPU, Inductor fuses none.  torch fuses
-none where it computes whole vectors, but some in the remainder of a row.  So products whose rows do not consist of whole
-vectors are not replaced.  Several threads may divide a row, so that torch's own result depends on the number of threads;
-real arithmetic gives the result of a single thread.  On a GPU, both torch's kernel and Inductor's kernel fuse ``ac`` and
-``ad`` (verified by comparing their machine code for an H100, with torch 2.11).
+depends on which multiplications a compiler fuses with the following addition.  On a CPU, Inductor fuses none of them.  torch
+fuses none where it computes whole vectors, but it fuses some in the remainder of a row.  So products whose rows do not
+consist of whole vectors are not replaced.  Several threads may divide a row, so that torch's own result depends on the number
+of threads; real arithmetic gives the result of a single thread.  On a GPU, both torch's kernel and Inductor's kernel fuse
+``ac`` and ``ad`` (verified by comparing their machine code for an H100, with torch 2.11).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch.fx import Graph, GraphModule, Node
 from .traced import Traced
 
 _aten = torch.ops.aten
-# A row whose length in complex numbers is a multiple of _FULL consists of whole vectors in torch's CPU code, whatever the
-# vector width.
+# A row with a multiple of _FULL complex numbers consists of whole vectors in torch's CPU code, whatever the width of the
+# vectors.
 _FULL = 8
 
 

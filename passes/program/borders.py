@@ -2,13 +2,14 @@
 
 verify proves passes without jumps.  At the border between two calls of such a pass, some chunks are in flight or in use.
 The prologue of a jump copies exactly these chunks, in the order in which the pass would have issued their copies.  Every
-later reader waits for one of these copies, for a later copy, or for a resident chunk.  So the call, and every call after
-it, finds the same data as in the pass, and the proof of the pass holds.
+reader after the jump waits for one of these copies, for a copy that is issued after the jump, or for a resident chunk.  So
+the call, and every call after it, finds the same data as in the pass, and the proof of the pass holds.
 
 Only the order of eager calls is checked, because a captured call waits for all copies of the prologue.
 
 Contract
-    Reads only a cycle and its order.  The chunks that are live at a border are derived from the ops, not from the plan.
+    The checks read only a cycle and its order.  The chunks that are live at a border are derived from the ops, not from the
+    plan.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _Uses = Mapping[tuple[str, int | None], list[int]]
 
 
 def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check the prologue of a jump to each call: it must copy the chunks that are in flight or in use when the second of
-    two passes reaches this call."""
+    """Check the prologue of a jump to each call: it must copy the chunks that are in flight or in use when the second of two
+    unrolled passes reaches this call."""
     begins: dict[int, int] = {}
     uses: dict[tuple[str, int | None], list[int]] = {}
     waits: dict[str, list[_Wait]] = {}
@@ -72,8 +73,9 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 class _Wait(NamedTuple):
     """A wait.  ``at``: index of the wait.  ``arrival``: index of the copy for whose arrival it waits.
 
-    The prologue of a jump records the arrivals of the copies that it repeats.  If a later op waits for the arrival of a copy
-    before the jump that is not repeated, this wait ends at once, and the copies of the prologue may still be in flight.
+    The prologue of a jump repeats copies and records their arrivals again.  An op after the jump may wait for the arrival of
+    a copy from before the jump that the prologue does not repeat.  Such a wait ends at once, although the copies of the
+    prologue may still be in flight.
     """
 
     at: int
