@@ -90,7 +90,7 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
             name = source_name(source)
             if name not in values:
                 try:
-                    values[name] = eval(name, scope)  # Dynamo's guards evaluate the same names as expressions
+                    values[name] = eval(name, scope)  # The name is an expression; guards evaluate it, too.
                 except _NO_VALUE:
                     values[name] = None
             source = getattr(source, "base", None)

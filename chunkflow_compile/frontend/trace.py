@@ -164,7 +164,8 @@ def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence
 def as_on_device(inputs: Sequence[Any]) -> list[Any]:
     """Return the inputs of a Dynamo graph, with each offloaded weight replaced by a fake tensor on the device.
 
-    In the traced graph, each weight is then an ordinary input.  The compiled graph provides the values of the weight.
+    In the traced graph, each weight is then an ordinary input.  In a call, the program gives
+    the weight's memory on the device to the compiled graph.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode

@@ -63,7 +63,7 @@ class CompileProgress:
     def __exit__(self, *_: object) -> None:
         with self._lock():
             self._threads -= Counter([threading.get_ident()])  # Drops the entry if it becomes zero.
-            # The entry still exists if the compilation failed or if its graph reads no weights.
+            # The start time is still there if the compilation failed or if its graph reads no weights.
             self._began.pop(threading.get_ident(), None)
             if self._threads:
                 return

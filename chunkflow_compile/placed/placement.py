@@ -324,7 +324,7 @@ class Placement:
             self.root.__dict__.pop(PLACEMENT, None)
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
-        """When a model is copied, set this attribute to None in the copy.  The copy is not placed until its first compiled
+        """Copy and pickle a placement as None.  A copy of a model is therefore not placed until its first compiled
         call."""
         return type(None), ()
 

@@ -150,8 +150,8 @@ class CallSite:
         """Return whether the program can run with the present ``weights`` of the call.  If it cannot, a new program is
         needed.
 
-        ``weights``: the weights, in the order of the parameters of the graph.  This method runs in every call, so its loops
-        over the weights are calls of C functions.
+        ``weights``: the weights, in the order of the parameters of the graph.  This method runs in every call, so it loops
+        over the weights with built-in functions, which run in C, and not with Python loops.
         """
         if self.active.variant is not self.variant:
             return False

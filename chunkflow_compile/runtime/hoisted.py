@@ -39,7 +39,7 @@ class Preamble:
     """Computes rows and keeps them in tables.  Each model has one table, or one table per block if blocks are compiled
     separately.
 
-    All graphs that are compiled for different sizes of one model share one preamble.
+    The graphs of a model for different input sizes share one preamble if it computes the same rows for them.
     ``key``: a value that is equal for two preambles if they compute the same rows.  ``hoisted``: names of the weights that
     only the preamble reads.  ``most_bytes``: the maximum size of each table in bytes.
     """

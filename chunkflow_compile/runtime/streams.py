@@ -271,8 +271,8 @@ class ThreadStream:
     """A stream whose work runs on a thread of its engine.
 
     ``items``: the queue.  ``since``: the time when the running work could have begun, although the thread may have woken up
-    later.  ``ended``: the time when the running work ended on the emulated link; None if the work ends when its function
-    returns.
+    later.  ``ended``: the time at which the running work counts as ended, see :meth:`end_work`; None if the work ends when
+    its function returns.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:

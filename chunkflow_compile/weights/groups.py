@@ -57,8 +57,8 @@ class Group:
     def post(self, what: str, value: Any) -> str:
         """Publish a JSON-serialisable value for the other ranks, and return the key to pass to :meth:`posted`.
 
-        ``what``: the purpose of the value.  The n-th value that a rank posts for a purpose belongs to the n-th values
-        of the other ranks for this purpose.
+        ``what``: the purpose of the value.  The n-th value that a rank posts for a purpose is matched with the n-th value
+        that each other rank posts for it.
         Raises ChunkflowError if the store cannot be reached.
         """
         with reached():
@@ -75,8 +75,8 @@ class Group:
 
         Wait at most ``seconds`` for the other ranks.  ``absent``: a function that takes the missing ranks, and returns
         whether one of them will never post; if so, the wait ends.  This function is first called after LOGGED_S
-        seconds.  If a rank is still missing at the end, this rank withdraws its value, and its next post replaces the
-        withdrawn value.  Raises the same errors as :meth:`post`.
+        seconds.  If another rank is still missing when the wait ends, the calling rank withdraws its own value, and the next
+        value that it posts replaces the withdrawn one.  Raises the same errors as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
         with reached():
@@ -112,8 +112,8 @@ class Group:
             self.store.add(f"{place}/count", 1)
 
     def find_unshared(self, model: str, ranks: Collection[int]) -> tuple[int, dict[str, Any]] | None:
-        """Find the first of ``ranks`` that has placed models of class ``model`` without other ranks more often than
-        this rank.
+        """Find the first rank in ``ranks`` with more unshared placements of models of class ``model`` than the calling
+        rank.  A placement is unshared if the rank places the model without other ranks.
 
         Returns the rank and the arguments that it passed to ``offload``, or None.  If there is such a rank, this rank's
         count is set to the count of that rank, so that the next call does not find the same placements.

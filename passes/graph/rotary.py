@@ -114,7 +114,8 @@ def _pairs(call: Callable[..., Node], operand: Any) -> Node:
 
 
 def _caller(graph: Graph, product: Node) -> Callable[..., Node]:
-    """Return a function that adds a call of an op before ``product`` with the module stack of ``product``."""
+    """Return a function that adds a call of an op to the graph.  The new node gets the module stack and the stack trace of
+    ``product``."""
     mode = product.meta["val"].fake_mode
     place: dict[str, Any] = {
         key: product.meta[key] for key in ("nn_module_stack", "stack_trace") if key in product.meta
