@@ -131,7 +131,8 @@ def remove_torn() -> bool:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a library is complete: a 64-bit ELF file ends with its section headers.
+    """Whether a library is complete.  A 64-bit ELF file is complete if it contains its section headers, which are at
+    its end.
 
     A 32-bit ELF file counts as complete, and a file in another format as incomplete.  A new file counts as complete,
     because another process may still be linking it.

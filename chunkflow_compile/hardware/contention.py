@@ -78,8 +78,8 @@ def compute_slowdown(
 ) -> float:
     """Measure the factor by which back-to-back copies slow down the MLP of a transformer block.
 
-    ``barrier``: a barrier of all ranks, so that all of them copy at the same time and pause at the same time.
-    ``copy``: a function that makes the next copy; by default it copies from host memory, through ``port``.
+    ``barrier``: a barrier of all ranks, so that all of them copy during the same periods.  ``copy``: a function that
+    makes the next copy; by default it copies from host memory, through ``port``.
     """
     host = device.type == "cpu"
     # On the CPU, copies are small, so that several of them run during each timed run, even over an emulated link.

@@ -21,7 +21,8 @@ from chunkflow_compile.units import size
 from .contention import MIB, copier, median_seconds
 from .stopwatch import Stopwatch
 
-# How often :func:`repeated_seconds` times the same GEMMs, before and after a calibration, to detect a busy machine.
+# Number of runs of the same GEMMs in :func:`repeated_seconds`, which is called before and after a calibration to detect
+# a busy machine.
 _REPEATED = 4
 # Sizes of the timed copies in bytes.  On a CPU, the time to start a copy is computed from the smallest size, and the
 # rate from the smallest and the largest size.
@@ -45,8 +46,8 @@ Figure = tuple[str, Any, str]
 
 
 def repeated_seconds(device: torch.device) -> list[float]:
-    """Time the same GEMMs several times, and return the seconds of each run.  If the times differ, other work keeps the
-    device busy."""
+    """Run the same GEMMs several times, and return the seconds that each run took.  If the runs take different times,
+    other work keeps the device busy."""
     warm_up(device)
     n, times = (1024, 4) if device.type == "cpu" else (4096, 64)
     a, b = (
@@ -139,8 +140,9 @@ def cache_rate(part: torch.Tensor, in_a_row: Callable[[Callable[[], object]], fl
     """Return the bytes/s at which kernels read and write ``part``, a tensor that fits in the cache.  Return 0 if a
     kernel takes no longer for ``part`` than for a single element.
 
-    ``in_a_row``: a function that returns the seconds per call of its argument, averaged over many calls.  The time for
-    a single element is subtracted: it is the cost to start a kernel, which plans add separately.
+    ``in_a_row``: a function that calls its argument many times, and returns the average seconds per call.  The time for
+    a single element is subtracted from the time for ``part``, because it is the cost to start a kernel, which plans add
+    separately.
     """
     short, long = (in_a_row(partial(torch.add, values, 1, out=values)) for values in (part[:1], part))
     return round(2 * (part.nbytes - part[:1].nbytes) / (long - short)) if long > short else 0

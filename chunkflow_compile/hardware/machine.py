@@ -122,8 +122,8 @@ def look() -> Machine:
     """Inspect this machine.  Allocates nothing on a GPU, and changes nothing, except that it creates a missing compile
     cache folder.
 
-    Importing torch takes more CPU time than everything else.  So a CPU build of torch is not imported; its files are
-    inspected instead.
+    Importing torch takes more CPU time than the rest of the inspection.  For a CPU build of torch, its files are
+    inspected instead; torch is imported only if they do not show that it has gloo.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "this package needs it"

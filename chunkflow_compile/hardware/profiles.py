@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The name of the profile of this machine that chunkflow calibrate has written.
 MEASURED = "measured"
 CPU = "cpu"
-# The name of an estimated profile, for a GPU without a profile: "scaled" for the current GPU of this process,
+# The name of the estimated profile of a GPU that has no other profile: "scaled" for the current GPU of this process,
 # "scaled:1" for the GPU with number 1.
 SCALED = "scaled"
 

@@ -59,8 +59,8 @@ class Pulls:
     compute_slowdown: float
 
     def rate(self, memory_rate: float, chunk_s: float) -> int:
-        """Return the bytes/s of pulls from other ranks for which :meth:`Hardware.pull_seconds` equals the measured time
-        of a chunk.
+        """Return the bytes/s of pulls from other ranks.  With this rate, :meth:`Hardware.pull_seconds` predicts the
+        measured time of a chunk.
 
         ``memory_rate``: the maximum bytes/s at which pulled bytes are written to memory.  ``chunk_s``: seconds to start
         a copy.

@@ -1,7 +1,7 @@
 """Measurement of the links of a device: collectives, copies and pulls of several ranks, and how much they slow each other
 down.
 
-Two ranks measure collectives, and all ranks measure copies and pulls that they make at the same time.
+Collectives are measured on two ranks.  Copies and pulls are measured on all ranks at the same time.
 """
 
 from __future__ import annotations

@@ -45,16 +45,16 @@ _LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
 
 
 def similar_profile(properties: Properties) -> str:
-    """Return the name of the profile to scale for a GPU: a profile of the same architecture or, if there is none, of
-    the newest architecture that is older."""
+    """Return the name of the profile to scale for a GPU.  It is a profile of the GPU's architecture or, if there is
+    none, of the latest architecture before it."""
     return _nearest(properties)[0]
 
 
 def scaled(properties: Properties, like: Hardware) -> Hardware:
     """Return an estimated profile of a GPU.  ``like``: the profile that :func:`similar_profile` names.
 
-    The PCIe bandwidth is taken from ``like``, and the rates are scaled by the properties of the GPU.  The connection to
-    other GPUs is not known, so it is assumed to be PCIe.
+    The PCIe bandwidth is taken from ``like``, and the rates of GEMMs and attention are scaled by the properties of the
+    GPU.  The connection to other GPUs is not known, so it is assumed to be PCIe.
     """
     name, processors, clock = _nearest(properties)
     # values that a driver does not report are 0

@@ -1,5 +1,4 @@
-"""Profiles of GPUs that are derived from the profile of a similar GPU, by figures from data sheets and published
-measurements.
+"""Profiles of GPUs, each derived from the profile of a similar GPU by means of data sheets and published measurements.
 
 The rates of GEMMs and attention are scaled by the number of multiprocessors, or by a published GEMM rate of the GPU.
 All other figures are from the data sheet of the GPU, proportional to a figure from it, or equal to the figures of the
@@ -85,8 +84,8 @@ _NO_HOST = {"host_bandwidth": (0.0, "0: not known; chunkflow calibrate measures 
 def _float16_figures(half: float, single: float, brain: float, source: str) -> dict[str, tuple[Any, str]]:
     """Return figures for a GPU whose tensor cores support float16 only.
 
-    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16.  ``brain`` is not used for plans,
-    only mentioned in the source.
+    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16.  ``brain`` is not used for plans;
+    only the text about the source of the figures mentions it.
     """
     efficient = 0.48 * half
     return {

@@ -12,7 +12,7 @@ import torch
 # Fraction by which times of the same work may differ on an idle machine.  On two idle cores, the times differed by at
 # most 4 %.
 SPREAD = 0.10
-# Minimum fraction of the time for which a computing thread has a CPU core if no other process uses the core.
+# A computing thread has a CPU core for at least this fraction of the time if no other process uses the core.
 _OWN = 0.90
 
 

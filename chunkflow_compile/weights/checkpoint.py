@@ -55,7 +55,7 @@ class Mappings:
         self._files: dict[str, WeightFile] = {}
 
     def part(self, tensor: torch.Tensor) -> DriveBytes | None:
-        """Return the file range that is mapped as the memory of a dense host tensor.
+        """Return the file range to which the memory of a dense host tensor is mapped.
 
         Returns None if the tensor is not a mapping of a file, if it was written, or if the file was replaced.
         Raises ChunkflowError if the file was truncated and no longer contains this range, because reading such a

@@ -1,5 +1,5 @@
-"""Ops outside programs whose schemas declare all writes.  Such an op runs on the values of the weights that
-``HostWeight.fetch`` returns."""
+"""Ops that run outside programs, and whose schemas declare all of their writes.  Instead of a weight, such an op gets
+the values that ``HostWeight.fetch`` returns."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ class Group:
         """Return rank -> posted value for the ranks that have posted a value.  A withdrawn value is None.
 
         Wait at most ``seconds`` for the other ranks.  ``absent``: a function that takes the missing ranks, and returns
-        whether one of them will never post; if so, the wait ends.  This function is first called after LOGGED_S
-        seconds.  If another rank is still missing when the wait ends, the calling rank withdraws its own value, and the next
+        whether one of them will never post; if so, the wait ends.  ``absent`` is first called after LOGGED_S seconds.
+        If another rank is still missing when the wait ends, the calling rank withdraws its own value, and the next
         value that it posts replaces the withdrawn one.  Raises the same errors as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
@@ -115,8 +115,9 @@ class Group:
         """Find the first rank in ``ranks`` with more unshared placements of models of class ``model`` than the calling
         rank.  A placement is unshared if the rank places the model without other ranks.
 
-        Returns the rank and the arguments that it passed to ``offload``, or None.  If there is such a rank, this rank's
-        count is set to the count of that rank, so that the next call does not find the same placements.
+        Returns None if there is no such rank, and otherwise the rank and the arguments that it passed to ``offload``.
+        The calling rank's count is then set to the count of the returned rank, so that the next call does not find the
+        same placements.
         """
         with reached():
             mine = self._count(_unshared_key(model, self.rank))

@@ -122,8 +122,8 @@ class _Apply:
         return self._module
 
     def _cast(self, fn: Callable[[torch.Tensor], torch.Tensor], hook: Any) -> bool:
-        """Replace the weights of a layer by cast copies before forward, and the copies by the weights after forward.
-        Return False if ``fn`` is neither the cast before forward nor the cast after it."""
+        """Before forward, replace the weights of a layer by cast copies; after forward, put the weights back.  Return
+        False if ``fn`` is neither the cast before forward nor the cast after it."""
         held = self._module._parameters
         dtype = fn(torch.empty(0, dtype=hook.storage_dtype)).dtype
         if dtype not in (hook.compute_dtype, hook.storage_dtype):

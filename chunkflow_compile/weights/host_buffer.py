@@ -20,9 +20,9 @@ packed weight is address space without pages; see ``packed.py``.  A write opens 
 values.  If the new values do not fit in the packed form, the weight is OWN and unpacked from then on.
 
 :class:`WeightLoader` chooses the initial type.  After that, the bytes can only move to OWN pages.  They keep their
-address, so that views remain valid.  ``make_private`` moves the bytes before a write, before pages that may change are
-pinned, and when a shared weight is restored.  A weight that is given other memory (``p.data = ...``) gets a new
-HostBuffer.
+address, so that views remain valid.  ``make_private`` moves the bytes before a write, before the pages of a written
+mapping are pinned or read by programs, and when a shared weight is restored.  A weight that is given other memory
+(``p.data = ...``) gets a new HostBuffer.
 
 The following copies of the values may exist.  Each copy is written only by the code that creates it:
 
@@ -84,10 +84,10 @@ class HostBuffer:
     writes to the host tensor itself.
     ``names``: all names of the weight in the model.  ``origin``: the device of the weight before it was offloaded.
     ``grad``: the gradient of the weight before it was offloaded, or None.
-    ``fill``: if a module computes the values, a function that writes them before each call; otherwise None.
-    ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``: whether pieces are kept
-    although a write was counted.  Such pieces are not read until :meth:`regain_pieces` finds that they still have the
-    values of the weight.
+    ``fill``: a function that computes the values and writes them before each call of a program; None for a weight whose
+    values are not computed.  ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``:
+    whether pieces are kept although a write was counted.  Such pieces are not read until :meth:`regain_pieces` finds
+    that they still have the values of the weight.
     ``backing``: the storage of the bytes.  ``form``: the form of the bytes.  The pages of a compressible weight contain
     no other data.
     """
@@ -141,8 +141,8 @@ class HostBuffer:
         self._uses.count_own(self.host, weight.host)
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage that nothing uses except this buffer and a weight with the host tensor
-        ``view``."""
+        """Whether the memory is a whole storage, and only this buffer and the weight whose host tensor is ``view`` use
+        it."""
         return self._uses.is_only(self.host, view)
 
     def leave(self) -> None:
@@ -240,8 +240,8 @@ class HostBuffer:
         """Return a copy of the values on the store's device.  All programs that read the weight as resident share this
         copy.
 
-        ``arena``: the arena of these programs; no step may be running in it.  An outdated copy is updated in place if
-        no program of another arena reads it.
+        ``arena``: the arena of the programs that are about to read the copy; no step may be running in this arena.  An
+        outdated copy is updated in place if no program of another arena reads it.
         """
 
         version = self.version  # read before the values, so that a write during the copy makes the copy outdated
@@ -285,7 +285,7 @@ class HostBuffer:
         return part_of(backing.read(self.name), view)
 
     def copy(self, view: torch.Tensor) -> torch.Tensor:
-        """Return the values of a view of the host tensor in separate memory.  Raises the same errors as
+        """Return a copy, in separate memory, of the values in a view of the host tensor.  Raises the same errors as
         :meth:`values`."""
         values = self.values(view)
         whole = values.untyped_storage().nbytes() == view.nbytes
@@ -478,13 +478,14 @@ class HostBuffer:
     def is_lent(self) -> bool:
         """Whether a view of unpacked values is in use, such as an array made from a tensor of a state_dict.
 
-        Always False if the weight is only a part of its storage, because the other parts have their own users.
+        Always False if the weight is only a part of its storage, because users of the other parts would be counted,
+        too.
         """
         return not self.compressed and self._uses.has_views(self.host)
 
     def on_storage_replaced(self) -> None:
-        """Warn before the weight gets a tensor in host memory as its new storage, if the weight is on the SSD and the
-        weights of the model will then exceed their limit on host memory."""
+        """Warn if the weight leaves the SSD, and the weights of the model then exceed their limit on host memory.  Call
+        this before the weight gets a tensor in host memory as its new storage."""
         if self._store is not None and self.backing.file_bytes is not None:
             how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
@@ -501,7 +502,7 @@ class HostBuffer:
         if before is Where.SHARED:
             # a device would go on reading the pages that were at this address when the memory was pinned
             self.unpin()
-            # programs then pin the weight again, even if the move below fails
+            # this makes programs pin the weight again, even if the move below fails
             self.count_write()
         self._set_backing(self.backing.make_private(self.name, lazily))
         if before is not Where.SHARED and self._store is not None:
@@ -547,7 +548,7 @@ class HostBuffer:
         self._pins.unpin()
 
     def sync_copies(self) -> None:
-        """Wait for copies from the host memory that were enqueued by steps that have already returned."""
+        """Wait for all copies that read the host memory and that earlier steps have enqueued."""
         self._pins.sync_copies()
 
 

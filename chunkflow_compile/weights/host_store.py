@@ -44,10 +44,10 @@ class HostStore:
     """The offloaded weights of the model ``root``, whose programs run on ``device``.  The store lives as long as the
     model.
 
-    ``quiet``: a function that returns a context for writes to weights; no program of the model runs in this context.
-    ``end_programs``: a function that ends the programs; their next calls start them again.  ``pins``: whether to pin
-    host memory; False after a weight could not be pinned.  ``counts``: counters of the model's programs.  ``exported``:
-    tensors of state_dicts, or their storages, that share the memory of weights.
+    ``quiet``: a function that returns a context for writes to weights; while the context is active, no program of the
+    model runs.  ``end_programs``: a function that ends the programs; their next calls start them again.  ``pins``:
+    whether to pin host memory; False after a weight could not be pinned.  ``counts``: counters of the model's programs.
+    ``exported``: tensors of state_dicts, or their storages, that share the memory of weights.
     ``bound``: the limit on host memory for the weights, in bytes, or None.
     ``rank_and_count``: the index of this rank among the ranks that share the weights, and the number of these ranks;
     None if the weights are not shared.  ``agreed_pin_bytes``: the bytes that each of the ranks that share the weights

@@ -34,8 +34,8 @@ _aten = torch.ops.aten
 _VIEWS = {_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
 # Ops whose results need the conjugate or negative bit, which a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
-# All attributes of a HostWeight.  Unlike the other attributes, "token" stays with the tensor when the values of the
-# tensor are exchanged.
+# The attributes that a HostWeight itself defines.  Those in STATE are exchanged together with the values of the tensor;
+# "token" stays with the tensor.
 _OWN = {*STATE, "token"}
 
 
@@ -136,8 +136,8 @@ class HostWeight(torch.Tensor):
 
     @property
     def writes(self) -> int:
-        """A number that changes with every write to the values: by an op on this weight or on another view of it, to
-        the host tensor, or by compiled code."""
+        """A number that changes with every write to the values, whether an op writes to this weight, to another view of
+        it or to the host tensor, or compiled code writes to the weight."""
         return self.buffer.written + self.host._version + self._version
 
     def fetch(self) -> torch.Tensor:
@@ -233,8 +233,9 @@ class HostWeight(torch.Tensor):
         self.buffer = HostBuffer(self.host, name=self.buffer.name)
 
     def _state(self) -> dict[str, Any]:
-        """Return the attributes that belong to the replaced class.  An ordinary parameter has none, because its copies
-        do not keep attributes."""
+        """Return the attributes to set on a copy of this weight: all attributes that HostWeight itself does not define.
+        If this weight replaces an ordinary parameter, there are none, because copies of a parameter do not keep its
+        attributes, either."""
         if self.kind in (torch.Tensor, nn.Parameter, nn.Buffer):
             return {}
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}

@@ -1,4 +1,4 @@
-"""Uses of the memory of a weight by programs, views, arrays and ops of other threads."""
+"""Detection of the users of a weight's memory: programs, views, arrays, and ops of other threads."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class MemoryUses:
         return _is_whole(host) and core.storage_uses(host) > self._own
 
     def is_only(self, host: torch.Tensor, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage that nothing uses except the buffer and a weight with the host tensor
-        ``view``."""
+        """Whether the memory is a whole storage, and only the buffer and the weight whose host tensor is ``view`` use
+        it."""
         return _is_whole(host) and core.storage_uses(host) <= _own(host, view) and not self._lent
 
 
@@ -52,8 +52,8 @@ def _is_whole(host: torch.Tensor) -> bool:
 def _own(host: torch.Tensor, view: torch.Tensor) -> int:
     """Return how many of the references that ``core.storage_uses`` counts are from the buffer and from its weight.
 
-    These are the two host tensors, the tensors of which they are views, and the storage object that
-    ``core.storage_uses`` creates itself.
+    They are the references from the two host tensors, from the tensors of which these are views, and from the storage
+    object that ``core.storage_uses`` itself creates.
     """
     tensors = (host, view, host._base, view._base)
     return 1 + len({id(tensor) for tensor in tensors if tensor is not None})

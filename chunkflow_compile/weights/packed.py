@@ -278,7 +278,7 @@ def mark_unfit(packed: torch.Tensor) -> None:
 
 
 def fits(packed: torch.Tensor) -> bool:
-    """Whether memory for packed values was filled, and not marked by :func:`mark_unfit`."""
+    """Whether the memory contains packed values; False if they did not fit (see :func:`mark_unfit`)."""
     return int(packed[-1]) != _DO_NOT_FIT
 
 
@@ -302,8 +302,8 @@ def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] =
 
 @contextlib.contextmanager
 def _threads(numel: int, cpus: frozenset[int] = frozenset()) -> Iterator[Run]:
-    """A context that yields a function like ``map``, for packing or unpacking ``numel`` values.  This function uses
-    several threads, or the calling thread if there are few values."""
+    """A context that yields a function like ``map``, for packing or unpacking ``numel`` values.  The yielded function
+    uses several threads, or only the calling thread if there are few values."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), -(-numel // _SERIAL))
     with _ordinary_mode():
         if threads < 2:

@@ -133,9 +133,9 @@ class Peers:
 
         All ranks call this with the weights of the same program.  ``wanted``: the weights that the plan of this rank
         shards.
-        A weight whose values differ between ranks, or that is packed on some ranks only, is not sharded on any rank.  If
-        the ranks call different programs, or one of them has not called its model for a minute, no weight is sharded from
-        then on.
+        A weight whose values differ between ranks, or that is packed on some ranks only, is not sharded on any rank.
+        If the ranks call different programs, or one of them does not call this within a minute of the others, no weight
+        is sharded from then on.
         Raises ChunkflowError, on all ranks, if a rank fails in its first call, runs out of memory, or has ended.
         """
         if not (self._node.takes_part or self._node.forked):

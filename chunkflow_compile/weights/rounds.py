@@ -118,8 +118,8 @@ class Rounds:
         return self._run_round(value, min(patience_s, self._timeout_s), _LATE)
 
     def fail(self, error: BaseException) -> None:
-        """Let the other ranks raise ``error`` in the current round, or in the next round if the current one is already
-        decided.  Does not wait for the other ranks."""
+        """Let the other ranks raise RankFailed because of ``error``, in the current round, or in the next round if the
+        current one is already decided.  Does not wait for the other ranks."""
         if not self.takes_part or self._is_reported(error):
             return
         self._reported_error = error
@@ -144,8 +144,8 @@ class Rounds:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """A context for work before a round.  The other ranks wait in the next round for this rank, however long the
-        work takes.
+        """A context for work before a round.  In the next round, the other ranks wait for this rank until the work is
+        done, or until the timeout of the group has passed.
 
         If the work raises an error, the other ranks raise it too when they reach the next round, unless a later call of
         this rank has reached that round before them.
@@ -299,8 +299,8 @@ class Rounds:
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
-        """A context for calls to the store.  If the store cannot be reached, raises RankFailed for a rank that has
-        ended, such as the rank that serves the store, or StoreEnded if all ranks still run."""
+        """A context for calls to the store.  When the store cannot be reached, raises RankFailed if a rank has ended
+        (perhaps the rank that serves the store), and otherwise StoreEnded."""
         try:
             with reached():
                 yield

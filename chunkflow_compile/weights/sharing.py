@@ -99,7 +99,7 @@ class LoadRequest:
 
 
 class SharedPages:
-    """The weights of one move that ranks share, in memory or in a scratch file.
+    """The weights that ranks share after one move to host memory.  They are in shared memory or in a scratch file.
 
     ``writes``: the names of the weights that this rank writes.  For every other weight, this rank compares its own
     values with the written values, unless all ranks read the weight from the same range of the same file.

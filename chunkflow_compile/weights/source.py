@@ -28,8 +28,8 @@ class WeightFile:
 
     ``name``: the name of the file in error messages.  ``stamp``: the device and inode numbers and the modification time
     in ns of a checkpoint, which must not change; None for a scratch file.  ``read_bytes``: bytes read so far.
-    ``left``: the addresses of pages in mappings of the file that have become private memory.  These are the first and
-    the last page of each weight that was moved, because two weights may share such a page.
+    ``left``: the addresses of pages that were mapped from the file and are private memory now.  Only the first and the
+    last page of each moved weight are recorded, because other weights may share them.
     """
 
     def __init__(self, opened: Descriptor | Path, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
@@ -125,8 +125,8 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class DriveBytes:
-    """A range of bytes in a file, as a source of copies.  It implements the methods of a flat uint8 tensor that the
-    code for copies calls."""
+    """A range of bytes in a file, as a source of copies.  It has the few methods of a flat uint8 tensor that copying
+    needs."""
 
     file: WeightFile
     offset: int
