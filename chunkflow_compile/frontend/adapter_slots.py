@@ -39,7 +39,7 @@ class Sizes:
         self._said: set[str] = set()
 
     def warn_once(self, text: str) -> None:
-        """Log a warning about a recompilation, once for all layers."""
+        """Log a warning about a recompilation, unless another layer of the model has already logged the same text."""
         if text not in self._said:
             self._said.add(text)
             _log.warning("%s", text)
@@ -70,12 +70,18 @@ class Slotted(nn.Module):
 
     @property
     def chunkflow_aside(self) -> Sequence[nn.Module]:
-        """Return the modules of the adapters if no program reads their weights.  These weights must not be offloaded."""
+        """Return the layer's modules that contain weights of adapters and that must not be offloaded.
+
+        If the layer runs PEFT's own forward, the result is empty: programs then read these weights, which may be offloaded.
+        """
         peft: Any = self
         return () if self.own else [getattr(peft, name) for name in peft.adapter_layer_names]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute PEFT's forward from the slots, with the same ops in the same order and precision."""
+        """Compute from the slots what PEFT's forward computes from the adapters.
+
+        The ops, their order and their precision are the same as in PEFT's forward.
+        """
         if self.own or kwargs:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
         if not torch.compiler.is_compiling():
@@ -167,8 +173,8 @@ class Slotted(nn.Module):
         """Copy an adapter into a slot and pad it with zeros up to the rank of the slot.  If ``a`` is None, fill the slot with
         zeros.
 
-        Zeros are written, because the values that an earlier adapter has left in the slot may be NaN, and NaN times zero is
-        NaN.
+        The zeros overwrite the values that an earlier adapter has left in the slot.  Multiplying these values by zero later
+        would not be enough, because they may be NaN, and NaN times zero is NaN.
         """
         into_a, into_b = self._views(host, slot)
         rank = 0 if a is None else a.shape[0]
@@ -182,7 +188,8 @@ class Slotted(nn.Module):
     # activated, before the guards run.
 
     def choose_forward(self) -> None:
-        """Grow the slots if the adapters of this layer need it, and choose the forward for the active adapters."""
+        """Choose between PEFT's own forward and the forward with slots, depending on the active adapters.  If the adapters
+        do not fit the slots, replace the slots by larger ones."""
         peft: Any = self
         active = [name for name in peft.active_adapters if name in peft.lora_A]
         kinds = {name: _kind(peft, name) for name in active}
@@ -217,8 +224,11 @@ class Slotted(nn.Module):
         self.slot_rank, self._held, self._alive = rank, (), []
 
     def mark_stale(self) -> None:
-        """Make the next call fill the slots again.  Otherwise it would miss a hotswap, which does not change the versions of
-        the weights."""
+        """Make the next call of the layer fill the slots again.
+
+        This is needed after a hotswap of adapters, which :meth:`fill` does not notice, because the versions of the weights
+        stay the same.
+        """
         self._held = ((),) * len(self.scale)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -244,14 +254,18 @@ class Slotted(nn.Module):
 
 
 def _values(weight: Any) -> torch.Tensor:
-    """Return the values of an adapter's weight.  The weight is offloaded if a program with PEFT's own forward has read it."""
+    """Return the values of an adapter's weight.
+
+    If the layer has run PEFT's own forward in a program, the weight is offloaded, and its values are in the host store.
+    """
     return weight.values_on_host if isinstance(weight, HostWeight) else weight
 
 
 def _state(weight: Any) -> tuple[int, int, int]:
     """Return a value that changes whenever a weight is replaced, reallocated or overwritten.
 
-    Writes to inference tensors do not change the value, because inference tensors have no version.
+    There is one exception: if an inference tensor is overwritten, the returned value stays the same, because inference
+    tensors have no version.
     """
     values = _values(weight)
     return id(weight), values.data_ptr(), -1 if values.is_inference() else values._version

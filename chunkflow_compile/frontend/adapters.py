@@ -170,7 +170,8 @@ def _forget(model: Any, names: Sequence[str]) -> None:
 def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None, late: bool = False) -> None:
     """Add slots to a layer of PEFT.
 
-    ``dtype``: the dtype of adapter weights in this layer, or None for the dtype of an adapter that the layer already has.
+    ``dtype``: the dtype that PEFT gives the weights of adapters in this layer.  If it is None, the slots get the dtype of an
+    adapter that the layer already contains.
     ``late``: whether the layer was an ordinary layer until an adapter was loaded.
     """
     weights = [a.weight for a in layer.lora_A.values()]
@@ -199,7 +200,7 @@ def _unslot(layer: Any) -> None:
 
 
 def _make_ordinary(model: nn.Module, layers: Iterable[Any]) -> None:
-    """Replace these layers of PEFT by the ordinary layers that PEFT had replaced."""
+    """Remove PEFT's ``layers`` from a model, and put back the ordinary layers that PEFT had replaced by them."""
     replaced = {id(layer) for layer in layers}
     for parent in [*model.modules()]:
         for name, layer in [*parent.named_children()]:

@@ -26,13 +26,14 @@ from chunkflow_compile.weights.modules import hook_registry
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# With more layers than this, a part may have enough ops for fusion to pay off.  Embeddings in diffusers have up to seven.
+# With more layers than this, a part may have enough ops for fusion to pay off.  The embeddings of models in diffusers have up
+# to seven layers.
 _MOST_LAYERS = 8
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A block type: modules that are compiled once.
+    """A block type: modules that share one compilation.
 
     ``name``: the name of their class.  ``members``: the modules by their names, in the order of the model.  ``counters``: the
     attributes that forward reads and whose values differ between members, such as a block index.  Such attributes force a
@@ -188,7 +189,11 @@ def structure_of(module: nn.Module) -> object:
 
 
 def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the attributes that the modules' methods read and that differ between most of the modules."""
+    """Return the names of the attributes that the modules' methods read and whose values differ from module to module.
+
+    An attribute counts if it has more than half as many different values as there are modules, and if there are more than
+    two modules.
+    """
     read = {name for m in modules[0].modules() for name in names_read(type(m))}
     attributes = [dict(_attributes(m)) for m in modules]
     values = {name: {repr(of_one.get(name)) for of_one in attributes} for name in attributes[0]}

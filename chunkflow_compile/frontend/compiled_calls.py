@@ -93,8 +93,8 @@ class CallWithProgress:
     """Calls a compiled model and shows the progress of its compilations.
 
     If the budget is too small for one of the model's parts, the call raises the error of the part that needs the most memory.
-    When a call fails, the programs that it has started end, so that plans ignore the activations of input sizes at which no
-    call has succeeded.
+    When a call fails, this object ends the programs that the call has started.  Otherwise plans would count the activations
+    of input sizes at which no call has succeeded.
     """
 
     def __init__(self, model: nn.Module, progress: CompileProgress, whole: bool = False) -> None:

@@ -32,8 +32,9 @@ from chunkflow_compile.weights.rounds import cause_of
 # error is known, the number of the rank that failed and its error message (otherwise None).
 _WANTED, _GROUPS, _FAILED = "wanted", "groups", "failed"
 _NOTE = "the exchanges of attention are"
-# A rank in several process groups posts in one group after the other.  Its records contain the smallest number and the error
-# that it has read so far.  The second round passes these on to the groups in which the rank posted before it had read them.
+# A rank in several process groups posts in one group after the other.  Each of its records contains the smallest number of
+# groups of heads, and the error, that the rank has read so far.  In the first round, a rank posts in some groups before it
+# has read the records of other groups.  In the second round, it posts in all groups what it has read in the first.
 _ROUNDS = 2
 
 
@@ -41,8 +42,8 @@ _ROUNDS = 2
 class _Choice:
     """The choice of this rank.
 
-    ``groups``: number of groups of heads.  ``note``: note for the user.  ``traced``: the graph; its exchanges are divided if
-    the user has passed the number of groups.  ``error``: error that prevents the choice, or None.
+    ``groups``: number of groups of heads.  ``note``: note for the user.  ``traced``: the graph.  If the user has passed the
+    number of groups, its exchanges are already divided.  ``error``: error that prevents the choice, or None.
     """
 
     groups: int
@@ -102,8 +103,10 @@ def _exchanged(traced: Traced) -> Collection[str]:
 
 
 def _occasion(traced: Traced) -> str:
-    """Return the key under which the ranks post their records for this part of the model in the stores of their process
-    groups.  The key is the same on all ranks."""
+    """Return the key under which the ranks post their records about this part of the model.
+
+    The records are in the stores of the process groups, and the key is the same on all ranks.
+    """
     names = "\n".join(parameter.name for parameter in traced.parameters)
     return f"exchange groups {hashlib.sha256(names.encode()).hexdigest()[:16]}"
 
@@ -157,7 +160,7 @@ class _ErrorOfRank(ChunkflowError):
 
 
 def _report(error: Exception, rank: int) -> tuple[int, str]:
-    """Return the rank on which an error has occurred, and its message.  ``rank``: number of this rank."""
+    """Return the number of the rank on which an error has occurred, and the error message.  ``rank``: number of this rank."""
     return (error.rank, error.cause) if isinstance(error, _ErrorOfRank) else (rank, cause_of(error))
 
 

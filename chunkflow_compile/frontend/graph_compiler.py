@@ -72,13 +72,13 @@ class GraphCompiler:
 
     ``weights``: the weights by their parameter names.  ``index``: the index of the model that contains the weights.
     ``report``: a function that is called with the name of each stage of the compilation.  ``expected``: the goal that the
-    owner of the model's placement expects to set, or None (see :class:`Placement`).  ``pieces``: the size in bytes of the
-    shards (*pieces*) that this rank keeps of the weights that only other parts of the model read.  ``slow``: see
-    :class:`Traced`.  ``root``: a function that returns the model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``:
-    notes for the user on decisions that were made before planning.  ``survey``: the survey (survey.py) during which the graph
-    is compiled; None if the graph is compiled for an ordinary call.  ``agreed``: empty, or one pair: the number of groups of
-    heads on which the ranks have agreed, and the notes about this number.  If a rank compiles the graph again at fixed sizes,
-    it uses this number again instead of asking the other ranks.
+    owner of the model's placement expects to set, or None (see :class:`Placement`).  ``pieces``: the number of bytes that
+    this rank stores for sharded weights that only other parts of the model read; the rank stores one shard (*piece*) of each
+    weight.  ``slow``: see :class:`Traced`.  ``root``: a function that returns the model, or None.  ``by_kind``: see
+    :func:`chunkflow`.  ``notes``: notes for the user on decisions that were made before planning.  ``survey``: the survey
+    (survey.py) during which the graph is compiled; None if the graph is compiled for an ordinary call.  ``agreed``: an empty
+    list until the ranks have agreed on the number of groups of heads; then a list with one pair (this number, the notes about
+    it).  If a rank compiles the graph again at fixed sizes, it uses this number again instead of asking the other ranks.
     """
 
     chosen: Options
@@ -221,7 +221,10 @@ class GraphCompiler:
 
 
 def _compile_whole(compiler: GraphCompiler, traced: Traced, settings: Settings) -> CompiledGraph:
-    """Compile a graph with hoisted products as one program.  Call this function only while Dynamo is not compiling."""
+    """Compile a graph as one program without hoisting, after hoisting has turned out not to pay off.
+
+    Call this function only while Dynamo is not compiling.
+    """
     with tracing(TracingContext(_fake_mode(traced.graph))):
         return compiler._graph(traced, settings, HostConstants(compiler.device))
 
@@ -287,8 +290,10 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
 
 
 def _room_advice(program: Program, chosen: Options, outside: int, arena: int, goal: Goal) -> str:
-    """Return a sentence that states the minimum memory.  It is part of the error message that appears if the arena does not
-    fit."""
+    """Return a sentence that states the minimum memory of a program.
+
+    It is part of the error message for the case that the device does not have enough memory.
+    """
     outside += goal.counted(program.problem.live_bytes)
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside, arena)
     budget = "No budget was given" if goal.memory is None else f"The budget was {goal.option}={size(goal.memory)}"

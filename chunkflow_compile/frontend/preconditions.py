@@ -113,7 +113,9 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
 
 
 def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
-    """Warn if no weight of a module streams although the module may be a block of a larger model that was not found.
+    """Warn if no weight of a module streams, and the reason may be that the module is only a block of a larger model.
+
+    In this case, the larger model was not found, and the block was planned by itself.
 
     ``made``: the programs that were compiled for the module.
     """
@@ -139,7 +141,7 @@ def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
     return sum(w.nbytes for w in {id(w): w for w in weights}.values() if w.nbytes >= min_bytes)
 
 
-@functools.cache  # so that all blocks in a process cause one warning
+@functools.cache  # so that all blocks in a process together cause only one warning
 def warn_once(said: str) -> None:
     """Log a warning, unless this process has already logged the same warning."""
     _log.warning("%s", said)

@@ -29,8 +29,8 @@ class Survey(FakeTensorMode):
     """The FakeTensorMode for a call of a model in which each part is planned, but no part runs.
 
     ``largest``: among the errors so far, the error of the part that needs the most memory.
-    ``whole``: whether a graph with dynamic shapes that does not fit raises its error at once.  Otherwise the graph is
-    compiled again for fixed sizes, at which blocks can be split.
+    ``whole``: whether the compilation of a graph with dynamic shapes fails at once if the graph does not fit the budget.
+    Otherwise the graph is compiled again for fixed sizes, at which blocks can be split.
     """
 
     def __init__(self, first: BudgetError, whole: bool) -> None:

@@ -62,7 +62,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 
         return lower_to_aten(graph, example_inputs, compiler)[0]
 
-    # Dynamo counts each trace as one more compilation of the model's code, although no call of the model uses the trace
+    # Raise Dynamo's limits, because Dynamo counts each trace as one more compilation of the model's code.
     limits = dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     with torch.no_grad(), limits:
         try:
@@ -117,11 +117,11 @@ def lower_to_aten(
 ) -> tuple[Callable[..., Any], Any]:
     """Lower a Dynamo graph to an ATen inference graph, and pass the ATen graph to ``compiler``.
 
-    Returns a pair: the function that Dynamo should call, and the result of ``compiler``, which is called by the first
-    function.
+    Returns a pair: the function that Dynamo should call, and the callable that ``compiler`` has returned.  The function calls
+    this callable.
     """
     cached = torch._functorch.config.enable_autograd_cache
-    autocast = core.autocasts()  # AOTAutograd turns autocast off in compilations, and its wrapper turns it off in calls
+    autocast = core.autocasts()  # if so, the wrapper is needed: it turns autocast off in calls, as in the compilation
     on_device, compiled, direct = as_on_device(example_inputs), list[Any](), False
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -164,8 +164,8 @@ def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence
 def as_on_device(inputs: Sequence[Any]) -> list[Any]:
     """Return the inputs of a Dynamo graph, with each offloaded weight replaced by a fake tensor on the device.
 
-    In the traced graph, each weight is then an ordinary input.  In a call, the program gives
-    the weight's memory on the device to the compiled graph.
+    In the traced graph, each weight is then an ordinary input.  In a call, the program passes the memory that contains the
+    weight on the device as this input.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
@@ -275,10 +275,10 @@ def _stop(*_: Any) -> Any:
 
 
 def move_tables(graph: GraphModule, device: torch.device) -> tuple[int, ...]:
-    """Find the inputs with which a graph does nothing but move them to ``device``, and change the graph to take them on
-    ``device``.
+    """Find the inputs whose only use in a graph is that they are moved to ``device``, and change the graph so that it expects
+    them on ``device``.
 
-    Returns the positions of these inputs.  The caller must move them to ``device``.
+    Returns the positions of these inputs.  The caller must move them to ``device`` before it calls the graph.
     For example, Qwen-Image keeps its rotary tables on the CPU and moves them to the GPU in every forward.  This copy from
     pageable memory would synchronize host and GPU in every step.  Therefore ``HostConstants`` in ``runtime/graph.py`` moves
     the tables only once.

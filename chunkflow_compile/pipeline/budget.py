@@ -2,8 +2,8 @@
 
 Phases that alternate in every step share one arena for weights; each of the others has its own arena.  The programs of phases
 with a shared arena run as one cycle, and one plan covers them all.  Before a phase begins, the arenas of other phases are
-freed, least recently used first, until the weights and the activations of the phase fit.  In each call of a phase, the memory
-that it needs in addition to its weights is measured.  The weights are then planned for the rest of the budget.
+freed, least recently used first, until the weights and the activations of the phase fit.  During each call of a phase, the
+memory that the call needs in addition to the weights is measured.  The weights are then planned for the rest of the budget.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Budget:
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
-        """Return the context in which a generation runs, that is, one call of a pipeline.
+        """Return the context in which a generation, that is, one call of a pipeline, runs.
 
         The caller must hold ``turn``.  When the first generation after compile(pipe) ends, the figures of all phases are
         logged.
@@ -352,7 +352,7 @@ class Budget:
             phase.learn(max(0, peak - after - others, pool), steady=held == after)
         try:
             replanned = self._plan(phase)
-        except ChunkflowError:  # a call with smaller inputs may still fit
+        except ChunkflowError:  # forget what this call has added: calls with smaller inputs may still fit
             phase.unlearn(learned)
             self._settled = False
             raise

@@ -26,7 +26,8 @@ _WIDEN = "_maybe_expand_transformer_param_shape_or_error_"
 
 
 def in_turns(cls: type) -> type:
-    """Return a subclass of a pipeline's class.  Calls of its instances run one at a time, and check the components first.
+    """Return a subclass of a pipeline's class.  When an instance is called, it waits until no other generation runs, checks
+    its components, and then runs.
 
     If ``cls`` is already such a subclass, it is returned unchanged.  This happens for copies of compiled pipelines.
     """

@@ -53,7 +53,7 @@ class Phase:
 
     ``name``: the name of the component in the pipeline.  ``root``: the model; the phase keeps only a weak reference to it.
     ``arena``: the arena for the weights, which other phases may share.  ``counts``: whether the budget of plans covers the
-    predicted activations.  If it does, blocks are split if memory is short.
+    predicted activations.  In this case, blocks are split when memory is short.
     ``activations``: the peak number of bytes on the device during a call, without the bytes in arenas, but including the
     small weights of all phases; 0 until a call has ended.  ``measured``: whether ``activations`` was measured.
     ``budget``: the size in bytes of the weights on the device for which the programs are planned; None before the first plan.
@@ -300,7 +300,8 @@ class Phase:
 
 
 def _planned_s(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
-    """Return the predicted seconds for the calls of a cycle that have these keys; None if the plan has no prediction.
+    """Return the predicted seconds for those calls of a cycle whose keys are in ``keys``; None if the cycle's plan has no
+    prediction.
 
     The time of a call is counted from its beginning to the beginning of the next call.
     """

@@ -44,8 +44,8 @@ def compile_phase(
     # Activations that are not predicted are measured in the first call.  Until they are measured, weights may use the whole
     # budget.
     expected = replace(chosen.goal, memory=max(0, left + phase.kept), activations=phase.counts)
-    # Arena and goal are not passed as options: for new options, Dynamo recompiles and also keeps the code for the old
-    # options.
+    # Arena and goal are not passed as options: whenever an option changes, Dynamo recompiles, and it also keeps the code that
+    # was compiled for the old options.
     placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
     # the methods whose calls are intercepted; empty if calls of the module are intercepted
     methods: tuple[str, ...] = ()

@@ -62,7 +62,7 @@ class CompileProgress:
 
     def __exit__(self, *_: object) -> None:
         with self._lock():
-            self._threads -= Counter([threading.get_ident()])  # Drops the entry if it becomes zero.
+            self._threads -= Counter([threading.get_ident()])  # Removes the thread if its count becomes zero.
             # The start time is still there if the compilation failed or if its graph reads no weights.
             self._began.pop(threading.get_ident(), None)
             if self._threads:
@@ -131,7 +131,7 @@ class CompileProgress:
         return f"{part} for other inputs" if self._kinds else f"{part} (graph {self._done + 1})"
 
     def _called(self) -> str:
-        """Return the name of the innermost module of the model that this thread is calling; empty for the model itself.
+        """Return the name of the innermost module, within the model, that this thread is calling; empty for the model itself.
 
         The module is found on the call stack, because Dynamo does not pass to its callbacks which code it compiles.
         """

@@ -36,7 +36,8 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return one sentence per block type about a placed model's hoisted weights and the hits and misses of their tables.
+    """Return one sentence per block type: how many weights of a placed model are hoisted, and how often their tables had hits
+    and misses.
 
     Empty if no weights are hoisted.
     """

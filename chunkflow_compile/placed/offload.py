@@ -289,7 +289,7 @@ def refuse_applied(model: nn.Module) -> None:
 def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Move the parameters of a placed model back to their original devices, bit for bit; return ``model``.
 
-    ``device``: the device to move the parameters to instead, or None.
+    ``device``: the device to move the parameters to; None stands for their original devices.
     Raises ChunkflowError if the device does not have enough memory; the weights that do not fit stay offloaded.
     """
     target = None if device is None else check_device(device)
@@ -307,8 +307,8 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
 
 
 def programs(model: nn.Module) -> tuple[SingleCall, ...]:
-    """Return the programs that run on a placed model, oldest first.  Each program provides its plan, listing, measurements
-    and slots."""
+    """Return the programs that run on a placed model, oldest first.  The attributes of a program include its ``plan`` and
+    its ``measurements``."""
     running = (p for placement in placements_of(model) for p in placement.programs if not p.closed and not p.preamble)
     return tuple(sorted(dict.fromkeys(running), key=lambda program: program.started))
 
@@ -316,8 +316,8 @@ def programs(model: nn.Module) -> tuple[SingleCall, ...]:
 def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
     """Return the cycles in which programs of a placed model run.  The currently running cycle comes first.
 
-    Each cycle provides its plan and its number of jumps.  Programs that alternate become a cycle after their order has
-    repeated and a plan has been made.
+    The attributes of a cycle include its ``plan`` and its number of ``jumps``.  Programs that alternate become a cycle after
+    the order of their calls has repeated and a plan has been made for this order.
     """
     orders = dict.fromkeys(program.order for program in programs(model))
     by_order = (sorted(order.cycles, key=lambda cycle: cycle is not order.current) for order in orders)

@@ -284,9 +284,9 @@ class Placement:
     def move_small(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
         """Cast the tensors that are not in the host store, and move them to the compute device.
 
-        If host memory is limited, a tensor that is mapped from a checkpoint is copied.  Otherwise, in every step, the
-        operating system might drop the pages of the tensor and read them again, together with a large part of the file
-        around them.
+        If host memory is limited, a tensor that is mapped from a checkpoint is copied.  Without the copy, the operating
+        system might, in every step, drop the pages of the tensor and read them again from the file, together with a large
+        part of the file around them.
         """
         mappings = None if self.store.bound is None else Mappings()
         with torch.no_grad():
@@ -309,7 +309,7 @@ class Placement:
         ``device``: the device to move the parameters to; by default, each parameter returns to its original device.
         ``error``: if the placement is undone because of an error, this error; otherwise None.
         """
-        with compile_lock, self.lock():  # Held, so that no other thread traces the hooks meanwhile.
+        with compile_lock, self.lock():  # so that no other thread traces the hooks meanwhile
             self.free()
             self.store.release(device, error)
             before = {id(tensor): values for tensor, values in self._moved}

@@ -28,9 +28,9 @@ class Note:
 
     ``cost_s``: the duration of the computation, collective or copy in seconds.  ``window``: the number of the window of
     the region or copy.  ``slot``: the offset in the arena in bytes.  ``nbytes``: the number of bytes that are copied or
-    sent, or the size of the input in bytes.  ``slack_s``: the seconds between the arrival of the weight and its first
-    reader.  ``late``: the word that is printed before a negative slack.  ``said``: the text to print if there is no
-    slack.
+    sent, or the size of the input in bytes.  ``slack_s``: the seconds between the arrival of the weight and the start of
+    its first reader.  ``late``: the word that is printed before a negative slack.  ``said``: the text to print if
+    there is no slack.
     """
 
     cost_s: float | None = None
