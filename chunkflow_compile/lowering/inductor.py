@@ -150,11 +150,11 @@ def _only_computes(node: Node) -> bool:
 
 @contextlib.contextmanager
 def _unused_floats_hidden(mode: FakeTensorMode | None, module: GraphModule) -> Iterator[None]:
-    """Hide symbols from AOTAutograd: the symbols of the float inputs that a region does not use.
+    """A context that hides from AOTAutograd the symbols of those float inputs that a region does not use.
 
-    Before the graph was cut into regions, AOTAutograd has turned float inputs of the model into tensors.  When AOTAutograd
-    compiles a region, it looks for the symbols of all float inputs of the model.  If AOTAutograd does not find the symbol of
-    a float in the region, it makes Dynamo trace the model again, with this float as a constant.
+    AOTAutograd already turned the float inputs of the model into tensors before the graph was cut into regions.  When it
+    later compiles a region, it looks for the symbols of all these inputs in the region.  If AOTAutograd does not find the
+    symbol of a float in the region, it makes Dynamo trace the model again, with this float as a constant.
     """
     hints: dict[Any, Any] = {} if mode is None or mode.shape_env is None else mode.shape_env.backed_var_to_val
     used = symbols_of([node.meta.get("val") for node in module.graph.nodes])

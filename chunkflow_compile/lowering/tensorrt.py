@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
-# With these settings, a region is compiled as a whole, or an error states the reason.  Engines are kept in memory only,
-# because Inductor's cache cannot store them.  By default, torch-tensorrt assumes that every attention mask is causal, and
-# drops the mask.
+# With these settings, a region is either compiled as a whole, or not at all, and then an error says why.  Engines are kept in
+# memory only, because Inductor's cache cannot store them.  By default, torch-tensorrt assumes that every attention mask is
+# causal, and drops the mask.
 SETTINGS = {
     "require_full_compilation": True,
     "min_block_size": 1,

@@ -42,8 +42,8 @@ class SharedDevice(Protocol):
         """Free memory that other arenas hold on the device, because ``arena`` is about to allocate ``nbytes``."""
 
     def most_bytes(self, arena: Arena) -> int | None:
-        """Return the maximum total bytes of weights in ``arena``.  None means that only the budgets of its models limit
-        it."""
+        """Return the maximum total bytes of weights in ``arena``.  None means that only the budgets of the models in the
+        arena limit this total."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Binding:
     ``slots``: name of a streamed weight -> its bytes in the arena's memory, uint8.
     ``hosts``: name of a streamed weight -> its bytes in host memory or on the SSD, uint8.
     ``state``: the contents of the slots.  All programs that place the same weights in the same slots share this object, and
-    all calls of a cycle share it as well.  None if no other program uses the same slots for the same weights.
+    all calls of a cycle share it as well.  If ``state`` is None, the executor creates an object for itself.
     """
 
     arena: Arena
@@ -155,8 +155,8 @@ class Arena:
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
         # Cycles that place the same weights in the same slots share one state object, which describes the contents of the
-        # memory.  The key of this object in ``_states`` also contains which weights are read from the SSD, because this can
-        # change while the values of a weight stay the same: after a failed write to a weight, cycles that are bound from
+        # memory.  The key of this object in ``_states`` also says for each weight whether it is read from the SSD, because
+        # this can change although the weight keeps its values: after a failed write to a weight, cycles that are bound from
         # then on no longer read this weight from the SSD.
         weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
@@ -340,7 +340,7 @@ class Arena:
                 self.release(bound)
             streams, memory = self._streams, self._memory
             self._streams = self._memory = self.contents = None
-            self._states.clear()  # an ended program may keep its contents alive, whose events belong to the old streams
+            self._states.clear()  # an ended program may keep a state alive, but the events in it belong to the old streams
             streams.close()
             if self._reader is not None:
                 self._reader.close()

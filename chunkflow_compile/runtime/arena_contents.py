@@ -48,10 +48,11 @@ class ArenaContents:
         return self._call_count - 1
 
     def idle_before(self, number: int, begin: float, end: float) -> float:
-        """Return the seconds from the end of the previous call to ``begin``; 0 if the previous call was not measured.
+        """Return the seconds for which no call ran before a call began: the time from the end of the previous call to
+        ``begin``; 0 if the previous call was not measured.
 
-        ``number``, ``begin``, ``end``: the number of this call, and the times in seconds when it began and ended.  The
-        number and the end time are stored for the next call.
+        ``number``, ``begin``, ``end``: the number of a measured call, and the times in seconds when this call began and
+        ended.  Its number and its end time are kept until this method is called for the next measured call.
         """
         before, self._last_end = self._last_end, (number, end)
         return max(0.0, begin - before[1]) if before is not None and before[0] == number - 1 else 0.0

@@ -194,8 +194,7 @@ class BoundCycle:
         self._binding = None
 
     def _renew(self, names: Sequence[str]) -> None:
-        """Copy each resident weight outside the arena's memory to the device again if it was written since it was last
-        copied.
+        """If a resident weight outside the arena's memory was written since it was last copied, copy it to the device again.
 
         ``names``: names of the weights of the call.  If the host bytes of any of these weights have moved or are no longer
         pinned, the whole cycle is unbound instead.
@@ -227,9 +226,9 @@ class BoundCycle:
     def _make_executor(self, call: CallSite, number: int) -> Executor:
         cycle, placed = self.cycle, self.calls[number]
         names = self._names_in_cycle(call, number)
-        # There are two cases.  The call may run another graph than the planned call, for example because its input size
-        # differs.  Or both calls run the same graph on the same weights in another order: for example, the projections of
-        # queries and keys are swapped.
+        # The program of the planned call cannot be used in two cases.  In the first case, this call runs another graph, for
+        # example because its input size differs.  In the second case, both calls run the same graph, but with the weights in
+        # another order: for example, the projections of queries and keys are swapped.
         if call.variant.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
             placed = call.in_cycle(call.names() | names)
             cycle = cycle.at(number, self._program_for(call, number, placed))
@@ -242,8 +241,8 @@ class BoundCycle:
         return Executor(cycle.calls[number], run, self._bind(call), poison, cycle, file, self._versions, captures)
 
     def _program_for(self, call: CallSite, number: int, placed: Call) -> Program:
-        """Return a program for a call at position ``number`` in the cycle.  The graph or the sizes of this call differ from
-        the planned call."""
+        """Return a program for a call at position ``number`` in the cycle.  The call for which this position was planned has
+        another graph, other sizes, or its weights in another order."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         earlier = [(self.cycle.calls[number], self.calls[number].cut)]
         earlier += [(e.program, other.variant.cut) for other, e in [*self._executors[number].items()]]

@@ -112,8 +112,8 @@ class CallSite:
 
     @property
     def budget(self) -> tuple[int, int | None] | None:
-        """A pair of an id of the model and the maximum bytes that the model's offloaded weights may occupy on the device
-        under the newest goal.
+        """A pair: an id of the model, and the maximum bytes of device memory that the newest goal allows for the model's
+        offloaded weights.
 
         The bytes are None if there is no limit.  Instead of a pair, the property is None in two cases: for a program without
         offloaded weights, which needs no budget, and for a preamble, because the budget of its main program covers both
@@ -187,7 +187,8 @@ class CallSite:
         return True
 
     def _watch(self, states: Sequence[tuple[Any, ...]]) -> None:
-        """Store the states of the offloaded weights, with which :meth:`fits` compares the states at the next call."""
+        """Store the states of the offloaded weights.  At the next call, :meth:`fits` compares the new states with the stored
+        ones."""
         buffers = [*self.buffers.values()]
         exposed = [i for i, buffer in enumerate(buffers) if buffer.exposed]
         self._states = states

@@ -44,11 +44,11 @@ def collective_issue(target: Target, node: Node, window: int, stream: Stream | N
 
 
 def start_issue(target: Target, collective: Issue, completion: Issue | None = None, ended: Any = None) -> Issue:
-    """Return a function that issues a collective.  The collective starts once compute has reached the point at which it is
-    issued.
+    """Return a function that issues a collective.  On the device, the collective waits for all compute work that was enqueued
+    earlier.
 
     If ``completion`` is given, the function also issues the completion of the collective to the stream of completions, and
-    records the event ``ended`` after it.
+    then records the event ``ended`` on this stream.
     """
     compute, stream, started = target.device.compute, target.device.collective, target.started
     completions, in_flight = target.device.completion, target.in_flight

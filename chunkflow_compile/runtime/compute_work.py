@@ -51,8 +51,8 @@ class PicksAndDrops:
     drops: list[int] = field(default_factory=list)
 
     def work(self) -> Work:
-        """Return the work as a function.  When this function runs, it also performs the picks and drops that were added to
-        the lists after this call."""
+        """Return the work as a function.  When this function runs, it performs all picks and drops that are then in the
+        lists, including those that were added after ``work`` had returned."""
         return partial(_pick_and_drop, self.picks, self.drops)
 
 
@@ -101,7 +101,8 @@ def node_work(target: Target, node: Node) -> Work:
 
 
 def poison_work(target: Target, weight: str) -> Work:
-    """Return the work that overwrites the streamed chunks of an evicted weight, which every step copies again.
+    """Return the work that overwrites those chunks of an evicted weight that are streamed, that is, copied again in every
+    step.
 
     No event is needed between this work and the next copies of these chunks, because these copies wait for their window,
     which opens later on the same compute stream.

@@ -30,8 +30,8 @@ from .torch_cuda import TorchCuda
 class CudaDevice(Device):
     """Issues compute and collectives on the caller's stream, and copies on a separate stream.
 
-    The process group runs each collective on its own stream, and the caller's stream waits for the end of the collective at
-    wait_tensor.
+    The process group runs each collective on its own stream, and wait_tensor makes the caller's stream wait for the end of
+    the collective.
     """
 
     name = "cuda"
@@ -75,8 +75,8 @@ class CudaDevice(Device):
         self._memory = None
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep track of tensors outside the arena that steps read, because the memory of such a tensor may be freed while a
-        step is in flight."""
+        """Remember ``tensors``.  Steps read them, but they are not in the arena's memory, so their memory may be freed while
+        a step is in flight."""
         self._outside = [ref for ref in self._outside if ref() is not None] + [weakref.ref(t) for t in tensors]
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
@@ -126,7 +126,7 @@ class CudaDevice(Device):
         for lane in self.lanes:
             lane.synchronize()
         if self._launched is not None and not self.copy.inherited:
-            self._launched.synchronize()  # the copies in a graph run on other streams
+            self._launched.synchronize()  # a graph's copies do not run on the streams of the lanes
 
     def why_not_recorded(self) -> str:
         if torch.version.hip is not None:

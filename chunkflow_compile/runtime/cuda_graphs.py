@@ -53,7 +53,8 @@ _WORTH_A_GRAPH = 0.6
 # With "auto", the number of measured steps after which it is decided whether a call is recorded: half of the steps that are
 # measured at the start.
 _MEASURED = FIRST_STEPS // 2
-# The maximum number of values in ``CaptureLog.step_s`` and in ``CaptureLog.shares``: about the steps of one or two images.
+# The maximum number of values in ``CaptureLog.step_s`` and in ``CaptureLog.shares``: about as many as the steps of one or two
+# images.
 _KEPT_SECONDS = 64
 
 
@@ -62,13 +63,13 @@ class CaptureLog:
     """The log of captures of one call into CUDA graphs.  The log outlives the individual graphs of the call.
 
     ``counts``: the counters of the model.  ``wanted``: the value of the option cudagraphs.  ``why_not``: the reason why the
-    call is never recorded; empty if it has been recorded or may still be.  ``passes``: the number of passes that were issued
+    call is not recorded from now on; empty as long as it may be recorded.  ``passes``: the number of passes that were issued
     op by op; once it is ``PASSES``, the call may be recorded.  ``captures``: the number of recordings.  ``launches``: the
     total number of launches of all recorded graphs.
     ``capture_s``: the duration of the latest recording in seconds.  ``nbytes``: bytes of device memory that the latest graph
     holds.  ``step_s``: the durations in seconds of the latest launches that were timed.  ``shares``: for each of the latest
-    measured steps, the fraction of the step time that the host spent issuing ops, including waits for a full launch queue.
-    Only steps that were issued op by op count.
+    measured steps, the fraction of the step time that the host spent issuing ops, including the time for which it waited
+    because the launch queue was full.  Only steps that were issued op by op count.
     """
 
     counts: Counts
@@ -229,7 +230,7 @@ class CudaGraph:
         """Wait for launches in flight, then free the memory of the graph.  ``why``: the reason that is logged."""
         if self.graph is not None:
             self._device.compute.synchronize()
-            graph, self.graph = self.graph, None  # first, so that a Ctrl-C cannot leave a graph without its tensors
+            graph, self.graph = self.graph, None  # cleared first: a Ctrl-C cannot leave a graph whose tensors are gone
             self._outputs, self._inputs, self._targets, self._shared = [], [], [], {}
             self._device.reset(graph)
             self._log.dropped(self.launches, why)

@@ -142,8 +142,8 @@ class StagedCopies(CudaStream):
         """Make the copies that are enqueued from here on wait for ``event``, which compute or the stream of reads has just
         recorded.
 
-        The compute stream may record the same event again before the separate thread issues this wait.  So the separate
-        thread waits for a second event, which is recorded on the compute stream now.
+        The compute stream may record the same event again before the separate thread issues this wait.  So the copies wait
+        for a second event instead, which is recorded on the compute stream now.
         """
         if isinstance(event, HostEvent):
             self._put(partial(event.block, event.recorded))
@@ -178,7 +178,8 @@ class StagedCopies(CudaStream):
         """Return a function that blocks until the GPU reaches the latest record of ``event`` on this stream or on the
         compute stream.
 
-        The function waits for a second event at the same point, because ``event`` will be recorded again.
+        The function waits for a second event at the same point, because ``event`` may be recorded again before the function
+        is called.
         """
         mark, issued = self.cuda.event(False), None
         if id(event) in self._records:
@@ -197,7 +198,8 @@ class StagedCopies(CudaStream):
         return block
 
     def await_reads(self, reader: Engine) -> None:
-        """Note that copies wait for events that ``reader`` records.  This is the engine whose thread reads from the SSD."""
+        """Note that copies wait for events that ``reader`` records.  ``reader``: the engine whose thread reads from the
+        SSD."""
         self._reader = reader
 
     def issued(self) -> None:

@@ -3,9 +3,9 @@ has reached it.
 
 A mark is a timed event.  Events are created in the first passes and then reused.  They are kept in *frames*: a frame is the
 set of all events for one measured call.  The times of a frame are read during one of the next calls, once the GPU has
-reached all marks of the frame.  Each pass over the calls of a cycle is measured either as a whole or not at all, which is
-decided when the pass begins.  The host never waits for a free frame.  If no frame is free, the call is not measured, and its
-whole pass does not count as measured.
+reached all marks of the frame.  When a pass over the calls of a cycle begins, it is decided whether all calls of the pass are
+to be measured, or none of them.  The host never waits for a free frame.  If a call finds no free frame, and one more frame
+would exceed MOST_EVENTS, the call is not measured, and the measurements of its pass are dropped.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class Clock:
     def __init__(self, event: Callable[[], torch.cuda.Event], most: int = MOST_EVENTS) -> None:
         self._event = event
         self._most = most
-        # The free frames form a queue, so the first calls use one frame after the other and create the events of all frames.
-        # After that, a call creates events only if the host is more than FRAMES calls ahead of the GPU, or if the call needs
-        # more marks than its frame has events.
+        # The free frames form a queue, so each of the first FRAMES calls takes a different frame, and creates the events of
+        # this frame.  After that, a call creates events only if the host is more than FRAMES calls ahead of the GPU, or if
+        # the call needs more marks than its frame has events.
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._frames = FRAMES
         self._pending: deque[Frame] = deque()
@@ -126,7 +126,7 @@ class Clock:
 
     def begin(self, stream: torch.cuda.Stream, marked: bool, consecutive: bool) -> Frame | None:
         """Begin a call; return the frame for its marks.  Return None if the call is not to be measured, or if no frame is
-        free.
+        free and none can be created.
 
         ``marked``: whether to measure the call.  ``consecutive``: whether the previous call of the program was measured.
         """
@@ -175,6 +175,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # this frame is free only now, because since() reads it
+            self._free.append(before)  # free only now, because since() has read its first mark
         self._newest = frame, start
         frame.report(start)

@@ -25,8 +25,8 @@ from .variants import without_call_fields
 # The maximum number of calls in a cycle.  It is enough for two models of 128 blocks that are called twice per step.
 MOST_CALLS = 512
 # A cycle that ends now may have begun at any previous call that has the same key as the last call.  At most this many of
-# these previous calls are tried.  One would not be enough, because a step cache skips blocks in some steps, so the calls
-# between two calls with the same key do not always repeat.
+# these previous calls are tried.  The latest one would not be enough, because a step cache skips blocks in some steps, so the
+# calls since the latest one are not always a whole cycle.
 _TRIES = 4
 
 
@@ -36,8 +36,8 @@ def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...
 
     A candidate begins at a previous call that has the same key as the last call, and ends directly before the last call.
     The candidate is yielded if the same sequence of calls also came directly before it.  If the candidate consists of
-    repetitions of a shorter sequence, this shorter sequence is yielded instead.  Candidates are tried from the most recent
-    beginning backwards.
+    repetitions of a shorter sequence, this shorter sequence is yielded instead.  The candidate that begins latest is tried
+    first.
     """
     end = len(history) - 1
     earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is history[end])

@@ -78,8 +78,8 @@ class _HostDevice(Device):
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
-        # The third argument is True even if the previous step was not measured: at most a few copies of the previous step
-        # are still in flight.
+        # The third argument is True, so the measurement is used, even if the previous step was not measured: at most a few
+        # copies of the previous step are still in flight when this step begins.
         if begun is not None:
             self.compute.run(lambda: over(begun, self.clock.now(), True))
 

@@ -77,8 +77,8 @@ class ReadStream(Stream, Protocol):
     """The stream of reads from the SSD."""
 
     def recover(self) -> None:
-        """Run the work that is enqueued from here on even if work that was enqueued before fails.  An error of that work is
-        then raised only if the host or a stream waits for an event that was recorded before this point."""
+        """Run the work that is enqueued from here on even if work that was enqueued before fails.  An error of the earlier
+        work is then raised only if the host or a stream waits for an event that was also recorded before this point."""
 
 
 class Device:
@@ -174,8 +174,8 @@ class Device:
         """Drop the reference to the arena's memory.  No work in flight may use this memory."""
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Register ``tensors`` outside the arena that steps read, so that the memory of these tensors is not reused while a
-        step is in flight."""
+        """Register ``tensors``, which steps read, but which are not in the arena's memory.  The memory of these tensors is
+        then not reused while a step is in flight."""
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Pin a host tensor, so that the copy engine can read it directly; return a function that unpins it.  Raises OSError

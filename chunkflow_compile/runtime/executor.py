@@ -1,6 +1,6 @@
 """The executor: issues the verified ops of a call (step.py) to the streams of a device.
 
-The ops of a call are called its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue
+The ops of a call form its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue
 (``Cycle.prologue``) is issued before the step: it copies the weights that the arena lacks.  The streams are ordered only by
 the events that the ops of step and prologue record and wait for.  If collectives run on separate streams, the executor
 orders these streams by additional events.  One event makes a collective wait until compute has reached the Start op.  One

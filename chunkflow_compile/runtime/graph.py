@@ -43,9 +43,9 @@ _log = logging.getLogger(__name__)
 # input sizes of the call.  Both ids are needed, because two blocks may share one of these weights.
 _Key = tuple[int, int, Sizes]
 
-# A function that places a model.  Its arguments are the parameters by name, the names of the weights to offload, and a
-# function ``start``.  The function moves the weights to offload to host memory, and calls ``start`` with the model's arena.
-# Then the function attaches the program that ``start`` returns to the placement of the model.
+# A function that places a model.  Its arguments are the parameters by name, the names of the weights that are to be
+# offloaded, and another function, ``start``.  It moves these weights to host memory, and calls ``start`` with the model's
+# arena.  The program that ``start`` returns is then added to the placement of the model.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
 # A function that gets the parameters of a model by name.  It returns the goal that replan or a pipeline has set for the
@@ -224,10 +224,10 @@ class CompiledGraph:
         """Make a program for a model whose weights are placed, and bind the program to the memory of ``arena``.
 
         First, the weights are compressed or sharded as the variant expects.  If some of these weights cannot be compressed,
-        the regions that read them are lowered again for uncompressed weights.  This happens in two cases: the weights belong
-        to another block or model than the weights for which the variant was lowered, or the weights were written after the
-        variant was lowered.  In two other cases, a new plan is made, but no region is lowered: the ranks do not agree on the
-        weights to shard, or more weights are in files than the plan expects (because the plan was made for another model).
+        the regions that read them are lowered again for uncompressed weights.  This can happen if the variant was lowered for
+        the weights of another block or model, or if the weights were written after the variant was lowered.  In two other
+        cases, a new plan is made, but no region is lowered: the ranks do not agree on the weights to shard, or more weights
+        are in files than the plan expects (because the plan was made for another model).
         """
         sources = self._take_sources(active.variant, parameters)
         if sources != active.variant.sources:

@@ -69,8 +69,8 @@ class Preamble:
 
     def limit(self, tables: int) -> None:
         """Limit each table of this preamble to an equal share of the memory for rows.  ``tables``: the number of preambles
-        that share this memory, including this preamble.  These preambles read the same weights, but for different batch
-        sizes.
+        that share this memory, including this preamble.  These preambles read the same weights, but were compiled for
+        different batch sizes.
         """
         self.most_bytes = max(self._row_bytes, self._bytes_of_all // tables)
         for program in self._programs:

@@ -1,4 +1,4 @@
-"""Finds the exact bits of a call's small inputs on the host, with as few transfers from device memory as possible."""
+"""Gives the host the exact bits of a call's small inputs, with as few transfers from device memory as possible."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ALIGNMENT = 64
 
 @dataclass
 class BitSources:
-    """Counters of an :class:`InputBits`.  Each of the first four fields counts the inputs whose bits were found in one way.
-    ``transfers`` counts the transfers to the host.
+    """Counters of an :class:`InputBits`.  There are four ways to find the bits of an input (see :class:`InputBits`); each of
+    the first four fields counts the inputs for one of these ways.  ``transfers`` counts the transfers to the host.
 
     If a call also reads the timesteps of an expected schedule, these timesteps count as inputs of the call.
     """

@@ -61,7 +61,8 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
 
 def _with_nodes(step: Step, nodes: Iterable[tuple[Node, Step]]) -> Iterator[tuple[Op, Node | None]]:
     """Yield each op with the node that it comes from.  A transfer is yielded with None, because it comes from no node.  If a
-    node has several ops, its first op and a Run are yielded with the node, and its other ops are yielded with None."""
+    node has several ops, its first op and its Run op (if it has one) are yielded with the node, and its other ops are yielded
+    with None."""
     work = ((node, [op for op in ops if not _is_transfer(op)]) for node, ops in nodes)
     rest = ((op, node if op is ops[0] or isinstance(op, Run) else None) for node, ops in work for op in ops)
     for op in step:
@@ -96,7 +97,7 @@ class _Compiler:
         self._picks_and_drops: PicksAndDrops | None = None  # the latest work, if ops that follow may be added to it
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
-        self._completed = set[Node]()  # the completions of collectives that were added together with the starts
+        self._completed = set[Node]()  # completions that _start has already added
 
     def add(self, op: Op, node: Any) -> None:
         """Add an op to the current function.  ``node``: see :func:`_with_nodes`."""
@@ -161,7 +162,7 @@ class _Compiler:
         return min(self._target.program.problem.collectives[collective].until, self._windows - 1)
 
     def flush(self) -> None:
-        """Make the current function from the ops that were added to it, and append it to ``issues``."""
+        """Complete the current function: make it from the ops that were added, and append it to ``issues``."""
         if self._computes:
             self.issues.append(_compute(self._target, self._computes))
         if self._transfers:
@@ -231,8 +232,8 @@ class _Part:
 
 
 def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
-    """Return a function that issues ops of the lanes, and the event records of the compute stream between these ops.  The
-    ops are grouped into as few parts as possible (see :class:`_Part`).
+    """Return a function that issues a sequence of ops: ops of the lanes, and between them Record ops of the compute stream.
+    The ops are grouped into as few parts as possible (see :class:`_Part`).
 
     The order of the ops within each stream does not change.  A record that comes before a wait in ``ops`` is also issued
     before this wait, even if the record and the wait are on different streams.

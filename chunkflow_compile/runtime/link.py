@@ -65,8 +65,8 @@ class Wire:
 
     ``turn``: the index of the lane that is being served.  ``quantum``: the bytes that are left in the current quantum of
     this lane.  ``arrivals``: the number of transfers so far.  ``idle_from``, ``idle_to``: the times in seconds when the last
-    idle period began and ended.  If :meth:`add` credits a transfer with some of the idle time, ``idle_from`` moves forward
-    by the credited time.
+    idle period began and ended.  If :meth:`add` credits a transfer with part of the idle period, ``idle_from`` moves forward
+    to the end of this part.
     """
 
     emulation: LinkEmulation

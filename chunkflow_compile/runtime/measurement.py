@@ -146,7 +146,8 @@ class Measured:
         return json.dumps({"schema": SCHEMA, **asdict(self), "windows": self.windows._asdict()}, indent=1) + "\n"
 
     def timings(self) -> Timings:
-        """Return timings to plan from.  The sum of these timings is the duration of the step.
+        """Return timings to plan from.  Together, the times of compute and collectives add up to about the duration of the
+        step without stalls.
 
         The sum of the medians of all windows is smaller than the median of the sums over all windows, because in each step
         some windows take unusually long.  So the medians are scaled until their sum equals the median of the sums.  The

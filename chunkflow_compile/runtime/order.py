@@ -74,7 +74,8 @@ class Order:
     def _key_of(self, call: CallSite) -> CallKey | None:
         """Return the key of a call; None if the call cannot be part of a cycle, for example because the user gave its plan.
 
-        The key identifies the weights of each region, the compressed weights, and the collectives between regions."""
+        The key determines which weights each region reads, which weights are compressed, and which collectives are between
+        regions."""
         settings, buffers, problem = call.variant.settings, call.buffers, call.program.problem
         chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         chosen = chosen or settings.preamble
@@ -199,7 +200,8 @@ class Order:
 
         See :func:`candidate_periods` for the cycles that are tried.  If the current cycle contains the latest call, the new
         cycle must be longer than the current one.  If the current cycle does not contain the latest call, the new cycle may
-        have any length.  An example of such a call is a block that is split into slices only at the new input size.
+        have any length.  For example, a block that is split into slices only at some input sizes has another key at these
+        sizes, and the current cycle does not contain this key.
         """
         current = self.current
         if current is not None and len(self.cycles) >= _MOST_CYCLES:

@@ -185,8 +185,8 @@ class Rows:
 
     @property
     def spent(self) -> bool:
-        """Whether hoisting should end, because so many consecutive calls found no row that the slow inputs are assumed to be
-        different in every call."""
+        """Whether hoisting should end.  This is the case after ``_SPENT`` consecutive misses: the slow inputs are then
+        assumed to be different in every call."""
         return self._misses_since_hit >= _SPENT
 
     @property
@@ -252,8 +252,8 @@ class Table:
 def _with_inputs(keys: Sequence[Key], key: Key, inputs: Sequence[Any]) -> list[Missing]:
     """Return one :class:`Missing` for each of the guessed ``keys``.  The slow inputs in it have exactly the bits in the key.
 
-    ``key``, ``inputs``: the key and the slow inputs of the present call.  Inputs with equal bits are reused.  A guessed key
-    is left out if :func:`values_like` cannot make one of its inputs.
+    ``key``, ``inputs``: the key and the slow inputs of the present call.  If a guessed key has the same bits as ``key`` for
+    an input, the present input is reused.  A guessed key is left out if :func:`values_like` cannot make one of its inputs.
     """
     made: dict[Key, list[Any] | None] = {guess: list(inputs) for guess in keys}
     for position, value in enumerate(inputs):

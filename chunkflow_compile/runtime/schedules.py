@@ -34,8 +34,8 @@ def later_then_earlier(values: Sequence[Any], index: int) -> list[Any]:
 
 
 def keys_with(key: Key, position: int, elements: list[bytes]) -> list[Key]:
-    """Return one key for each of ``elements``.  Each of these keys equals ``key``, except that all elements of the tensor at
-    ``position`` have the given value."""
+    """Return one key for each value in ``elements``.  This key differs from ``key`` only in the tensor at ``position``, whose
+    elements are all equal to the value."""
     dtype, shape, _ = key[position]
     return [with_value(key, position, (dtype, shape, element * shape.numel())) for element in elements]
 
@@ -76,8 +76,9 @@ class ExpectedSchedule:
             self._forms[dtype] = [elements[i * count : (i + 1) * count] for i in range(forms)]
 
     def guesses(self, key: Key, position: int) -> list[Key]:
-        """If the present value at ``position`` is a timestep in some form, return one key for each other timestep: ``key``
-        with this timestep, in the same form, at ``position``.  The timesteps that follow the present timestep come first.
+        """If the present value at ``position`` is a timestep in some form, return one key for each of the other timesteps.
+        In each of these keys, one of the other timesteps, in the same form, replaces the present value; the rest is as in
+        ``key``.  The keys for the timesteps after the present one come first.
 
         If the present value occurs in several forms, the form in which it occurs earliest in the schedule is used.  For
         example, 0 may be the last timestep, or it may be the first timestep of a pipeline that passes ``(1000 - t) / 1000``.

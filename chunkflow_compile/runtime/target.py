@@ -1,5 +1,4 @@
-"""The target of a call, which is the memory and the streams that the ops of the call use, and the state of a running
-step."""
+"""The target of a call (the memory and the streams that the ops of the call use), and the state of a running step."""
 
 from __future__ import annotations
 

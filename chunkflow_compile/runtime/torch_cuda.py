@@ -76,8 +76,8 @@ class TorchCuda:
         torch.cuda.empty_cache()
 
     def record_stream(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Mark ``memory`` as used by ``stream``.  After the memory is freed, the allocator reuses it only when all work is
-        done that was on ``stream`` at that time."""
+        """Mark ``memory`` as used by ``stream``.  After the memory is freed, the allocator does not reuse it before
+        ``stream`` has done all work that had been enqueued by the time of freeing."""
         _kept_by_children(memory).record_stream(stream)
 
     def abandon(self, memory: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ class TorchCuda:
     def capturing(
         self, shares: torch.cuda.CUDAGraph | None
     ) -> Iterator[tuple[torch.cuda.CUDAGraph, Mapping[Lane, torch.cuda.Stream]]]:
-        """A context that records the work that is enqueued on the current stream as a CUDA graph.
+        """A context in which work that is enqueued on the current stream does not run, but is recorded in a CUDA graph.
 
         The context yields the graph, and for each lane the stream on which the copies of this lane are recorded.
         ``shares``: a graph whose memory pool the new graph shares, or None to create a pool.
@@ -146,8 +146,8 @@ class TorchCuda:
 
 # torch assigns the 32 streams of a pool round-robin.  If every arena took a new stream, some arena would get the same stream
 # as the caller or NCCL, and copies would silently queue in front of compute.  torch has one pool per priority.  The caller
-# and NCCL use priority 0, NCCL with is_high_priority_stream and symmetric memory use priority -3, and FSDP uses priority -1.
-# No part of torch uses priority -2, so the lanes use it.  The priority of a stream has no effect on copies.
+# and NCCL use priority 0.  Priority -3 is used by NCCL if is_high_priority_stream is set, and by symmetric memory.  FSDP uses
+# priority -1.  No part of torch uses priority -2, so the lanes use it.  The priority of a stream has no effect on copies.
 _PRIORITY = -2
 
 
@@ -185,8 +185,8 @@ def _keep_for_ever(owner: object) -> None:
 
 
 class _Token:
-    """An object that is attached to an event or to memory, and lives exactly as long.  Weak references refer to the token
-    instead of the event, because torch 2.11 never clears a weak reference to an event."""
+    """An object that is attached to an event or to memory, and that is freed together with it.  Weak references refer to the
+    token instead of the event, because torch 2.11 never clears a weak reference to an event."""
 
 
 @cache

@@ -58,7 +58,8 @@ class Transfer:
 class Traffic:
     """The transfers of a program.
 
-    Four threads use this object: copies, pulls, collectives, and calls of :meth:`drain` come from different threads.
+    Up to four threads use this object: one thread each for copies, pulls and collectives, and the thread that calls
+    :meth:`drain`.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Variants: the results of compiling one graph, one per input size and goal."""
+"""Variants: the results of compiling a graph.  There is one variant for each pair of an input size and a goal."""
 
 from __future__ import annotations
 
