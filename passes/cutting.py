@@ -1,5 +1,5 @@
-"""Cutting: chooses the cut of a traced graph according to the settings of the passes: how many regions, which weights are
-packed and which are sharded, and into how many slices and groups of heads blocks are divided."""
+"""Cutting: chooses the cut of a traced graph according to the settings of the passes.  The cut determines the number of
+regions, which weights are packed and which are sharded, and into how many slices and groups of heads blocks are divided."""
 
 from __future__ import annotations
 

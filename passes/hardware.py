@@ -121,8 +121,8 @@ class Hardware:
     collective_pull_slowdown: float = 2.0
     """Factor, at least 1, by which a pull in flight stretches a collective."""
     compute_pull_slowdown: float = 1.0
-    """Factor, at least 1, by which pulls stretch compute and the latency of collectives.  Both the pulls of this rank and
-    the pulls of other ranks from its device count."""
+    """Factor, at least 1, by which pulls stretch compute and the latency of collectives while all ranks pull: this rank
+    pulls, and other ranks pull from its device."""
     host_bandwidth: float = 0.0
     """Bytes/s that all ranks of a machine together read from host memory; 0 if no limit is known.  See
     :meth:`shared_by`."""

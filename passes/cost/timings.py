@@ -2,8 +2,8 @@
 from the rates of a hardware profile.
 
 Regions with the same structure do the same work, so differences between their measured times are noise.  Therefore, plans use
-the mean time of the regions with the same structure for each of them, and likewise the mean time of the collectives of the
-same kind and size.  The sum of all times does not change.
+for each region the mean time of all regions with the same structure, and for each collective the mean time of all collectives
+of the same kind and size.  The sum of all times does not change.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Timings:
         return Timings(**values)
 
     def largest(self, others: Iterable[Timings]) -> Timings:
-        """Return timings for the same problem with the longest times and the lowest rates among these timings and
-        ``others``.
+        """Return timings for the same problem.  Each time is the longest, and each rate the lowest, that these timings or
+        ``others`` contain.
 
         Timings with a different number of regions are ignored.  In other respects the problems may differ, because shards on
         other ranks can have other sizes.
