@@ -177,8 +177,9 @@ def captured(step: Iterable[Op], events: CallEvents) -> Step:
     The order of the copies in a lane does not change, nor do the events that each copy waits for.
 
     A wait for an event that the call itself does not record has no effect in a CUDA graph.  Such an event is the arrival of a
-    copy that an earlier call has issued.  That copy has already ended, because the earlier call waits for all its copies
-    before it ends, and a graph is launched only after all copies outside of graphs.  No weight of such a call is in a file.
+    copy that an earlier call has issued.  That copy has already ended: if the earlier call is a CUDA graph, it waits
+    for all its copies before it ends; otherwise compute has waited for them before the graph of this call runs.  No weight
+    of such a call is in a file.
     """
     ops, later = list[Op](), dict[Stream, list[Op]]()
     for op in without_reads(step, events):

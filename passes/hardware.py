@@ -202,8 +202,8 @@ class Hardware:
         return self.gemm_flops.get(dtype, min(self.gemm_flops.values()))
 
     def rate_of(self, nbytes: int) -> float:
-        """Return the bytes/s at which a kernel reads or writes a tensor of ``nbytes`` bytes that was written by the
-        previous kernel.
+        """Return the bytes/s at which kernels read and write a tensor of ``nbytes`` bytes that one kernel writes and the next
+        kernel reads.
 
         A tensor of at most half the size of the cache is assumed to be in the cache.  The other half is assumed to hold
         the other tensors of the kernel.

@@ -173,8 +173,8 @@ def transfer_text(op: TransferOp) -> str:
 
 
 def unfolded(transfer: TransferOp, opened: set[int]) -> Step:
-    """Return the ops of a step that a node stands for; the inverse of :func:`folded`.  ``opened``: events of the openings
-    that earlier nodes record; the opening that this node records is added."""
+    """Return the ops of a step for which a transfer op in the graph stands; the inverse of :func:`folded`.  ``opened``: the
+    events of the window openings that earlier transfer ops record; if this one records an opening, its event is added."""
     if isinstance(transfer, Wait | Evict):
         return (transfer,)
     moved, after = _moved(transfer), transfer.after

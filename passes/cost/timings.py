@@ -29,10 +29,10 @@ class Timings:
     region, seconds of the collectives for which compute waits directly before the region, measured without concurrent copies;
     None if copies always ran at the same time, 0 if there is no such collective.  ``copy_rate``: bytes/s of copies while
     nothing else ran, or None if copies never ran alone.  ``drive_rate``: bytes/s read from the SSD, or None if nothing was
-    read.  ``copying``: share (0 to 1) of the time of compute and collectives that overlapped with copies.
-    ``compute_slowdown``: measured factor by which copies slow down compute, or None if it was not measured.  ``idle_s``: for
-    each region that is the last one of a call, seconds until the next call of the cycle starts, 0 for other regions; empty if
-    the device is never idle.
+    read.  ``copying``: share (0 to 1) of the time of compute and collectives during which copies ran.  ``compute_slowdown``:
+    measured factor by which copies slow down compute, or None if it was not measured.  ``idle_s``: for each region that is
+    the last one of a call, seconds until the next call of the cycle starts, 0 for other regions; empty if the device is never
+    idle.
     """
 
     problem: str

@@ -53,8 +53,8 @@ def place(
     """Decide the home, slot and windows of every weight.
 
     ``part``: whether the program is a part of a model, and the other parts use the same arena before it runs again.  Then
-    every weight is streamed, and every copy is for the call in which it is issued.  ``like``: a plan for the same goal and a
-    problem of the same structure, but with other sizes.  Its placement is reused if it meets the goal, so that the two
+    every weight is streamed, and every copy is for the call in which it is issued.  ``like``: a plan for the same goal and
+    for a problem that has the same structure, but other sizes.  Its placement is reused if it meets the goal, so that the two
     programs can alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are placed in the
     arena.  Then programs that share the arena need no more memory for weights than the largest of their plans.
     ``external_bytes``: bytes of weights on the device that the program does not read.  These bytes count against the budget.

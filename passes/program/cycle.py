@@ -41,8 +41,8 @@ class Call:
 
     ``names``: for each weight of the graph, its name in the cycle.  ``keep``: reasons why some weights must stay on the
     device although the graph could stream them, by their names in the cycle.  ``in_files``: weights that are in files on
-    the SSD, by their names in the cycle.  ``live``: the highest peak of activation bytes that the call has for input sizes
-    other than the sizes of ``cut``; each region is planned with at least this number of bytes.
+    the SSD, by their names in the cycle.  ``live``: the peak activation bytes of the call, as the maximum over all input
+    sizes of its calls so far; each region is planned with at least this number of bytes.
     """
 
     cut: Cut
