@@ -68,8 +68,8 @@ class Wait:
 class Copy:
     """Copies chunks ``[first, end)`` of a weight into its slot.  ``window``: window that starts the copy, or None for
     resident chunks, which are copied by a prologue.  ``next_step``: whether the chunks are read in the next step
-    (wrap-around).  ``ring``: the position in the ring at which the bytes to copy begin, or None if the copy does not take its
-    bytes from the ring."""
+    (wrap-around).  ``ring``: the position in the ring at which the bytes to copy begin, or None if the copy does not
+    read from the ring."""
 
     stream: Lane
     weight: str

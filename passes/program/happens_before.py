@@ -24,9 +24,9 @@ depends only on the forms of these two calls and of the calls between them:
   forms.
 * An op of compute after a copy of the same call: compute waits for an arrival, which is part of this call in both forms.
 * An op of compute after a copy that an earlier call issued: if the earlier call is captured, compute has waited for the
-  copy at the join that ends the earlier call.  If the earlier call is eager, but the op's call or a call between these
-  two calls is captured, compute has waited for the copy as a part of the tail.  If all calls from the copy to the op are
-  eager, the order is the same as in the all-eager sequence.
+  copy at the join that ends the earlier call.  If the earlier call is eager and a captured call comes before the op,
+  compute has waited for the copy as a part of the tail.  If all calls from the copy to the op are eager, the order is the
+  same as in the all-eager sequence.
 * A copy after a copy: if both calls are eager, the two copies are ordered by their lane; otherwise they are ordered through
   compute, as above.
 
