@@ -1,5 +1,5 @@
-"""Cutting: chooses the cut of a traced graph according to the settings of the passes: how many regions, which weights are
-packed and which are sharded, and into how many slices and groups of heads blocks are divided."""
+"""Cutting: chooses the cut of a traced graph according to the settings of the passes.  The cut determines the number of
+regions, which weights are packed and which are sharded, and into how many slices and groups of heads blocks are divided."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Cal
 
 
 def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
-    """Return the cut with one region for each group of regions of the finest cut.  No weight is packed in this cut."""
+    """Return the cut in which the regions of each group of the finest cut are merged into one region.  No weight is packed in
+    this cut."""
     discovery = (finest.raw or finest).discovery
     return _cut(finest.traced, discovery, settings.group_bytes, settings.disabled, groups)
 
@@ -218,9 +219,9 @@ def _sharded_now(traced: Traced) -> frozenset[str]:
 
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
-    """Return the groups of regions of an earlier cut: the cut for which the plan or the timings in ``settings`` were made,
-    or a cut with the structure of a problem in ``settings.likes``.  Return None if ``settings`` contain none of these, or
-    if no cut has such a structure."""
+    """Return the groups of regions with which the graph was cut before: for the plan or the timings in ``settings``, or for a
+    problem in ``settings.likes`` that has the same structure.  Return None if ``settings`` contain no plan and no timings,
+    and no cut has the structure of a problem in ``settings.likes``."""
     given = settings.plan or settings.timings
     structures = [problem.structure for problem, _ in settings.likes]
     if given is None and not structures:

@@ -1,9 +1,8 @@
 """Forms: the ops that are issued in addition to the step of a call (step.py), or instead of it.
 
 * :func:`prologue`: ops before the step.  The prologue copies the chunks that are missing at a cold start, at a jump (a call
-out of the
-  planned order), or after weights were written.  A step also waits for the arrivals of resident chunks, which it does not
-  copy itself; the prologue records these events.
+  out of the planned order), or after weights were written.  A step also waits for the arrivals of resident chunks, which it
+  does not copy itself; the prologue copies these chunks and records their arrivals.
 * :func:`captured`: the step as one CUDA graph.
 * :func:`joined`: the step with a join at its end, where compute waits for all copies.
 """
@@ -23,7 +22,7 @@ class CallEvents:
     """Numbers of the events that prologues and joins use.  Programs do not contain these events, except for ``reads``.
 
     ``handover``: event at the beginning of a prologue; the lanes wait for it before they overwrite the arena.
-    ``lanes``: event of a join, for each lane.  ``reads``: events that reads record.
+    ``lanes``: for each lane, the event that a join records in it.  ``reads``: events that reads record.
     """
 
     handover: int
@@ -91,9 +90,9 @@ def prologue(
     calls would have issued for copies after the beginning of this call.  The prologue's own copies do not use the ring: for a
     weight in a file, the copy itself reads the file.
 
-    For some copies of the prologue, the call itself may contain no wait: for copies of stale weights, and for copies of
-    weights whose first reader is in an earlier call, because the wait is then in that call.  If there are such copies,
-    compute waits for all copies at the end of the prologue.
+    The call itself may contain no wait for a copy of a stale weight.  It contains no wait for a weight whose first reader is
+    in an earlier call, because that earlier call contains the wait.  If the prologue makes copies of such weights, compute
+    waits for all copies at the end of the prologue.
     """
     cold = stale is None and not jumps
     stale = stale or ()
@@ -154,8 +153,8 @@ def without_reads(step: Iterable[Op], events: CallEvents) -> Step:
 def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
     """Return the events to record after copies of resident chunks, by the index of the copy in ``kept``.
 
-    The step waits for these events but does not record them.  Each event is recorded after the last resident chunk of
-    the weights that its wait names.
+    The step waits for these events but does not record them.  Each event is recorded after the copy of the last resident
+    chunk among the weights that its wait names.
     """
     last = {copy.weight: i for i, copy in enumerate(kept)}
     recorded = {op.event for op in step if isinstance(op, Record)}
@@ -178,8 +177,9 @@ def captured(step: Iterable[Op], events: CallEvents) -> Step:
     The order of the copies in a lane does not change, nor do the events that each copy waits for.
 
     A wait for an event that the call itself does not record has no effect in a CUDA graph.  Such an event is the arrival of a
-    copy that an earlier call has issued.  That copy has already ended, because the earlier call waits for all its copies
-    before it ends, and a graph is launched only after all copies outside of graphs.  No weight of such a call is in a file.
+    copy that an earlier call has issued.  That copy has already ended: if the earlier call is a CUDA graph, it waits
+    for all its copies before it ends; otherwise compute has waited for them before the graph of this call runs.  No weight
+    of such a call is in a file.
     """
     ops, later = list[Op](), dict[Stream, list[Op]]()
     for op in without_reads(step, events):

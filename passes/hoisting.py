@@ -213,7 +213,8 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
     while the step stays short enough.
 
     If ``settings`` contain a plan or timings, return whether these were made for main rather than for the whole graph.  If
-    the graph is a block, the plans cover several repetitions of the block, and their averages are compared.
+    the graph is a block, the plans cover several repetitions of the block, and their times and bytes per repetition are
+    compared.
     """
     if (given := settings.plan or settings.timings) is not None:
         return choose_cut(hoisting.halves.main, hoisting.main).problem.digest == given.problem

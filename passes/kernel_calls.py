@@ -30,8 +30,8 @@ def is_kernel_call(node: Node) -> bool:
 
 
 def returns_copies(node: Node) -> bool:
-    """Return whether a node calls a user's kernel on copies of the operands that it writes, and returns these copies as
-    a dict."""
+    """Return whether a node calls a user's kernel on copies of the operands that the kernel writes, and returns these copies
+    as a dict."""
     return node.op == "call_function" and node.target is triton_kernel_wrapper_functional
 
 

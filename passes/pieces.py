@@ -61,7 +61,7 @@ def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
 
 
 def _part(ranks: int) -> int:
-    """Return the size of a part of a whole stripe in bytes."""
+    """Return the size of a part in bytes; the parts of the last stripe may be smaller."""
     return _aligned(-(-STRIPE // ranks))
 
 

@@ -111,8 +111,9 @@ class RegionCost:
     kernels, including products.
 
     ``dtype`` and ``op``: dtype and op with the most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
-    ``tiles``: only if the region runs once per slice; a pair for each GEMM: the number of its output tiles in one run,
-    and its FLOPs in all runs.  ``attention_tiles``: the same pair for each attention op that computes one group of heads.
+    ``tiles``: if the region runs once per slice, a pair for each GEMM (the number of its output tiles in one run, and its
+    FLOPs in all runs); otherwise empty.  ``attention_tiles``: the same pair for each attention op that computes one group of
+    heads.
     """
 
     flops: int

@@ -20,7 +20,7 @@ The events:
 
     Record(compute, 4)  Wait(copy, 4)    opening of window k: the regions before k have finished, so the bytes that they read
                                          may be overwritten
-    Copy(copy, ...)  Record(copy, 5)     arrival: recorded only after the newest copy in a lane that a region waits for
+    Copy(copy, ...)  Record(copy, 5)     arrival: in each lane, recorded only after the newest copy that a region waits for
     Wait(compute, 5, (weights))          before the region that waits for the arrival; a lane is in order, so all copies
                                          before the newest one have arrived as well
     Record(copy, 9)  Wait(compute, 9)    join, in each lane: at the end of a call, all copies have arrived
@@ -243,7 +243,7 @@ _Issued = tuple[_Place, bool]
 
 class _Arrival(NamedTuple):
     """An arrival that compute waits for.  ``place``: place of the copy that arrives.  ``weights``: weights that compute
-    may read after this wait."""
+    may read after it has waited for the arrival."""
 
     place: _Place
     weights: tuple[str, ...]
@@ -401,8 +401,8 @@ class Scheduler:
 
 
 def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
-    """Yield the copies of a weight that are issued before region ``before`` in this step, or in the previous step for this
-    step."""
+    """Yield the copies of a weight that this step issues before region ``before``, and the other copies of the weight that
+    the previous step issued for this step."""
     for place, next_step in issued:
         if place[0] < before:
             yield (0 if place[0] >= 0 else -2), place

@@ -83,8 +83,9 @@ _READ_NO_VALUES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The live values of a region.  ``own``: for each kernel of the region, the live bytes of values that the region
-    computes.  ``until``: for each input, the position of the last kernel that reads it, or -1 if none does."""
+    """The live values of a region.  ``own``: for each kernel of the region, the bytes of the region's own values that are
+    live while the kernel runs.  ``until``: for each input, the position of the last kernel that reads it, or -1 if none
+    does."""
 
     own: tuple[int, ...]
     until: tuple[int, ...]

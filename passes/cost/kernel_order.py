@@ -102,8 +102,8 @@ def fewest_bytes_first(
 
 class OrderedKernels:
     """The values that kernels compute if they run in a given order.  ``expected``: for each kernel, Inductor's estimate of
-    the live bytes of these values.  The estimate ignores the reuse of memory, and counts the operands of a concatenation
-    in addition to its result."""
+    the bytes of these values that are live while the kernel runs.  The estimate ignores the reuse of memory, and counts the
+    operands of a concatenation in addition to its result."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ class Regional(Protocol):
 
 def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Sequence[Sequence[int]] = ()) -> Live:
     """Return the live bytes of a cut.  ``sequence``: regions, collectives and completions, in program order.  ``groups``:
-    groups of region indices, each of which counts as one region; empty to merge nothing.
+    groups of region indices; the regions of one group count as a single region.  Empty to merge nothing.
     """
     group_of = {i: group for group in groups for i in group}
     outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}  # the last item that reads each node
@@ -140,7 +140,7 @@ def _used(storages: Storages, item: RegionNodes | Node, top: Collection[Node]) -
     for node in _read(item):
         base = storages.bases[node]
         yield base
-        if isinstance(item, Node) and base in top:  # item is the completion of the collective base
+        if isinstance(item, Node) and base in top:  # ``item`` is a completion, and ``base`` is its collective
             yield from (storages.bases[n] for n in base.all_input_nodes)
 
 

@@ -2,8 +2,8 @@
 from the rates of a hardware profile.
 
 Regions with the same structure do the same work, so differences between their measured times are noise.  Therefore, plans use
-the mean time of the regions with the same structure for each of them, and likewise the mean time of the collectives of the
-same kind and size.  The sum of all times does not change.
+for each region the mean time of all regions with the same structure, and for each collective the mean time of all collectives
+of the same kind and size.  The sum of all times does not change.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Timings:
     region, seconds of the collectives for which compute waits directly before the region, measured without concurrent copies;
     None if copies always ran at the same time, 0 if there is no such collective.  ``copy_rate``: bytes/s of copies while
     nothing else ran, or None if copies never ran alone.  ``drive_rate``: bytes/s read from the SSD, or None if nothing was
-    read.  ``copying``: share (0 to 1) of the time of compute and collectives that overlapped with copies.
-    ``compute_slowdown``: measured factor by which copies slow down compute, or None if it was not measured.  ``idle_s``: for
-    each region that is the last one of a call, seconds until the next call of the cycle starts, 0 for other regions; empty if
-    the device is never idle.
+    read.  ``copying``: share (0 to 1) of the time of compute and collectives during which copies ran.  ``compute_slowdown``:
+    measured factor by which copies slow down compute, or None if it was not measured.  ``idle_s``: for each region that is
+    the last one of a call, seconds until the next call of the cycle starts, 0 for other regions; empty if the device is never
+    idle.
     """
 
     problem: str
@@ -51,8 +51,8 @@ class Timings:
         return Timings(**values)
 
     def largest(self, others: Iterable[Timings]) -> Timings:
-        """Return timings for the same problem with the longest times and the lowest rates among these timings and
-        ``others``.
+        """Return timings for the same problem.  Each time is the longest, and each rate the lowest, that these timings or
+        ``others`` contain.
 
         Timings with a different number of regions are ignored.  In other respects the problems may differ, because shards on
         other ranks can have other sizes.

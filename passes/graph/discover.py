@@ -148,7 +148,7 @@ def awaited(completion: Node) -> tuple[Node, ...]:
 def list_of(node: Node) -> Node | None:
     """Return the coalesced collective of which ``node`` is one of the results; None for other nodes.
 
-    The result is also None if the collective is synchronous, because compute can then read its results at once.
+    None is also returned if the collective is synchronous, because compute can then read its results at once.
     """
     if node.target is not operator.getitem:
         return None

@@ -27,7 +27,8 @@ from .slice_parts import is_attention, op_name, shape_of
 # Matrix products and convolutions.  These ops compute the inputs of an exchange or read its results, but none of them is
 # between attention and its exchanges.
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "linear", "convolution"))
-# The products of which attention consists if torch does not call one attention op, as for three-dimensional queries.
+# The matrix products with which torch computes attention if it does not call a single attention op, for example for
+# three-dimensional queries.
 _BATCHED = frozenset(("bmm", "baddbmm"))
 # The only all-to-all that can be divided: its arguments give the sizes of the parts that it sends and receives.
 ALL_TO_ALL = "_c10d_functional::all_to_all_single"

@@ -15,7 +15,7 @@ class GroupBuilder(Builder):
     """Builds the graph that computes the attention of one group.
 
     ``received``: completions of the exchanges; the graph takes parts of the exchanged values as inputs.  ``attended``: parts
-    of the result of attention that the graph needs.
+    of the attention result that the graph reads.
     """
 
     def __init__(

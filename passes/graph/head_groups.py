@@ -7,9 +7,9 @@ exposed: nothing else can be computed while they run.
 Contract
     On entry: a Traced, which is not changed, and the number of groups.
     Preserved: the values that the graph computes.  The values are bit-identical if the attention kernel computes each head in
-    the same way, however many heads it is given.  In the tests of models on CPUs, they are bit-identical.  With one head of
-    six elements per group, results on a CPU differ by 4e-7.  There is no test on GPUs, where kernels may split the work of
-    fewer heads in another way.  All ranks must use the same number of groups.
+    the same way, however many heads it is given.  In the tests of models on CPUs, they are bit-identical.  If each
+    group consists of a single head with six elements, results on a CPU differ by 4e-7.  There is no test on GPUs, where
+    kernels may split the work of fewer heads in another way.  All ranks must use the same number of groups.
     On exit: a Traced with the same inputs and results.  All groups are sent first, one group after the other.  Then compute
     handles one group after the other: it waits for the values that the group has received, computes attention, and starts to
     return the result after the next group has received its values.  After the last group, compute waits for the results of
@@ -221,7 +221,7 @@ class _Divided:
             raise NoRule(f"the ranks divide rows of {collective} that hold all heads")
 
     def _part_to_send(self, collective: Node, axis: _Axis, group: int) -> Node:
-        """Add nodes that select the elements that a group sends from the operand of an exchange."""
+        """Add nodes that select, from the operand of an exchange, the elements that a group sends."""
         like = _unviewed(_operand(collective))
         source = like
         if source.target is _aten.clone.default and source.args[0].meta["val"].shape == source.meta["val"].shape:  # type: ignore[union-attr]
@@ -298,7 +298,7 @@ class _Divided:
         return self._made(_aten.view.default, (node, [*shape]), node)
 
     def _made(self, target: Any, args: tuple[Any, ...], like: Node, *, value: Any = None, **kwargs: Any) -> Node:
-        """Add a call with the metadata of ``like``, except for the value."""
+        """Add a call of ``target`` to the graph.  The new node gets the metadata of ``like``, except for the value."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta = {name: each for name, each in like.meta.items() if name != "val"}
         if value is None:

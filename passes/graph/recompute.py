@@ -97,7 +97,7 @@ def _is_exact(node: Node) -> bool:
 
 
 def _is_rounded(node: Node) -> bool:
-    """Return whether a value may be rounded when it is stored, but not when a fused kernel computes it."""
+    """Return whether a value may be rounded if it is stored, but stays unrounded inside a fused kernel."""
     value = node.meta["val"]
     full = isinstance(value, torch.Tensor) and value.dtype in _FULL
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""

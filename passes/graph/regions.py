@@ -61,10 +61,10 @@ class Slicing:
     """How a region that runs once per slice takes slices of its inputs and writes slices of its outputs.  ``repeat``: number
     of runs.  ``inputs``: for each input, the slice that a run takes, or None if every run takes the whole input.
 
-    ``writes``: for each output, a pair: the slice that a run writes, and the position of the input that the output
-    overwrites, or None if the output has separate memory.  The region's code takes as arguments the inputs of the region, and
-    then the slices of the outputs that have separate memory.  The code returns nothing.  If ``repeat`` is 1, the code may
-    instead return the outputs; then ``writes`` is empty.
+    ``writes``: for each output, the slice that a run writes, and the position of the input that the output overwrites (None
+    if the output has separate memory).  The region's code takes as arguments the inputs of the region, and then the slices of
+    the outputs that have separate memory.  The code returns nothing.  If ``repeat`` is 1, the code may instead return the
+    outputs; then ``writes`` is empty.
     """
 
     repeat: int
@@ -179,8 +179,9 @@ def cut(
 
     ``group_bytes``: maximum bytes of streamed weights per region, unless a single op reads more.  ``dissolve_views``:
     whether segments that contain only views are moved into neighbouring regions.  ``recompute``: whether regions recompute
-    values that are cheaper to recompute than to pass between regions.  ``groups``: groups of region indices, each of which
-    becomes one region; empty to merge nothing.  Raises ChunkflowError if the graph contains no compute.
+    values that are cheaper to recompute than to pass between regions.  ``groups``: groups of region indices; the regions of
+    one group are merged into a single region.  Empty to merge nothing.  Raises ChunkflowError if the graph contains no
+    compute.
     """
     graph = traced.graph
     segments = Segments(graph, discovery, traced.blocks, group_bytes)

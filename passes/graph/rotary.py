@@ -69,15 +69,16 @@ def _is_complex(operand: Any) -> bool:
 
 
 def _rotated(product: Node) -> Node | None:
-    """Return the real tensor that a product rotates, or None if no operand is a complex view of a real tensor with the
-    shape and layout of the result."""
+    """Return the real tensor that a product rotates: an operand of the product is a complex view of this tensor.  Return None
+    if there is no such tensor, or if its shape or layout differs from the result."""
     (result, *_) = (user.meta["val"] for user in product.users)
     for operand in product.all_input_nodes:
         if operand.target is _aten.view_as_complex.default:
             (pairs,) = operand.all_input_nodes
             with result.fake_mode:
                 copied = torch.empty_like(pairs.meta["val"])
-            if str((copied.shape, copied.stride())) == str((result.shape, result.stride())):  # no guards on symbols
+            # the shapes and strides are compared as text, because a comparison of sizes would add guards on symbols
+            if str((copied.shape, copied.stride())) == str((result.shape, result.stride())):
                 return pairs
     return None
 

@@ -22,8 +22,8 @@ def check_phases(module: GraphModule, phases: tuple[Phase, ...], owned: Collecti
     """Prove that phases compute the outputs of a graph.  ``owned``: as in :func:`slices.phases`, or None if unknown.
 
     It is proved that each element of a value is written exactly once, that a value is complete before it is read, and that
-    each phase computes the same as the graph for its slices.  If a run overwrites a slice of an input, no other run and no
-    later phase reads this slice.  Raises FindingError for the first violation.
+    each phase computes the slices of its results in the same way as the graph.  If a run overwrites a slice of an input, no
+    other run and no later phase reads this slice.  Raises FindingError for the first violation.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     complete, views = set(placeholders), {n for phase in phases for n in _viewed(phase)}
@@ -160,8 +160,8 @@ def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
 
 
 def _parts(node: Node, part: Slice | None) -> list[Part | None]:
-    """Return the descriptions of a slice of a node as parts.  A slice that is the whole node can be described by None and by
-    the full range of each dimension."""
+    """Return all parts that describe a slice of a node.  If the slice is the whole node, these are None and, for each
+    dimension, the full range of the dimension."""
     shape = shape_of(node)
     if part is None or part.size == shape[part.dim]:
         return [None, *(Part(d, size, 0, size) for d, size in enumerate(shape))]
@@ -171,8 +171,8 @@ def _parts(node: Node, part: Slice | None) -> list[Part | None]:
 def _number_of(
     node: Node, part: Part | None, values: Collection[Node], fake: FakeTensorMode, table: dict[object, int]
 ) -> int:
-    """Return the number (:func:`_numbered`) of a part of a node if it is computed according to the slice rules, or -1 if
-    there is no rule for it."""
+    """Return the number (:func:`_numbered`) that a part of a node gets if the slice rules compute the part.  Return -1 if
+    there is no rule for the part."""
     builder = Builder(values, fake=fake, closed=True)
     try:
         made = builder.root(node, part)

@@ -192,7 +192,8 @@ class Builder:
         return node.op == "placeholder" or node in self.values or node in self.found.needs
 
     def _is_split(self, node: Node, along: tuple[int, ...]) -> bool:
-        """Return whether an earlier phase can compute a whole node slice by slice, because it depends on split inputs."""
+        """Return whether an earlier phase can compute all of a node slice by slice: there is a dimension along which the node
+        can be split, and the node depends on split inputs (assumed if these are not known yet)."""
         return bool(along) and (not self.streams or depends_on(node, self.streams))
 
     def _is_heavy(self, node: Node) -> bool:

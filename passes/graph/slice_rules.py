@@ -83,7 +83,7 @@ def _pointwise(node: Node, part: Part) -> Sliced:
 
 
 def _first(node: Node, part: Part) -> Sliced:
-    """Return the arguments of an op that reads the same part of its first operand and all of its other operands."""
+    """Return the arguments of an op that reads ``part`` of its first operand, and its other operands as a whole."""
     return Sliced((Operand(_operand(node), part), *node.args[1:]), dict(node.kwargs))
 
 

@@ -48,9 +48,9 @@ class Whole(ChunkflowError):
 class Write:
     """A result that a phase writes, one slice per run.
 
-    ``value``: node of the region's graph of which a slice is written.  ``over``: position of the placeholder in the
-    region's graph whose memory is overwritten, or None for new memory.  New memory is allocated before the first phase
-    that writes a slice of the value, with the strides of the value's metadata.
+    ``value``: node of the region's graph of which a slice is written.  ``over``: position, in the region's graph, of the
+    placeholder whose memory is overwritten; None for new memory.  New memory is allocated before the first phase that writes
+    a slice of the value, with the strides of the value's metadata.
     """
 
     value: Node

@@ -73,7 +73,8 @@ def why_whole(region: CutRegion, repeat: int) -> str:
 
 
 def _split(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[GraphModule, tuple[_Calls, ...]]:
-    """Return the graph of a region, in which some inputs may have another layout, and the phases that compute this graph.
+    """Return the graph of a region and the phases that compute it.  In the returned graph, some inputs may have another
+    layout than in ``module``.
 
     ``owned``: see :func:`phases`.  If only the transposed layout of an input prevents a result from overwriting it, an
     additional first phase copies the input to a contiguous layout.  The copy reads and writes the input once more, but it

@@ -1,4 +1,5 @@
-"""Sizes: the symbols in the metadata of a graph that was traced with dynamic shapes, and the values of these symbols.
+"""Symbolic sizes: the symbols in the metadata of a graph that was traced with dynamic shapes, and the values of these
+symbols.
 
 The symbols in the sizes of inputs have a known value in each call.  The other symbols depend on data, for example after
 ``nonzero``, and have no value when the graph is planned.  The value of such a symbol is estimated by its upper bound or, if

@@ -109,7 +109,7 @@ def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget
 
 
 def _without_kept(names: frozenset[str], tried: Plan | None, tries: _Tries) -> tuple[frozenset[str], Plan | None]:
-    """Remove the weights that the plan keeps on the device from ``names``, the weights to shard.  Return the remaining
+    """Remove from ``names`` (the weights to shard) the weights that the plan keeps on the device.  Return the remaining
     weights to shard and their plan.  ``tried``: plan for ``names``, or None if there is none."""
     for _ in range(_ROUNDS):
         kept = _kept(tried, names) if tried is not None else frozenset[str]()

@@ -4,9 +4,10 @@ Contract
     On entry: the finest Cut, and a function that plans its problem and the problems of coarser cuts.
     On exit: the groups of regions (graph/coarsen.py) that form the coarsest cut whose predicted step is at most ``AS_GOOD``
     times as long as with the finest cut.  If the finest cut does not fit in the budget, the result is the coarsest cut
-    that fits, because its activations are smaller.  If plans are made for a step time, the plan may also need more memory
-    on the device than the plan of the finest cut, by at most ``AS_GOOD - 1`` times the weight bytes.  For a block that is
-    compiled separately, the plans cover several repetitions of the block, with at most ``MOST_REGIONS`` regions.
+    that fits; a coarser cut may fit, because its activations can be smaller.  If plans are made for a step time, the plan may
+    also need more memory on the device than the plan of the finest cut, by at most ``AS_GOOD - 1`` times the weight bytes.
+    For a block that is compiled separately, the plans cover several repetitions of the block, with at most ``MOST_REGIONS``
+    regions.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Proble
     """Return the plan for several programs of this problem that run one after the other."""
     count, goal = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.goal
     if goal.memory is not None:
-        # the plan covers only ``count`` of all repetitions, so it gets this share of the memory for resident weights.  The
-        # memory for activations and for streamed weights does not depend on the number of repetitions
+        # the plan covers only ``count`` of all repetitions, so it gets the same fraction of the memory for resident
+        # weights.  The memory for activations and for streamed weights does not depend on the number of repetitions
         through, live = 2 * max(streamed_bytes(finest)), problem.live_bytes
         memory = through + max(0, repeats.weights(live) - through) * count // repeats.count
         goal = replace(goal, memory=min(goal.memory, goal.counted(live) + memory))

@@ -15,8 +15,8 @@ from .resources import CopyUse, ReadUse
 
 
 class Durations:
-    """The durations of the ops of one problem on one machine.  ``strain``: factor by which copies take longer than according
-    to the hardware profile."""
+    """The durations of the ops of one problem on one machine.  ``strain``: factor by which the time of each copy, as computed
+    from the hardware profile, is multiplied."""
 
     def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
         """``hardware``: the profile; all ranks of the problem share its host bandwidth (:meth:`Hardware.shared_by`).

@@ -53,13 +53,13 @@ def place(
     """Decide the home, slot and windows of every weight.
 
     ``part``: whether the program is a part of a model, and the other parts use the same arena before it runs again.  Then
-    every weight is streamed, and every copy is for the call in which it is issued.  ``like``: a plan for the same goal and a
-    problem of the same structure, but with other sizes.  Its placement is reused if it meets the goal, so that the two
+    every weight is streamed, and every copy is for the call in which it is issued.  ``like``: a plan for the same goal and
+    for a problem that has the same structure, but other sizes.  Its placement is reused if it meets the goal, so that the two
     programs can alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are placed in the
     arena.  Then programs that share the arena need no more memory for weights than the largest of their plans.
     ``external_bytes``: bytes of weights on the device that the program does not read.  These bytes count against the budget.
-    The largest weight that a region unpacks and this rank's shards count, too, and so do activations if the budget covers
-    them.  ``arena``: minimum size of the arena in bytes, if another program of the model needs an arena of this size.
+    This rank's shards and the unpacked values of the largest packed weight count, too, and so do activations if the budget
+    covers them.  ``arena``: minimum size of the arena in bytes, if another program of the model needs an arena of this size.
     ``timings``: measurements of the problem, used instead of the rates in the profile.  ``joins``: as in :class:`Plan`.
 
     Raises ChunkflowError if the budget is below the minimum that the program needs, or if the timings belong to another
@@ -228,9 +228,10 @@ class PlanBuilder:
         return self._arena(windows, streamed, candidate.slots, quick)[1] + self._outside(streamed)
 
     def minimal(self, part: bool = False) -> tuple[Candidate, int]:
-        """Return the smallest placement that streams all weights, and the minimum weight bytes on the device of any plan.
-        In this placement, each copy starts in the window of the weight's first reader.  ``part``: see :func:`place`.  If it
-        is False, the minimum also considers the plan with all weights resident, which may be even smaller."""
+        """Return the smallest placement that streams all weights, and the minimum of the weight bytes that any plan needs on
+        the device.  In this placement, each copy starts in the window of the weight's first reader.  ``part``: see
+        :func:`place`.  If it is False, the minimum also considers the plan with all weights resident, which may be even
+        smaller."""
         smallest = self.planner.play([c.first for c in self.planner.chunks])
         return smallest, min(map(self.slots, (smallest,) if part else (smallest, self.planner.all_resident)))
 

@@ -1,10 +1,10 @@
 """Policies: the placements of other systems, expressed as windows, for comparison.
 
 ``layerwise`` prefetches all weights of the next block while a block computes, like SGLang.  (diffusers' group offload
-copies more in each call, see simulate/group_offload.py.)  With ``layerwise-barrier``, compute also waits for the copies of
-the next block before the first collective of the current block.  Then no copy overlaps with a collective.  The paper's
-reference code calls this policy the baseline.  ``layerwise-prefix`` is layerwise with the first blocks resident, as many as
-fit in the budget.  Under all of these policies, weights outside blocks are resident.
+also copies the weights outside blocks in each call, see simulate/group_offload.py.)  With ``layerwise-barrier``, compute also
+waits for the copies of the next block before the first collective of the current block.  Then no copy overlaps with a
+collective.  The paper's reference code calls this policy the baseline.  ``layerwise-prefix`` is layerwise with the first
+blocks resident, as many as fit in the budget.  Under all of these policies, weights outside blocks are resident.
 """
 
 from __future__ import annotations

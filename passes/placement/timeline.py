@@ -232,7 +232,7 @@ class Playback:
         self._record("compute", self.simulator.problem.regions[region].name, start)
 
     def _advance_to(self, queue: Queue[CopyUse] | Queue[int], name: str | int) -> None:
-        """Advance the time to the end of the newest op in ``queue``.  ``name``: weight or collective of this op."""
+        """Advance the time until the newest op of ``name`` in ``queue`` has ended.  ``name``: a weight or a collective."""
         number = queue.newest.get(name, 0)
         while queue.ended < number:
             self._advance()

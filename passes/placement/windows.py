@@ -8,8 +8,8 @@ two passes around the circle:
     fit        forward: delays copies until there is enough memory
     fit_slots  forward, instead of fit: assigns slots, and delays copies until the bytes of their slots are free
 
-The passes ``fit`` and ``fit_slots`` never make a copy start earlier.  The memory limit has priority: if memory for a chunk
-becomes free too late, its copy starts late, and its reader waits.
+The passes ``fit`` and ``fit_slots`` never choose an earlier window for a copy than ``latest``.  The memory limit has
+priority: if memory for a chunk becomes free too late, its copy starts late, and its reader waits.
 """
 
 from __future__ import annotations
@@ -260,7 +260,8 @@ def fit_slots(
             spans[i] = begin, begin + chunks[i].nbytes
             windows[i] = max(windows[i], room.free(*spans[i]))
         room.take(at, nbytes, weight.last + 1)
-    # bytes that no other weight uses before in this step become free after their last reader in the previous step
+    # the weight that uses these bytes last in a step also used them last in the previous step: they become free only after
+    # its last reader there
     for i, (begin, end) in spans.items():
         windows[i] = max(windows[i], room.free(begin, end) - count)
     return [windows.get(i) for i in range(len(chunks))], slots

@@ -1,9 +1,10 @@
 """Borders: proves that after a jump to a call of a cycle, the arena is in the same state as in a pass without jumps.
 
-verify proves passes without jumps.  At the border between two calls of such a pass, some chunks are in flight or in use.
-The prologue of a jump copies exactly these chunks, in the order in which the pass would have issued their copies.  Every
-reader after the jump waits for one of these copies, for a copy that is issued after the jump, or for a resident chunk.  So
-the call, and every call after it, finds the same data as in the pass, and the proof of the pass holds.
+The other checks of verify prove that passes without jumps are safe.  At the border between two calls of such a pass, some
+chunks are in flight or in use.  The prologue of a jump copies exactly these chunks, in the order in which the pass would have
+issued their copies.  Every reader after the jump waits for one of these copies, for a copy that is issued after the jump, or
+for a resident chunk.  So the call, and every call after it, finds the same data as in the pass, and the proof of the pass
+holds.
 
 Only the order of eager calls is checked, because a captured call waits for all copies of the prologue.
 
@@ -74,8 +75,8 @@ class _Wait(NamedTuple):
     """A wait.  ``at``: index of the wait.  ``arrival``: index of the copy for whose arrival it waits.
 
     The prologue of a jump repeats copies and records their arrivals again.  An op after the jump may wait for the arrival of
-    a copy from before the jump that the prologue does not repeat.  Such a wait ends at once, although the copies of the
-    prologue may still be in flight.
+    a copy that was issued before the jump and that the prologue does not repeat.  Such a wait ends at once, although the
+    copies of the prologue may still be in flight.
     """
 
     at: int
@@ -83,7 +84,7 @@ class _Wait(NamedTuple):
 
 
 def _chunks(ops: Iterable[Op]) -> list[tuple[str, int]]:
-    """Return each chunk that the copies among ops copy, as a weight and an index."""
+    """Return the chunks that the copies in ``ops`` copy, each as a pair of weight and index."""
     return [(op.weight, chunk) for op in copies(ops) for chunk in range(op.first, op.end)]
 
 

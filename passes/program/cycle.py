@@ -37,12 +37,12 @@ _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 @dataclass(frozen=True)
 class Call:
     """A call of a cycle.  ``cut``: regions of the graph that the call runs.  The graph may have been compiled for another
-    block, so its weights have other names than in the cycle.
+    block, so its weights can have other names than in the cycle.
 
     ``names``: for each weight of the graph, its name in the cycle.  ``keep``: reasons why some weights must stay on the
     device although the graph could stream them, by their names in the cycle.  ``in_files``: weights that are in files on
-    the SSD, by their names in the cycle.  ``live``: peak activation bytes of the call, over all other input sizes; each
-    region is planned with at least this number of bytes.
+    the SSD, by their names in the cycle.  ``live``: the peak activation bytes of the call, as the maximum over all input
+    sizes of its calls so far; each region is planned with at least this number of bytes.
     """
 
     cut: Cut

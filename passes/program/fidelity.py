@@ -48,7 +48,7 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
 
     * Only regions read streamed weights, because waits and evicts order no other readers.
     * No region writes to a streamed weight, because the next copy from host memory would undo the write.
-    * No weight that is not streamed is copied, waited for or evicted, and each copy is in the lane of the plan.
+    * Only streamed weights are copied, waited for or evicted, and each copy is in the lane that the plan gives the weight.
     """
     moved = {w.name for w in program.plan.streamed}
     streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
@@ -94,7 +94,8 @@ def check_operands(program: Program) -> Iterator[str]:
 def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) -> Iterator[str]:
     """Check that every node of the program, except transfers, is the same as in the traced graph, with the same operands.
 
-    ``keys``: structural keys of the modules of regions, as a cache for several calls.
+    ``keys``: cache of the structural keys of regions, by the module of the region; several calls of this function can share
+    it.
     """
     for target, region in program.regions.items():
         held = getattr(program.module, target)

@@ -14,8 +14,8 @@ stream on a host thread (runtime/streams.py) can find the place where the event 
 left out of captured calls, and of programs whose weights are in host memory.
 
 A copy without a read reads its file itself.  The prologues of jumps and cold starts repeat, in the same order, the reads that
-a pass would have issued before the call for copies that come after its beginning.  These reads start after all copies that
-were issued before the prologue have ended.  Captured calls contain no reads.
+a pass would have issued before the call for copies that come after the beginning of the call.  These reads start after all
+copies that were issued before the prologue have ended.  Captured calls contain no reads.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def _neighbours(cycle: Cycle) -> Iterator[tuple[Op | None, Op, Op | None]]:
 
 def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     """Check the reads in the prologue of a jump to each call, and in the prologue of a cold start.  The prologue must contain
-    the reads whose copies have not been issued yet when a pass reaches this call, with the same events.  These reads must
-    come after all copies that were issued before the prologue."""
+    the reads whose copies have not been issued yet when a pass reaches this call, with the events that they have in the pass.
+    These reads must come after all copies that were issued before the prologue."""
     marks = {op: after for _, op, after in _neighbours(cycle) if isinstance(op, Read)}
     lanes = LANES if cycle.plan.pulled else LANES[:1]  # a device has at least these lanes
     ahead, expected = list[Read](), dict[int, list[Read]]()

@@ -3,7 +3,7 @@
 * The slices of each run are within the bounds of their values.
 * If several runs or regions write slices of an output, these slices do not overlap, and they cover the whole output before
   anything reads it.
-* A run may overwrite a slice of an input with a slice of an output.  The run reads no other slice of this input, and the
+* If a run overwrites a slice of an input with a slice of an output, the run reads no other slice of this input, and the
   memory of this input contains no other input of the region.  So no run reads elements that another run has overwritten.
 * The overwritten memory is not an input of the program, and neither an op after the region nor a result of the program uses
   its old contents.

@@ -220,5 +220,5 @@ def issued(program: Program) -> Iterator[tuple[Node, Step]]:
 
 
 def source_of(node: Node) -> str:
-    """Return the name of the node in the traced graph from which a node was made."""
+    """Return the name of the node of the traced graph from which ``node`` was made."""
     return str(node.meta.get(SOURCE, node.name))

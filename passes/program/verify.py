@@ -9,8 +9,8 @@ eager and captured calls are checked, which represent all sequences (happens_bef
   chunk is copied.
 * Each reader of a weight comes after a wait that covers all chunks of the weight.
 * Each weight is evicted once per step, after its last reader.
-* If two chunks use the same bytes, the last reader of one chunk finishes before the copy of the other begins.  The same holds
-  for two chunks of different steps.
+* If two chunks use the same bytes, the last reader of the chunk that is copied first finishes before the copy of the other
+  chunk begins.  This holds for chunks of the same step and for chunks of different steps.
 * The program has the same inputs, regions and collectives as the traced graph, in the same order and with the same values
   (fidelity.py).
 * A jump to a call first copies the chunks that would be in flight or in use before this call in a pass without jumps.  Then
@@ -253,7 +253,7 @@ def _check_place(
     if memory is None:
         return
     yield from check_collectives(program, memory)
-    # other weights may have different names in the cycle
+    # weights that are not streamed may have other names in the cycle than in the program
     streamed = {w.name for p in (cycle.calls[call], program) for w in p.plan.streamed}
     # the copies in prologues follow from the prefetches of all calls, so only prefetches are compared.  Releases of values
     # may differ, because the regions of the two programs may take different sizes as inputs; check_collectives has proved
@@ -271,7 +271,7 @@ def _check_place(
 
 
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
-    if life.step >= order.steps:  # only copies for this step are unrolled, not the step
+    if life.step >= order.steps:  # this step is not unrolled; only copies for it are
         return
     name, ops = life.plan.name, order.ops
     for chunk, window in enumerate(life.plan.windows):
@@ -325,7 +325,7 @@ def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
     """Check that a chunk is no longer in use when the next chunk is copied to the same bytes.
 
     For each byte of the arena, each chunk is compared only with the chunk that is copied next.  This is enough: if every
-    copy happens after the last use of the chunk before it, it also happens after the last use of all earlier chunks.
+    copy happens after the last use of the chunk before it, every copy also happens after the last uses of all earlier chunks.
     """
     edges: list[tuple[int, bool, _Stay]] = []
     for turn, program in enumerate(order.turns):
