@@ -381,8 +381,9 @@ class Scheduler:
                 yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
 
     def _held(self, names: Iterable[str], before: int, issued: Mapping[str, Sequence[_Issued]]) -> Iterator[_Arrival]:
-        """Yield the arrivals that compute waits for at a barrier before region ``before``.  ``names``: weights of the
-        barrier.  There is one arrival for each sequence of consecutive weights in the same lane.
+        """Yield the arrivals that compute waits for at a :class:`Barrier`, directly before a collective starts.
+
+        ``names``: weights of the barrier.  ``before``: the index of the region that follows the start.  There is one arrival for each sequence of consecutive weights in the same lane.
 
         A weight is left out if compute has already waited for all its copies in the previous step.
         """

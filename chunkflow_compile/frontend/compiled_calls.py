@@ -121,7 +121,7 @@ class CallWithProgress:
                 # smaller plans.
                 if first is not None or not isinstance(error, torch.OutOfMemoryError | ChunkflowError):
                     placement.end_programs(before)
-                alone = placement.store.peers is None  # with peers, ranks in a survey would wait for each other
+                alone = placement.store.peers is None  # with peers, the ranks would wait for each other in a survey
                 if first is not None and not self._whole and alone:
                     _raise_largest(surveyed(model, call, args, kwargs, first, first is error), first, error)
                 raise

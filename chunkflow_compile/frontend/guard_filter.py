@@ -22,11 +22,12 @@ _OF_GRADIENTS = ("._backward_hooks", "._backward_pre_hooks")
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     """Return, for each guard, whether to keep it.  This function is passed to torch.compile as ``guard_filter_fn``.
 
-    A guard is dropped if it cannot fail while all other guards hold.  There are three groups of such guards:
+    A guard is dropped if it cannot fail, or if its failure does not matter, while all other guards hold.  There are three groups of such guards:
     - Guards on tensors inside an offloaded weight: other guards check the class, sizes, strides, dtype and device of this
       weight.
     - Guards on the set of hooks that take keyword arguments, if another guard checks that there are no hooks.
-    - Guards on gradient hooks, if gradients are disabled: another guard checks the grad mode.
+    - Guards on backward hooks, if gradients are disabled: these hooks then never run, and another guard checks that
+      gradients stay disabled.
     """
     weights = {g.name for g in guards if g.has_value and isinstance(g.value, HostWeight)}
     without = {g.name for g in guards if g.has_value and isinstance(g.value, dict) and not g.value}

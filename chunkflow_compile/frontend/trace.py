@@ -125,7 +125,8 @@ def lower_to_aten(
     on_device, compiled, direct = as_on_device(example_inputs), list[Any](), False
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
-        with torch._functorch.config.patch(enable_autograd_cache=cached):  # the regions of the graph may use the cache
+        # The regions of the graph are compiled with the user's setting, although the graph as a whole is not cached.
+        with torch._functorch.config.patch(enable_autograd_cache=cached):
             compiled.append(compiler(aten, inputs))
         return compiled[-1]
 

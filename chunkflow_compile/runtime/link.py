@@ -30,7 +30,7 @@ LaneName = Literal["copy", "collective", "pull"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 # The maximum number of ranks on one machine that can share a port.
 MOST_RANKS = 16
-# A transfer that has fewer bytes than this left counts as ended, because the remaining bytes are a rounding error.
+# A transfer counts as ended when at most this many bytes remain, because such a small rest is a rounding error.
 _LEAST_BYTES = 1e-3
 
 

@@ -311,8 +311,8 @@ class ThreadStream:
         self._put(_Item(run, awaits=(event, event.recorded)))
 
     def recover(self) -> None:
-        """Run the work that is enqueued from here on even if work that was enqueued before fails.  An error of the earlier
-        work is then raised only in threads that wait for a mark that was also enqueued before this point."""
+        """Make the stream run all work that is enqueued after this call, even if earlier work fails.  An error of the
+        earlier work is then raised only in threads that wait for a mark that was enqueued before this call."""
 
         def forget(_: BaseException | None) -> None:
             self.failure = None

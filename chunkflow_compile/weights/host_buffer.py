@@ -325,8 +325,8 @@ class HostBuffer:
         self._changed()
 
     def expose(self) -> None:
-        """Record that code compiled by another backend uses the memory.  Writes by such code change only the
-        ``_version`` of the weight."""
+        """Record that code compiled by another backend uses the memory.  The only trace of a
+        write by such code is the ``_version`` of the weight itself."""
         if not self.exposed:
             self.exposed = True
             self._changed()

@@ -103,8 +103,8 @@ class RegionNodes:
 @dataclass(frozen=True)
 class Storages:
     """The memory of a graph's values.  ``values``: for each node, its value, as fake tensors.  ``weights``: nodes whose
-    memory is not counted.  ``fused``: whether Inductor fuses the ops.  ``own``: views that have separate memory, see
-    :func:`bases_of`.  ``profiles``: cache of the profiles of regions, by key."""
+    memory is not counted.  ``fused``: whether Inductor fuses the ops.  ``own``: nodes with view ops that allocate memory
+    nevertheless, see :func:`bases_of`.  ``profiles``: cache of the profiles of regions, by key."""
 
     values: Values
     weights: Collection[Node]

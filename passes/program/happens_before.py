@@ -17,8 +17,8 @@ eager lanes, by prologues and by eager calls of any program.  At the end of a ca
 all copies of the call.
 
 ``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternating sequences.  A
-property that holds for these four sequences holds for every sequence, because the order between two ops of two calls
-depends only on the forms of these two calls and of the calls between them:
+property that holds for these four sequences holds for every sequence: the order between an op and a later op is the same in
+every sequence in which the calls of both ops, and the calls between them, have the same forms.  The cases are:
 
 * A copy after an op of compute: the copy waits for the opening of its window, which is part of the copy's call in both
   forms.
