@@ -193,7 +193,8 @@ class Collective:
     """A collective.  ``nbytes``: bytes that this rank receives.  ``ranks``: size of its process group.
 
     ``before``: index of the first region after its start.  ``until``: index of the first region after compute has
-    waited for the end of the collective.  ``before`` and ``until`` can be equal to the number of regions, which means after the last region.
+    waited for the end of the collective.  ``before`` and ``until`` can be equal to the number of regions,
+    which means after the last region.
     ``engine``: whether kernels ("sm") or a copy engine ("copy") move its bytes; a busy copy engine cannot copy weights.
     """
 
