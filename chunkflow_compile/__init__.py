@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from chunkflow_compile.catalog.ulysses import enable_ulysses as enable_ulysses
     from chunkflow_compile.frontend.adapters import enable_adapters as enable_adapters
     from chunkflow_compile.passes.errors import ChunkflowError as ChunkflowError
-    from chunkflow_compile.passes.graph.declared import register_collective as register_collective
+    from chunkflow_compile.passes.graph.declared_collectives import register_collective as register_collective
     from chunkflow_compile.pipeline.adapters import use_adapters as use_adapters
     from chunkflow_compile.pipeline.api import compile as compile
     from chunkflow_compile.pipeline.api import restore as restore
@@ -48,7 +48,7 @@ _HOMES = {
     "metrics": "chunkflow_compile.pipeline.metrics",
     "offload": "chunkflow_compile.placed.offload",
     "programs": "chunkflow_compile.placed.offload",
-    "register_collective": "chunkflow_compile.passes.graph.declared",
+    "register_collective": "chunkflow_compile.passes.graph.declared_collectives",
     "remove": "chunkflow_compile.pipeline.apply",
     "replan": "chunkflow_compile.placed.replan",
     "restore": "chunkflow_compile.pipeline.api",

@@ -1,4 +1,4 @@
-"""Passes: turn a traced graph into a verified program.  They use no threads, clocks or devices.
+"""Passes: turn a traced graph into a verified program.  The passes use no threads, clocks or devices.
 
 A module imports only from its own package or from packages to its left::
 

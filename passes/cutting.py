@@ -1,5 +1,5 @@
-"""Cutting: chooses the cut of a traced graph according to the settings of the passes: how many regions, which weights are
-packed and which are sharded, and into how many slices and groups of heads blocks are divided."""
+"""Cutting: chooses the cut of a traced graph according to the settings of the passes.  The cut determines the number of
+regions, which weights are packed and which are sharded, and into how many slices and groups of heads blocks are divided."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ def _cut(
 
 
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
-    """Cut a traced graph according to ``settings``, by default into as few regions as a good plan needs.
+    """Cut a traced graph according to ``settings``.  By default, it is cut into as few regions as a good plan needs
+    (placement/coarsest.py).
 
     No other function decides which weights are compressed and which are sharded.  If some weights of the model are already
-    compressed or sharded, the same weights stay so; otherwise ``settings`` decide.  Raises ChunkflowError if ``settings``
-    require sharded weights or divided exchanges, and these are not possible.
+    compressed, exactly these weights stay compressed, and likewise for sharded weights; otherwise ``settings`` decide.
+    Raises ChunkflowError if ``settings`` require sharded weights or divided exchanges, and these are not possible.
     """
     groups = settings.goal.exchange_groups
     if groups == "auto":
@@ -103,7 +104,8 @@ def _cut_undivided(traced: Traced, settings: Settings) -> Cut:
     finest, repeats = make_cut(traced, settings.group_bytes, settings.disabled), traced.repeats
     budget = goal_of_cut(traced, settings).memory is not None
     planned = plans_of(traced, settings, finest.problem)
-    # for a graph whose plan covers neither the whole model nor several repetitions, cuts are not compared by their plans
+    # cuts of a graph are not compared by their plans if the plan of the graph covers neither a whole model nor several
+    # repetitions of a block
     alone = (settings.part and repeats is None) or settings.preamble
     judge = None if alone or not budget else planned
     finest = on_peers(finest, _peer_weights(finest, settings, None if alone else planned), settings.ranks)
@@ -115,8 +117,8 @@ def _cut_undivided(traced: Traced, settings: Settings) -> Cut:
 
 
 def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Callable[[Problem], Plan]) -> Cut:
-    """Return the cut with as few regions as a good plan needs.  ``names``: names of the packed weights.  ``planned``:
-    result of :func:`plans_of`."""
+    """Return the cut with as few regions as a good plan needs (placement/coarsest.py).  ``names``: names of the packed
+    weights.  ``planned``: result of :func:`plans_of`."""
     if settings.group_bytes is not None:
         return finest
     before = _cut_before(finest, settings)
@@ -131,7 +133,8 @@ def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Cal
 
 
 def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
-    """Return the cut with one region for each group of regions of the finest cut.  No weight is packed in this cut."""
+    """Return the cut in which the regions of each group of the finest cut are merged into one region.  No weight is packed in
+    this cut."""
     discovery = (finest.raw or finest).discovery
     return _cut(finest.traced, discovery, settings.group_bytes, settings.disabled, groups)
 
@@ -216,9 +219,9 @@ def _sharded_now(traced: Traced) -> frozenset[str]:
 
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
-    """Return the groups of regions of an earlier cut: the cut for which the plan or the timings in ``settings`` were made,
-    or a cut with the structure of a problem in ``settings.likes``.  Return None if ``settings`` contain none of these, or
-    if no cut has such a structure."""
+    """Return the groups of regions with which the graph was cut before: for the plan or the timings in ``settings``, or for a
+    problem in ``settings.likes`` that has the same structure.  Return None if ``settings`` contain no plan and no timings,
+    and no cut has the structure of a problem in ``settings.likes``."""
     given = settings.plan or settings.timings
     structures = [problem.structure for problem, _ in settings.likes]
     if given is None and not structures:

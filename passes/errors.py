@@ -16,7 +16,7 @@ class BudgetError(ChunkflowError):
 
 
 class FindingError(ChunkflowError):
-    """A check found a fault in the program; the call itself was valid."""
+    """A check found a fault in a program or in the result of a pass.  The user's options were valid."""
 
 
 def shortage(error: BaseException | None) -> BudgetError | None:

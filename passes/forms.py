@@ -1,8 +1,8 @@
 """Forms: the ops that are issued in addition to the step of a call (step.py), or instead of it.
 
-* :func:`prologue`: ops before the step.  They copy the chunks that are missing at a cold start, at a jump (a call out of
-  the planned order), and after weights were rewritten.  A step also waits for the arrivals of resident chunks, which it
-  does not copy itself; the prologue records these events.
+* :func:`prologue`: ops before the step.  The prologue copies the chunks that are missing at a cold start, at a jump (a call
+  out of the planned order), or after weights were written.  A step also waits for the arrivals of resident chunks, which it
+  does not copy itself; the prologue copies these chunks and records their arrivals.
 * :func:`captured`: the step as one CUDA graph.
 * :func:`joined`: the step with a join at its end, where compute waits for all copies.
 """
@@ -22,7 +22,7 @@ class CallEvents:
     """Numbers of the events that prologues and joins use.  Programs do not contain these events, except for ``reads``.
 
     ``handover``: event at the beginning of a prologue; the lanes wait for it before they overwrite the arena.
-    ``lanes``: event of a join, for each lane.  ``reads``: events that reads record.
+    ``lanes``: for each lane, the event that a join records in it.  ``reads``: events that reads record.
     """
 
     handover: int
@@ -76,8 +76,8 @@ def prologue(
     *,
     jumps: bool = False,
 ) -> Step:
-    """Return the ops to issue before a call.  They put the arena into the state that it would have if all earlier calls of
-    the pass had run in the planned order.
+    """Return the ops to issue before a call.  These ops put the arena into the state that it would have if all calls of the
+    pass up to this one had run in the planned order.
 
     ``step``, ``events``: ops and events of all calls of the cycle.  ``begin``: index of the first op of the call.
     ``kept``: copies of the resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights
@@ -85,21 +85,20 @@ def prologue(
     of the planned order.
 
     At a cold start, the prologue copies all resident chunks, and all streamed chunks that earlier calls would have
-    copied for this and later calls.  At a jump, it copies these streamed chunks, and the resident chunks of stale
-    weights.
-    Otherwise, it copies only stale weights.  At a cold start and at a jump, it also issues the reads that earlier calls
-    would have issued for copies after the beginning of this call.  The prologue's own copies do not use the ring: for a
+    copied for this and later calls.  At a jump, it copies these streamed chunks, and the resident chunks of stale weights.
+    Otherwise, it copies only stale weights.  At a cold start and at a jump, the prologue also issues the reads that earlier
+    calls would have issued for copies after the beginning of this call.  The prologue's own copies do not use the ring: for a
     weight in a file, the copy itself reads the file.
 
-    The call itself may not wait for some copies of the prologue: the copies of stale weights, and the copies of weights
-    whose first reader is in an earlier call, which contains the wait.  If there are such copies, compute waits for all
-    copies at the end of the prologue.
+    The call itself may contain no wait for a copy of a stale weight.  It contains no wait for a weight whose first reader is
+    in an earlier call, because that earlier call contains the wait.  If the prologue makes copies of such weights, compute
+    waits for all copies at the end of the prologue.
     """
     cold = stale is None and not jumps
     stale = stale or ()
     ahead = reads_ahead(step, begin) if events.reads and (cold or jumps) else ()
-    # copies may be in flight; this join orders them before the prologue's copies in the other lane, and before reads that
-    # overwrite their bytes of the ring
+    # copies of earlier calls may be in flight; this join orders them before the prologue's copies in the other lane, and
+    # before reads that overwrite their bytes of the ring
     ops = [*events.join(lanes)] if len(lanes) > 1 or ahead else []
     handed: list[Stream] = [*lanes, "read"] if ahead else [*lanes]
     ops += [Record("compute", events.handover), *(Wait(stream, events.handover) for stream in handed)]
@@ -113,15 +112,15 @@ def prologue(
         copy = step[i]
         if not isinstance(copy, Copy) or not (cold or jumps or copy.weight in stale):
             continue
-        # from op ``begin`` on, the copies that the previous pass issues for this pass; before it, the copies that earlier
-        # calls of this pass issue
+        # from op ``begin`` on, the needed copies are those that the previous pass issues for this pass; before ``begin``,
+        # they are the copies that earlier calls of this pass issue
         needed = evicted.get(copy.weight, -1) >= begin
         if (copy.next_step and needed) if i >= begin else (copy.next_step or needed):
             ops.append(replace(copy, ring=None))
             ops += (op for op in step[i + 1 : i + 2] if isinstance(op, Record) and op.stream == copy.stream)
     ops += ahead
-    # for each weight, the index of the last wait before its evict: the wait of its first reader.  A later wait belongs to a
-    # barrier, which may wait for the copies of the next step
+    # for each weight, the index of the last wait before its evict: the wait of its first reader.  A wait after the evict
+    # belongs to a barrier, which may wait for the copies of the next step
     waits = ((i, weight) for i, op in enumerate(step) if isinstance(op, Wait) for weight in op.weights)
     waited = {weight: i for i, weight in waits if i < evicted.get(weight, -1)}
     if stale or any(i < begin <= evicted[weight] for weight, i in waited.items()):
@@ -130,7 +129,7 @@ def prologue(
 
 
 def reads_ahead(step: Step, begin: int) -> Step:
-    """Return the reads, with their events, that a pass issues before the op at index ``begin`` for copies after this op.
+    """Return the reads that a pass issues before the op at index ``begin`` for copies after this op, each with its event.
     ``step``: ops of all calls."""
     ops, read = list[Op](), set[tuple[str, int]]()
     # the event that the copy stream waited for last; before a copy out of the ring, this is the event of the copy's read, as
@@ -147,15 +146,15 @@ def reads_ahead(step: Step, begin: int) -> Step:
 
 
 def without_reads(step: Iterable[Op], events: CallEvents) -> Step:
-    """Return the step without reads and without waits for reads.  It is correct if no weight is in a file."""
+    """Return the step without reads and without waits for reads.  The result is correct only if no weight is in a file."""
     return tuple(op for op in step if op.stream != "read" and not (isinstance(op, Wait) and op.event in events.reads))
 
 
 def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
     """Return the events to record after copies of resident chunks, by the index of the copy in ``kept``.
 
-    The step waits for these events but does not record them.  Each event is recorded after the last resident chunk of
-    the weights that its wait names.
+    The step waits for these events but does not record them.  Each event is recorded after the copy of the last resident
+    chunk among the weights that its wait names.
     """
     last = {copy.weight: i for i, copy in enumerate(kept)}
     recorded = {op.event for op in step if isinstance(op, Record)}
@@ -177,9 +176,10 @@ def captured(step: Iterable[Op], events: CallEvents) -> Step:
     runs in the stream of the predecessor that was recorded first, so issuing copies late keeps compute in one stream.
     The order of the copies in a lane does not change, nor do the events that each copy waits for.
 
-    A wait for an event that the call itself does not record has no effect in a CUDA graph.  Such an event is the arrival
-    of a copy of an earlier call.  That copy has already ended, because the earlier call waits for all its copies before
-    it ends, and a graph is launched only after all copies outside of graphs.  No weight of such a call is in a file.
+    A wait for an event that the call itself does not record has no effect in a CUDA graph.  Such an event is the arrival of a
+    copy that an earlier call has issued.  That copy has already ended: if the earlier call is a CUDA graph, it waits
+    for all its copies before it ends; otherwise compute has waited for them before the graph of this call runs.  No weight
+    of such a call is in a file.
     """
     ops, later = list[Op](), dict[Stream, list[Op]]()
     for op in without_reads(step, events):

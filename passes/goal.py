@@ -1,4 +1,5 @@
-"""Goal: the objective for which plans are made.  It is created once from the user's options, and passed on as a whole."""
+"""Goal: the objective for which plans are made.  The goal is created once from the user's options, and passed on as a
+whole."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import ExchangeGroups, Hoist, OnPeers, Pack, Policy, Split, Yield
 from chunkflow_compile.units import Size, parse_bytes
 
-# The longest step, relative to the baseline, if the user gives neither a budget nor a slowdown.
+# The maximum step time, as a multiple of the baseline, if the user gives neither a budget nor a slowdown.
 DEFAULT_SLOWDOWN = 1.02
 
 
@@ -16,20 +17,19 @@ DEFAULT_SLOWDOWN = 1.02
 class Goal:
     """The objective of plans: the fastest plan within a budget, or the smallest plan whose step is short enough.
 
-    ``memory``: budget, the maximum bytes on the device.  It covers weights and activations if ``activations`` is set,
+    ``memory``: budget, the maximum bytes on the device.  The budget covers weights and activations if ``activations`` is set,
     otherwise weights alone.  ``slowdown``: maximum predicted step time, as a multiple of the step time with all weights
-    resident; see :attr:`longest`.  ``policy``: policy that places the weights.  ``yields``: how copies avoid overlap
-    with collectives.  ``pack``: names of the packed weights; True for all weights that can be packed, "auto" for the
-    weights whose packing is predicted to shorten the step within ``memory``.  ``peers``: names of the weights that are
-    sharded over the devices of the ranks; True for all weights that can be streamed, "auto" for the weights whose
-    sharding is predicted to shorten the step within ``memory`` or, without ``memory``, to minimize the bytes on the
-    device.  ``hoist``: whether products that do not depend on the latent are computed once for many steps
-    (graph/hoist.py), so that their weights need not be streamed in every step; "auto" to do so if this is predicted to
-    shorten a step.  ``split``: number of slices into which the tokens of each block are split (graph/split.py), to
-    reduce the activation memory; "auto" for the smallest number with which weights and activations fit in the
-    budget.  ``exchange_groups``: number of groups of heads into which the all-to-alls
-    around attention are divided (graph/head_groups.py), so that one group is exchanged while another computes; False
-    for no groups, "auto" for the number with the shortest predicted step.
+    resident; see :attr:`longest`.  ``policy``: policy that places the weights.  ``yields``: how copies avoid overlap with
+    collectives.  ``pack``: names of the packed weights; True for all weights that can be packed, "auto" for the weights whose
+    packing is predicted to shorten the step within ``memory``.  ``peers``: names of the weights that are sharded over the
+    devices of the ranks; True for all weights that can be streamed, "auto" for the weights whose sharding is predicted to
+    shorten the step within ``memory`` or, without ``memory``, to minimize the bytes on the device.  ``hoist``: whether
+    products that do not depend on the latent are computed once for many steps (graph/hoist.py), so that their weights need
+    not be streamed in every step; "auto" to do so if this is predicted to shorten a step.  ``split``: number of slices into
+    which the tokens of each block are split (graph/split.py), to reduce the activation memory; "auto" for the smallest number
+    with which weights and activations fit in the budget.  ``exchange_groups``: number of groups of heads into which the
+    all-to-alls around attention are divided (graph/head_groups.py), so that one group is exchanged while another is computed;
+    False for no groups, "auto" for the number with the shortest predicted step.
 
     Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if a field is set
     that the policy ignores.
@@ -111,8 +111,8 @@ class Goal:
         return self.slowdown or DEFAULT_SLOWDOWN
 
     def aimed_at(self, other: Goal | None) -> Goal:
-        """Return this goal with the policy, and the budget or slowdown, from ``other``.  If ``other`` is None, return
-        this goal.
+        """Return this goal with the policy and the budget or slowdown of ``other``.  If ``other`` is None, return this goal
+        unchanged.
 
         This goal's ``yields`` and ``hoist`` are kept only if the policy of ``other`` uses them.  All other fields of
         this goal, such as ``pack`` and ``peers``, are kept.

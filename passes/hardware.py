@@ -121,8 +121,8 @@ class Hardware:
     collective_pull_slowdown: float = 2.0
     """Factor, at least 1, by which a pull in flight stretches a collective."""
     compute_pull_slowdown: float = 1.0
-    """Factor, at least 1, by which pulls stretch compute and the latency of collectives.  Both the pulls of this rank and
-    the pulls of other ranks from its device count."""
+    """Factor, at least 1, by which pulls stretch compute and the latency of collectives while all ranks pull: this rank
+    pulls, and other ranks pull from its device."""
     host_bandwidth: float = 0.0
     """Bytes/s that all ranks of a machine together read from host memory; 0 if no limit is known.  See
     :meth:`shared_by`."""
@@ -176,8 +176,8 @@ class Hardware:
             )
 
     def flops(self, dtype: str) -> float:
-        """Return the FLOP/s that the GEMMs of a model reach.  For a dtype that the profile does not list, it is the
-        slowest listed rate."""
+        """Return the FLOP/s that the GEMMs of a model reach.  For a dtype that the profile does not list, use the slowest
+        listed rate."""
         return self.eta_gemm * self._gemm(dtype)
 
     def attention_rate(self, dtype: str) -> float:
@@ -202,8 +202,8 @@ class Hardware:
         return self.gemm_flops.get(dtype, min(self.gemm_flops.values()))
 
     def rate_of(self, nbytes: int) -> float:
-        """Return the bytes/s at which a kernel reads or writes a tensor of ``nbytes`` bytes that was written by the
-        previous kernel.
+        """Return the bytes/s at which kernels read and write a tensor of ``nbytes`` bytes that one kernel writes and the next
+        kernel reads.
 
         A tensor of at most half the size of the cache is assumed to be in the cache.  The other half is assumed to hold
         the other tensors of the kernel.

@@ -7,9 +7,9 @@ Contract
     of main account for the memory of the table, which stores the rows (results of the preamble), and for an arena that is
     large enough for the preamble.
 
-The preamble runs once for many steps, so none of its weights stays on the device: all are streamed through an arena for the
-weights of two regions.  If blocks are compiled separately, each block has its own table.  Together, the tables of all
-blocks of one type get the same share of the budget as the table of a whole model.
+The preamble runs once for many steps, so none of its weights stays on the device.  All weights of the preamble are streamed
+through an arena that is large enough for the weights of two regions.  If blocks are compiled separately, each block has its
+own table.  Together, the tables of all blocks of one type get the same share of the budget as the table of a whole model.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Hoisting:
         )
 
     def _fill_seconds(self, rows: int) -> float:
-        """Return the predicted seconds in which the preamble computes this number of rows in one pass."""
+        """Return the predicted seconds in which the preamble computes ``rows`` rows in one pass over its weights."""
         problem, settings = self.preamble_cut.problem, self.preamble
         regions = tuple(replace(r, cost=r.cost.repeated(rows)) for r in problem.regions)
         simulator = Simulator(replace(problem, regions=regions), settings.hardware, settings.chunk_bytes)
@@ -213,7 +213,8 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
     while the step stays short enough.
 
     If ``settings`` contain a plan or timings, return whether these were made for main rather than for the whole graph.  If
-    the graph is a block, the plans cover several repetitions of the block, and their averages are compared.
+    the graph is a block, the plans cover several repetitions of the block, and their times and bytes per repetition are
+    compared.
     """
     if (given := settings.plan or settings.timings) is not None:
         return choose_cut(hoisting.halves.main, hoisting.main).problem.digest == given.problem

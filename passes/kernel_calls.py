@@ -1,8 +1,8 @@
 """Calls of the user's Triton kernels: which kernel a node calls, with which constants, and which operands it writes.
 
-torch traces such a call as a higher-order op without a schema.  The op's arguments identify the kernel and its constants by
-indices into a table of this process.  The indices depend on the order of tracing, so they are meaningless in another
-process.
+torch traces a call of a user's kernel as a higher-order op without a schema.  The op's arguments identify the kernel and its
+constants by indices into a table of this process.  The indices depend on the order of tracing, so they are meaningless in
+another process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def is_kernel_call(node: Node) -> bool:
 
 
 def returns_copies(node: Node) -> bool:
-    """Return whether a node calls a user's kernel on copies of the operands that it writes, and returns these copies as
-    a dict."""
+    """Return whether a node calls a user's kernel on copies of the operands that the kernel writes, and returns these copies
+    as a dict."""
     return node.op == "call_function" and node.target is triton_kernel_wrapper_functional
 
 

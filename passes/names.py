@@ -1,4 +1,4 @@
-"""Choices that users make by name, and default sizes.  Does not import anything heavy, so that ``--help`` is fast."""
+"""Choices that users make by name, and default sizes.  This module imports nothing heavy, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ POLICIES: tuple[Policy, ...] = (
     "chunkflow",
 )
 
-# Methods with which other systems shard weights over ranks.  Their step times are only predicted, for comparison
-# (simulate/sharded.py).
+# Methods with which other systems shard weights over ranks.  The step times of these methods are only predicted, for
+# comparison (simulate/sharded.py).
 Sharded = Literal["distributed-layerwise", "fsdp"]
 SHARDED: tuple[Sharded, ...] = get_args(Sharded)
 
-# diffusers' enable_group_offload (simulate/group_offload.py).  Its step times, too, are only predicted.
+# diffusers' enable_group_offload (simulate/group_offload.py).  The step times of this method, too, are only predicted.
 GroupOffload = Literal["group-offload"]
 GROUP_OFFLOAD: GroupOffload = "group-offload"
-# The method of the paper.  Its step times are predicted like those for the policy "layerwise" (cli/simulate.py).
+# The method of the paper.  The step times of this method are predicted like the step times of the policy "layerwise"
+# (cli/simulate.py).
 HostYield = Literal["host-yield"]
 HOST_YIELD: HostYield = "host-yield"
 OnlyPredicted = GroupOffload | HostYield | Sharded
@@ -30,7 +31,7 @@ ONLY_PREDICTED: tuple[OnlyPredicted, ...] = (HOST_YIELD, GROUP_OFFLOAD, *SHARDED
 
 # How copies avoid overlap with collectives.  "soft": a window contains only chunks that are predicted to arrive before the
 # next collective.  "hard": in addition, compute waits before each collective for all copies issued so far, so that no copy
-# overlaps with the collective.  "auto": the one of the two whose simulated step is shorter.
+# overlaps with the collective.  "auto": whichever of "soft" and "hard" has the shorter simulated step.
 Yield = Literal["auto", "soft", "hard"]
 
 # Whether weights are packed without loss (packing.py).  "auto" packs the weights whose packing is predicted to shorten a
@@ -41,8 +42,8 @@ Pack = Literal[False, True, "auto"]
 # predicted to shorten a step.
 OnPeers = Literal[False, True, "auto"]
 
-# Whether products of slow inputs, such as the timestep, are computed once for many steps (graph/hoist.py).  "auto"
-# hoists if this is predicted to be faster.
+# Whether matrix products that depend only on slow inputs, such as the timestep, are computed once for many steps
+# (graph/hoist.py).  "auto" hoists if this is predicted to be faster.
 Hoist = Literal[False, True, "auto"]
 
 # The number of slices into which the tokens of a block are split (graph/split.py).  "auto" takes the minimum that fits in
@@ -53,7 +54,8 @@ Split = int | Literal["auto"]
 # the number with the shortest predicted step.
 ExchangeGroups = Literal[False, "auto"] | int
 
-# A lane is a stream that copies weights to the device: "copy" from host memory, "pull" from the devices of the ranks.
+# A lane is a stream of the device (such as a CUDA stream) that copies weights to the device.  Lane "copy" copies from host
+# memory, and lane "pull" copies from the devices of the ranks.
 Lane = Literal["copy", "pull"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 

@@ -7,12 +7,12 @@ error.  ``Library.define`` is used because ``custom_op`` takes over ten times as
     Copy chunks ``[first, end)`` of a weight into its slot.  ``after``: the opening of the window, an event that the lane
     waits for before the copy, or None if the lane has already waited for it.  The first prefetch that names an opening
     records this event on the compute stream.  ``then``: the event that the lane records after the copy, or None if nothing
-    waits for the copy.  ``ring``, ``read``: for a weight in a file, the offset of its bytes in the ring, and the event of
-    their read.
+    waits for the copy.  ``ring``, ``read``: for a weight in a file, the offset in the ring at which the chunks begin, and the
+    event of the read that stores them there.
 ``read(weight, first, end, ring, after, then)``
     Read chunks ``[first, end)`` of a weight from its file into the ring, at offset ``ring``.  ``after``: the event of the
-    copy that frees these bytes, or None if the previous read waits for the same copy.  ``then``: the event that is recorded
-    after the read.
+    copy that frees these bytes of the ring, or None if the previous read waits for the same copy.  ``then``: the event that
+    is recorded after the read.
 ``wait(event, weights)``
     The compute stream waits for the event, after which all chunks of the weights have arrived.
 ``evict(weight)``
@@ -173,8 +173,8 @@ def transfer_text(op: TransferOp) -> str:
 
 
 def unfolded(transfer: TransferOp, opened: set[int]) -> Step:
-    """Return the ops of a step that a node stands for; the inverse of :func:`folded`.  ``opened``: events of the openings
-    that earlier nodes record; the opening that this node records is added."""
+    """Return the ops of a step for which a transfer op in the graph stands; the inverse of :func:`folded`.  ``opened``: the
+    events of the window openings that earlier transfer ops record; if this one records an opening, its event is added."""
     if isinstance(transfer, Wait | Evict):
         return (transfer,)
     moved, after = _moved(transfer), transfer.after

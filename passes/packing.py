@@ -8,11 +8,11 @@ is an *escape*: a list stores its position and the multiple of 16 to add to its 
 
 A packed weight is a one-dimensional int32 tensor with three parts, see :class:`Layout`:
 
-    frames      of 8 h values each: 2 h words with signs and mantissas, one byte per value; h words with codes, four bits per
-                value
-    escapes     a list of ``room`` words for each segment of at most 2,048 frames: the low 27 bits are the position of the
-                value in the segment, and the higher bits are the multiple of 16.  Unused words add 0 to values that are far
-                apart, because a GPU is slow if many threads add to the same word
+    frames      each frame stores 8 h values (h is a field of Layout): 2 h words with signs and mantissas, one byte per value,
+                and h words with codes, four bits per value
+    escapes     a list of ``room`` words for each segment of at most 2,048 frames.  The low 27 bits of a word are the position
+                of the value in the segment, and the higher bits are the multiple of 16.  Unused words add 0 to values that
+                are far apart, because a GPU is slow if many threads add to the same word
     base        the exponent whose code is 0
 
 Unpacking a frame gives 4 h words of two values each, in four rows of h words.  The signs and mantissas of row k are stored
@@ -51,9 +51,9 @@ _ALIGNED = 4
 _SAMPLE = 1 << 16
 # The number of frames that are packed or unpacked at a time: 1 MiB of values, which fits in a core's cache.
 _PIECE = 8
-# The number of frames that a thread takes at a time.
+# The number of frames in each unit of work that a thread takes.
 _SHARE = 32
-# The distance, in values, between the positions to which unused words of the list add 0: 16 bytes.
+# The distance, in values, between the positions to which unused words of the list add 0.  This distance is 16 bytes.
 _APART = 8
 # The number of words in a group, see _nonzero.
 _GROUP = 64
@@ -107,8 +107,8 @@ def _aligned(words: int) -> int:
 
 
 def saves(numel: int) -> bool:
-    """Return whether packing makes a weight with ``numel`` values smaller by a fifth or more.  It does not for a small
-    weight, whose packed form is mostly padding."""
+    """Return whether packing makes a weight with ``numel`` values smaller by a fifth or more.  Packing does not make a small
+    weight smaller, because its packed form is mostly padding."""
     return 5 * Layout.of(numel).nbytes <= 8 * numel
 
 
@@ -193,8 +193,8 @@ def _number(value: int) -> torch.Tensor:
 
 
 def _nonzero(words: torch.Tensor) -> torch.Tensor:
-    """Return the positions of nonzero words; no word may be negative.  Few groups of words contain a nonzero word, so
-    the maximum of each group is computed first."""
+    """Return the positions of nonzero words; no word may be negative.  Only few groups of words contain a nonzero word, so
+    these groups are found first, by their maximum."""
     groups = words.view(-1, math.gcd(len(words), _GROUP))
     some = groups.amax(1).nonzero().view(-1)
     row, column = groups[some].nonzero().unbind(1)

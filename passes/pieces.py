@@ -1,8 +1,8 @@
 """Pieces: how a weight is sharded over the devices of N ranks, as ranges of bytes.
 
 A weight is divided into stripes, and each stripe into N parts of equal size, one per rank.  The *piece* of a rank consists
-of its parts from all stripes, one after the other.  So a chunk that consists of whole stripes is pulled in equal parts from
-all ranks.
+of its parts from all stripes, one after the other.  So when a chunk consists of whole stripes, equal parts of it are pulled
+from all ranks.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iter
 
 
 def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
-    """Return how many of bytes ``[begin, end)`` a rank pulls from other ranks.  The rank is the one that holds the fewest
-    of these bytes."""
+    """Return the number of bytes of ``[begin, end)`` that a rank pulls from other ranks.  The number is computed for the rank
+    that holds the fewest of these bytes."""
     own = [0] * ranks
     for part in parts(begin, end, nbytes, ranks):
         own[part.owner] += part.nbytes
@@ -61,7 +61,7 @@ def from_others(begin: int, end: int, nbytes: int, ranks: int) -> int:
 
 
 def _part(ranks: int) -> int:
-    """Return the size of a part of a whole stripe in bytes."""
+    """Return the size of a part in bytes; the parts of the last stripe may be smaller."""
     return _aligned(-(-STRIPE // ranks))
 
 

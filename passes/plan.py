@@ -27,7 +27,7 @@ Windows = tuple["int | None", ...]
 
 
 def aligned(nbytes: int) -> int:
-    """Return the bytes rounded up to :data:`ALIGNMENT`."""
+    """Return ``nbytes`` rounded up to a multiple of :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -152,9 +152,9 @@ class Plan:
     """The placement of all weights.  ``arena_bytes``: size of the arena.  ``chunk_bytes``: size of a full chunk.
 
     ``problem``: digest of the Problem for which the plan was made.  ``hardware``: name of the profile.  ``regions``:
-    label of each region; window k opens before region k.  ``joins``: for each call, the number of regions up to its
-    end.  There, compute waits for all copies issued so far, so that the call can be one CUDA graph.  ``joins`` is empty
-    if copies may continue after the end of a call.  ``model``: title of the model in reports, empty if unknown.
+    label of each region; window k opens before region k.  ``joins``: for each call, the number of regions up to its end.  At
+    the end of the call, compute waits for all copies issued so far, so that the call can be one CUDA graph.  ``joins`` is
+    empty if copies may continue after the end of a call.  ``model``: title of the model in reports, empty if unknown.
     """
 
     policy: str

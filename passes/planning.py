@@ -27,17 +27,17 @@ MOST_JOIN_LOSS = 0.01
 class Settings:
     """Settings of the passes.  Sizes are in bytes.
 
-    ``goal``: objective of plans.  ``plan``: a plan to use instead of making one.  ``timings``: measurements to plan with.
-    ``group_bytes``: size of the groups of weights between which the graph is cut, or None for the coarsest cut that is
-    about as good as the finest.  ``part``, ``external_bytes``, ``arena``: arguments of :func:`place`.  ``likes``:
-    problems, each with its plan; a problem with the same structure gets the same placement.  ``joined``: whether the plan
-    has joins, so that each call can be one CUDA graph; "auto" to add joins only if they cost little
-    (:data:`MOST_JOIN_LOSS`).  For several calls, True means "auto".  ``preamble``: whether the graph is the preamble of a
-    model (hoisting.py), which runs once for many steps; it is planned like a ``part``, and never as a call of a cycle.
-    ``table``: if the graph is a block that is hoisted, the bytes of its table of rows.  ``tables``: total bytes of the
-    tables for all blocks with its type; they are not included in ``external_bytes``, because the cycle of the blocks
-    counts the tables of all block types.  ``ranks``: number of ranks over whose devices weights may be sharded, or 0 if
-    unknown.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
+    ``goal``: objective of plans.  ``plan``: a plan to use instead of making one.  ``timings``: measurements from which plans
+    are made, instead of the rates in the profile.  ``group_bytes``: size of the groups of weights between which the graph is
+    cut, or None for the coarsest cut that is about as good as the finest.  ``part``, ``external_bytes``, ``arena``: arguments
+    of :func:`place`.  ``likes``: problems, each with its plan; a new problem with the structure of one of them gets the same
+    placement.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto" to add joins only if
+    they cost little (:data:`MOST_JOIN_LOSS`).  For several calls, True means "auto".  ``preamble``: whether the graph is the
+    preamble of a model (hoisting.py), which runs once for many steps; the preamble is planned like a ``part``, and never as a
+    call of a cycle.  ``table``: if the graph is a block with hoisted products, the bytes of its table of rows.  ``tables``:
+    total bytes of the tables for all blocks of this type; ``external_bytes`` does not include them, because the cycle of the
+    blocks counts the tables of all block types.  ``ranks``: number of ranks over whose devices weights may be sharded, or 0
+    if unknown.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware
@@ -112,8 +112,8 @@ def join_loss(
 ) -> float:
     """Return the share by which joins lengthen the predicted step with the same memory; 0.01 means 1 %.
 
-    If ``settings`` contain a plan, its windows are used with and without joins.  Otherwise two plans are made.  The
-    arguments and errors are the same as for :func:`make_plan`.
+    If ``settings`` contain a plan, its windows are used with and without joins.  Otherwise two plans are made, one with joins
+    and one without.  The arguments and errors are the same as for :func:`make_plan`.
     """
     joins = tuple(ends or (len(problem.regions),))
     free = make_plan(problem, replace(settings, joined=False), residents_in_arena=residents_in_arena)

@@ -15,15 +15,16 @@ from .pieces import piece_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The place and the form from which a weight is copied.  By default, a weight is in host memory and not compressed.
+    """The place from which a weight is copied, and the form that it has there.  By default, a weight is in host memory and
+    not compressed.
 
     ``file``: whether its bytes are in a file on the SSD.  ``values``: size of the uncompressed values in bytes if the
     weight is compressed (packing.py), otherwise 0.  ``ranks``: number of ranks over whose devices the weight is sharded
     (pieces.py); 0 if it is not sharded.
 
     The three fields are independent.  If the weight is compressed, its file and its shards contain compressed bytes.  A
-    sharded weight is also kept in host memory or in the file: ops outside programs read it there, and so does a rank
-    that has written to it.
+    sharded weight is also kept in host memory or in the file: ops outside programs read the weight there, and so does a rank
+    that has written to the weight.
     """
 
     file: bool = False
@@ -110,8 +111,9 @@ class RegionCost:
     kernels, including products.
 
     ``dtype`` and ``op``: dtype and op with the most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
-    ``tiles``: only if the region runs once per slice; a pair for each GEMM: the number of its output tiles in one run,
-    and its FLOPs in all runs.  ``attention_tiles``: the same pair for each attention op that computes one group of heads.
+    ``tiles``: if the region runs once per slice, a pair for each GEMM (the number of its output tiles in one run, and its
+    FLOPs in all runs); otherwise empty.  ``attention_tiles``: the same pair for each attention op that computes one group of
+    heads.
     """
 
     flops: int
@@ -190,9 +192,10 @@ class Region:
 class Collective:
     """A collective.  ``nbytes``: bytes that this rank receives.  ``ranks``: size of its process group.
 
-    ``before``: index of the first region after its start.  ``until``: index of the region before which compute waits
-    for its end.  Both indices can be equal to the number of regions, which means after the last region.  ``engine``:
-    whether kernels ("sm") or a copy engine ("copy") move its bytes; a busy copy engine cannot copy weights.
+    ``before``: index of the first region after its start.  ``until``: index of the first region after compute has
+    waited for the end of the collective.  ``before`` and ``until`` can be equal to the number of regions,
+    which means after the last region.
+    ``engine``: whether kernels ("sm") or a copy engine ("copy") move its bytes; a busy copy engine cannot copy weights.
     """
 
     name: str
@@ -208,7 +211,7 @@ class Collective:
 class Problem:
     """All properties of a model on which placement depends.  Window k opens before region k.
 
-    ``ranks``: number of ranks that run the model at the same time, each on its part of the inputs.  They share the
+    ``ranks``: number of ranks that run the model at the same time, each on its part of the inputs.  These ranks share the
     bandwidth of host memory (:meth:`Hardware.shared_by`).
     """
 
@@ -223,8 +226,8 @@ class Problem:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Bytes of the largest unpacked weight.  They are needed in addition to the packed weights, because a region
-        unpacks one weight at a time."""
+        """Bytes of the largest unpacked weight.  The device needs this memory in addition to the packed weights, because a
+        region unpacks one weight at a time."""
         return max((w.source.values for w in self.weights), default=0)
 
     @property
@@ -245,8 +248,8 @@ class Problem:
 
     @property
     def in_blocks(self) -> Problem:
-        """The part of the problem that is inside blocks.  It is the whole problem if the blocks of the model are
-        compiled separately (compile_repeated_blocks)."""
+        """The part of the problem that is inside blocks.  If the blocks of the model are compiled separately
+        (compile_repeated_blocks), only this part is planned."""
         inside = [r.index for r in self.regions if r.block]
         index = {old: new for new, old in enumerate(inside)}
         regions = tuple(replace(self.regions[old], index=new, name=f"region_{new}") for old, new in index.items())
@@ -275,11 +278,11 @@ class Problem:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that identify this problem.  They are stored in its plans.
+        """Sixteen hex digits that identify this problem.  Plans for the problem contain them.
 
         The digest covers the properties on which placement depends, but no properties that differ between traces of the
         same model.  So it does not cover the order of inputs, which changes when the model is offloaded, or the ops,
-        which can depend on the device.  It does not cover the number of ranks either.
+        which can depend on the device.  The digest does not cover the number of ranks either.
         """
         body: dict[str, object] = {
             "regions": [(r.block, r.weights, r.cost.flops) for r in self.regions],
@@ -290,7 +293,8 @@ class Problem:
             body["repeats"] = [r.repeat for r in self.regions]
         if engines := [i for i, c in enumerate(self.collectives) if c.engine == "copy"]:
             body["engines"] = engines
-        # "drive", "packed" and "peers" are the former names of the fields of Source: new names would change the digests
+        # "drive", "packed" and "peers" are the former names of the fields of Source; the current names would change the
+        # digests
         if drive := sorted(w.name for w in self.weights if w.source.file):
             body["drive"] = drive
         if packed := sorted(w.name for w in self.weights if w.source.compressed):

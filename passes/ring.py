@@ -1,9 +1,9 @@
 """The ring: a buffer in host memory for weights on the SSD.  Reads from the SSD fill the ring, and copies to the device take
 their bytes from it.
 
-Reads and copies are in the same order, and each read uses the same bytes of the ring in every step.  The reads of a step
-fill the ring several times from its beginning.  Each time is a *lap*, and all laps have about the same size.  A read waits
-until the copies that the previous lap made from the same bytes have ended.
+Reads and copies are in the same order, and each read uses the same bytes of the ring in every step.  The reads of a step fill
+the ring several times, each time from its beginning.  Each such pass through the ring is a *lap*, and all laps have about the
+same size.  A read waits until the copies that the previous lap made from the same bytes have ended.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ def slot_bytes(nbytes: int) -> int:
 
 
 def lap_bytes(reads: Sequence[int]) -> int:
-    """Return the minimum size of a lap in bytes.  ``reads``: sizes of the reads of a step in bytes.
+    """Return the minimum size in bytes of a lap, that is, of the reads that fill the ring once.  ``reads``: sizes of the
+    reads of a step in bytes.
 
-    A lap holds one read that is being copied, and the reads ahead of it.  The reads ahead are a quarter of the bytes that
-    a step reads, at most :data:`MOST_READ_AHEAD`, but at least one read.
+    A lap has space for the largest read, which may still be in the process of being copied, and for the reads ahead of it.
+    For the reads ahead, it has space for a quarter of the bytes that a step reads, at most :data:`MOST_READ_AHEAD`, but at
+    least for one read.
     """
     sizes = [slot_bytes(nbytes) for nbytes in reads]
     largest = max(sizes, default=0)
@@ -67,8 +69,8 @@ def ring_slots(reads: Sequence[int]) -> list[RingSlot]:
 
 
 def _newest_overlapping(spans: Sequence[tuple[int, int]], number: int) -> int:
-    """Return the number of the latest earlier read whose bytes of the ring overlap with the bytes of read ``number``.  The
-    result is negative for a read of the previous step."""
+    """Return the number of the last read before read ``number`` that uses some of the same bytes of the ring.  The result is
+    negative for a read of the previous step."""
     begin, end = spans[number]
     earlier = number - 1
     while spans[earlier][0] >= end or spans[earlier][1] <= begin:

@@ -18,9 +18,11 @@ For each region k, the operations are issued in this order:
 
 The events:
 
-    Record(compute, 4)  Wait(copy, 4)    opening of window k: the regions before k have read the bytes that are overwritten
-    Copy(copy, ...)  Record(copy, 5)     arrival: recorded only after the newest copy in a lane that a region waits for
-    Wait(compute, 5, (weights))          before this region; a lane is in order, so its earlier copies have arrived as well
+    Record(compute, 4)  Wait(copy, 4)    opening of window k: the regions before k have finished, so the bytes that they read
+                                         may be overwritten
+    Copy(copy, ...)  Record(copy, 5)     arrival: in each lane, recorded only after the newest copy that a region waits for
+    Wait(compute, 5, (weights))          before the region that waits for the arrival; a lane is in order, so all copies
+                                         before the newest one have arrived as well
     Record(copy, 9)  Wait(compute, 9)    join, in each lane: at the end of a call, all copies have arrived
     Wait(read, 5)  Read(...)  Record(read, 6)   read, directly after the copy that frees its bytes of the ring
     Wait(copy, 6)  Copy(copy, ...)       the copy that takes the bytes of this read
@@ -45,7 +47,8 @@ Stream = Literal["compute", "copy", "pull", "collective", "read"]
 
 @dataclass(frozen=True)
 class Record:
-    """Marks a point in a stream.  ``event``: number of the event; a new mark replaces the previous mark of the event."""
+    """Records an event: marks a point in a stream.  ``event``: number of the event; a new mark replaces the previous mark of
+    the event."""
 
     stream: Stream
     event: int
@@ -65,7 +68,8 @@ class Wait:
 class Copy:
     """Copies chunks ``[first, end)`` of a weight into its slot.  ``window``: window that starts the copy, or None for
     resident chunks, which are copied by a prologue.  ``next_step``: whether the chunks are read in the next step
-    (wrap-around).  ``ring``: offset in the ring of the bytes to copy, or None if the copy does not use the ring."""
+    (wrap-around).  ``ring``: the position in the ring at which the bytes to copy begin, or None if the copy does not
+    read from the ring."""
 
     stream: Lane
     weight: str
@@ -122,8 +126,8 @@ class Evict:
 
 @dataclass(frozen=True)
 class Release:
-    """Drops values that no later op reads.  If the next op is a Run, its region still reads these values and then frees
-    them itself.  ``values``: names of the nodes that produced the values."""
+    """Drops values that no op after this one reads.  The only exception is a Run that follows directly: its region still
+    reads these values, and then frees them itself.  ``values``: names of the nodes that produced the values."""
 
     stream: ClassVar[Stream] = "compute"
     values: tuple[str, ...]
@@ -206,11 +210,11 @@ def join(lanes: Mapping[Lane, int]) -> Iterator[Op]:
     yield from (Wait("compute", event) for event in lanes.values())
 
 
-# The place of a copy in the order of issue: its window; the number of regions from the window to the first reader; the
-# position of the weight; its first chunk.  Resident chunks have window -1.
+# The place of a copy in the order of issue.  Copies are sorted by their window, the number of regions from the window to the
+# first reader, the position of the weight, and their first chunk.  Resident chunks have window -1.
 _Place = tuple[int, int, int, int]
-# A copy that compute waits for: the step of the copy, and its place.  The step is 0 for the current step, -1 for the
-# previous step, and -2 for resident chunks, which were copied before both.
+# A copy that compute waits for, as a pair of its step and its place.  The step is 0 for the current step, -1 for the previous
+# step, and -2 for resident chunks, which were copied before both.
 _Newest = tuple[int, _Place]
 
 
@@ -239,7 +243,7 @@ _Issued = tuple[_Place, bool]
 
 class _Arrival(NamedTuple):
     """An arrival that compute waits for.  ``place``: place of the copy that arrives.  ``weights``: weights that compute
-    may read after this wait."""
+    may read after it has waited for the arrival."""
 
     place: _Place
     weights: tuple[str, ...]
@@ -377,8 +381,10 @@ class Scheduler:
                 yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
 
     def _held(self, names: Iterable[str], before: int, issued: Mapping[str, Sequence[_Issued]]) -> Iterator[_Arrival]:
-        """Yield the arrivals that compute waits for at a barrier before region ``before``.  ``names``: weights of the
-        barrier.  There is one arrival for each run of consecutive weights in the same lane.
+        """Yield the arrivals that compute waits for at a :class:`Barrier`, directly before a collective starts.
+
+        ``names``: weights of the barrier.  ``before``: the index of the region that follows the start.  There is one
+        arrival for each sequence of consecutive weights in the same lane.
 
         A weight is left out if compute has already waited for all its copies in the previous step.
         """
@@ -397,7 +403,8 @@ class Scheduler:
 
 
 def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
-    """Yield those copies of a weight that are issued before region ``before``, in this step or in the previous one."""
+    """Yield the copies of a weight that this step issues before region ``before``, and the other copies of the weight that
+    the previous step issued for this step."""
     for place, next_step in issued:
         if place[0] < before:
             yield (0 if place[0] >= 0 else -2), place

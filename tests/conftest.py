@@ -152,9 +152,9 @@ def traces() -> dict[tuple[Any, ...], Any]:
 @pytest.fixture
 def traced_once(traces: dict[tuple[Any, ...], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line traces each model in ``two_blocks.py`` once in a run of pytest, for each number of ranks."""
-    from chunkflow_compile.cli import target
+    from chunkflow_compile.cli import planning_arguments
 
-    trace = target._trace
+    trace = planning_arguments._trace
 
     def traced(arguments: Any, work: Callable[[], Any]) -> Any:
         if not arguments.model.startswith(f"{HERE / 'two_blocks.py'}:"):
@@ -164,7 +164,7 @@ def traced_once(traces: dict[tuple[Any, ...], Any], monkeypatch: pytest.MonkeyPa
             traces[key] = trace(arguments, work)
         return traces[key]
 
-    monkeypatch.setattr(target, "_trace", traced)
+    monkeypatch.setattr(planning_arguments, "_trace", traced)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from helpers import InTurn
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from chunkflow_compile.passes.graph import declared
+from chunkflow_compile.passes.graph import declared_collectives
 
 
 @torch.library.custom_op("chunkflow_tests::exchange", mutates_args=())
@@ -71,11 +71,11 @@ class OpaqueStack(InTurn):
 @contextmanager
 def declaring(**options: Any) -> Iterator[None]:
     """Both ops are declared inside, and what was declared before is declared again after it."""
-    before = dict(declared._DECLARED)
+    before = dict(declared_collectives._DECLARED)
     try:
-        declared.register_collective(exchange, "all-to-all", **options)
-        declared.register_collective(exchange_three, "all-to-all", **{"group": "ranks", **options})
+        declared_collectives.register_collective(exchange, "all-to-all", **options)
+        declared_collectives.register_collective(exchange_three, "all-to-all", **{"group": "ranks", **options})
         yield
     finally:
-        declared._DECLARED.clear()
-        declared._DECLARED.update(before)
+        declared_collectives._DECLARED.clear()
+        declared_collectives._DECLARED.update(before)

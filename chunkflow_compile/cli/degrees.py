@@ -12,9 +12,9 @@ from chunkflow_compile.report.record import fitted, prose
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.progress import Progress
 
-from .machine import choose_hardware, note_hardware
 from .output import say, write_json
-from .target import load_and_plan
+from .planned_machine import choose_hardware, note_hardware
+from .planning_arguments import load_and_plan
 
 # A higher degree is recommended only if the throughput per rank is at least this share of the throughput at the lowest
 # degree.

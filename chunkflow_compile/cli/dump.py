@@ -23,7 +23,7 @@ from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
 from .planned_model import PlannedModel
-from .target import load_target, options_of
+from .planning_arguments import load_target, options_of
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from chunkflow_compile.hardware.profiles import is_of_machine
 from chunkflow_compile.options import read_measured, read_plan
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.report.explain import explain_plan
+from chunkflow_compile.report.comparison import explain_plan
 from chunkflow_compile.report.stages import PLAN_FILE
 from chunkflow_compile.runtime.measurement import MEASURED_FILE
 

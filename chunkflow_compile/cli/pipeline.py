@@ -32,9 +32,9 @@ from chunkflow_compile.units import parse_bytes, size
 from chunkflow_compile.weights.progress import Progress
 
 from .arguments import FORMS, sizes_given
-from .machine import choose_hardware, machine, note_hardware
 from .output import say, write_json
-from .target import preset_call, trace_entry
+from .planned_machine import choose_hardware, machine, note_hardware
+from .planning_arguments import preset_call, trace_entry
 
 
 def run(arguments: argparse.Namespace) -> int:

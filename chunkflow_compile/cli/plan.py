@@ -28,7 +28,7 @@ from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
 from .planned_model import PlannedModel
-from .target import load_and_plan, load_target, note_rates
+from .planning_arguments import load_and_plan, load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:

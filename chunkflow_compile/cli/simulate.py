@@ -28,7 +28,7 @@ from .degrees import sweep
 from .output import say, write_json
 from .parsers import SIMULATED
 from .planned_model import PlannedModel
-from .target import load_target, note_rates
+from .planning_arguments import load_target, note_rates
 
 # The policies that support neither packed weights nor weights sharded over peers (--peers).
 _RAW = ("resident", *ONLY_PREDICTED)

@@ -18,7 +18,7 @@ from chunkflow_compile.report.timeline_picture import draw_timeline
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.progress import Progress
 
-from .target import load_and_plan, refuse_options
+from .planning_arguments import load_and_plan, refuse_options
 
 
 def run(arguments: argparse.Namespace) -> int:

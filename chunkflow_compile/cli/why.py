@@ -11,7 +11,7 @@ from chunkflow_compile.weights.progress import Progress
 
 from .output import say, write_json
 from .planned_model import PlannedModel
-from .target import load_target, note_rates
+from .planning_arguments import load_target, note_rates
 
 
 def run(arguments: argparse.Namespace) -> int:

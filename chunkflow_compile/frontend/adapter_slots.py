@@ -1,8 +1,9 @@
-"""LoRA adapters in slots.  A slot is a weight of fixed size that a layer has from the start and that any adapter can fill.
+"""Runs LoRA adapters from slots.  A slot is a weight of fixed size in a layer.  It exists before any adapter is loaded, and
+the values of any adapter can be copied into it.
 
-The methods of PEFT and diffusers change only PEFT's own dictionaries, which stay in host memory.  Before a program runs, the
-active adapters are copied from these dictionaries into the slots.  So switching adapters only changes the values of weights,
-and the program stays the same.
+The methods of PEFT and diffusers store adapters in PEFT's own dictionaries, which stay in host memory.  Before a program
+runs, the active adapters are copied from these dictionaries into the slots.  So switching adapters only changes the values of
+weights, and the program stays the same.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Sizes:
         self._said: set[str] = set()
 
     def warn_once(self, text: str) -> None:
-        """Log a warning about a recompilation, once for all layers."""
+        """Log a warning about a recompilation, unless another layer of the model has already logged the same text."""
         if text not in self._said:
             self._said.add(text)
             _log.warning("%s", text)
@@ -49,8 +50,9 @@ class Slotted(nn.Module):
 
     ``slots``: one flat tensor, which is a single weight in a plan.  For each slot, it contains the matrices A [rank, in] and
     B [out, rank], one after the other.
-    ``scale``: the scale of each slot, stored as the bits of a float32, so that casting the model does not change it.
-    ``own``: whether the layer runs PEFT's own forward, because slots do not support the type of an active adapter.
+    ``scale``: the scale of each slot.  The bits of the float32 are stored as an int32, because a cast of the model changes
+    only floating-point tensors.
+    ``own``: whether the layer runs PEFT's own forward.  It does so if slots do not support the type of an active adapter.
     ``late``: whether the layer was an ordinary layer until an adapter was loaded.
     """
 
@@ -68,12 +70,18 @@ class Slotted(nn.Module):
 
     @property
     def chunkflow_aside(self) -> Sequence[nn.Module]:
-        """Return the modules whose weights must not be moved, because no program reads them."""
+        """Return the layer's modules that contain weights of adapters and that must not be offloaded.
+
+        If the layer runs PEFT's own forward, the result is empty: programs then read these weights, which may be offloaded.
+        """
         peft: Any = self
         return () if self.own else [getattr(peft, name) for name in peft.adapter_layer_names]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute PEFT's forward from the slots, with the same ops in the same order and precision."""
+        """Compute from the slots what PEFT's forward computes from the adapters.
+
+        The ops, their order and their precision are the same as in PEFT's forward.
+        """
         if self.own or kwargs:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
         if not torch.compiler.is_compiling():
@@ -165,7 +173,8 @@ class Slotted(nn.Module):
         """Copy an adapter into a slot and pad it with zeros up to the rank of the slot.  If ``a`` is None, fill the slot with
         zeros.
 
-        The padding is written, not multiplied by zero, because an earlier adapter may have left NaN there.
+        The zeros overwrite the values that an earlier adapter has left in the slot.  Multiplying these values by zero later
+        would not be enough, because they may be NaN, and NaN times zero is NaN.
         """
         into_a, into_b = self._views(host, slot)
         rank = 0 if a is None else a.shape[0]
@@ -179,7 +188,8 @@ class Slotted(nn.Module):
     # activated, before the guards run.
 
     def choose_forward(self) -> None:
-        """Grow the slots if the adapters of this layer need it, and choose the forward for the active adapters."""
+        """Choose between PEFT's own forward and the forward with slots, depending on the active adapters.  If the adapters
+        do not fit the slots, replace the slots by larger ones."""
         peft: Any = self
         active = [name for name in peft.active_adapters if name in peft.lora_A]
         kinds = {name: _kind(peft, name) for name in active}
@@ -214,8 +224,11 @@ class Slotted(nn.Module):
         self.slot_rank, self._held, self._alive = rank, (), []
 
     def mark_stale(self) -> None:
-        """Make the next call fill the slots again.  Otherwise it would miss a hotswap, which does not change the versions of
-        the weights."""
+        """Make the next call of the layer fill the slots again.
+
+        This is needed after a hotswap of adapters, which :meth:`fill` does not notice, because the versions of the weights
+        stay the same.
+        """
         self._held = ((),) * len(self.scale)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -233,21 +246,26 @@ class Slotted(nn.Module):
         return delta.to(peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0])
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Move an adapter to host memory instead of the given device, because the slots are filled from host memory."""
+        """Move an adapter to host memory instead of the device of the base layer, because slots are filled from host
+        memory."""
         if device is None and not self.own:
             device = torch.device("cpu")
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)  # type: ignore[misc]
 
 
 def _values(weight: Any) -> torch.Tensor:
-    """Return the values of an adapter's weight.  The weight is offloaded if a program with PEFT's own forward has read it."""
+    """Return the values of an adapter's weight.
+
+    If the layer has run PEFT's own forward in a program, the weight is offloaded, and its values are in the host store.
+    """
     return weight.values_on_host if isinstance(weight, HostWeight) else weight
 
 
 def _state(weight: Any) -> tuple[int, int, int]:
     """Return a value that changes whenever a weight is replaced, reallocated or overwritten.
 
-    Writes to inference tensors do not change the value, because inference tensors have no version.
+    There is one exception: if an inference tensor is overwritten, the returned value stays the same, because inference
+    tensors have no version.
     """
     values = _values(weight)
     return id(weight), values.data_ptr(), -1 if values.is_inference() else values._version

@@ -37,8 +37,8 @@ def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | N
 
     ``rank``: the maximum rank of an adapter.  ``targets``: names of layers, in the format of PEFT's ``target_modules``; by
     default all linear layers in the repeated blocks.  ``slots``: the maximum number of adapters that are active at the same
-    time.  If an adapter has a larger rank or targets other layers, or if more adapters are active, the model is recompiled
-    once.
+    time.  If an adapter has a higher rank than ``rank`` or changes layers outside ``targets``, or if more than ``slots``
+    adapters are active, the model is recompiled once.
     Raises ChunkflowError if the model is already placed or compiled, if PEFT is missing, or if no layer matches ``targets``.
     """
     parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in ADAPTED]
@@ -170,7 +170,8 @@ def _forget(model: Any, names: Sequence[str]) -> None:
 def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None, late: bool = False) -> None:
     """Add slots to a layer of PEFT.
 
-    ``dtype``: the dtype of adapter weights in this layer, or None for the dtype of an adapter that the layer already has.
+    ``dtype``: the dtype that PEFT gives the weights of adapters in this layer.  If it is None, the slots get the dtype of an
+    adapter that the layer already contains.
     ``late``: whether the layer was an ordinary layer until an adapter was loaded.
     """
     weights = [a.weight for a in layer.lora_A.values()]
@@ -199,7 +200,7 @@ def _unslot(layer: Any) -> None:
 
 
 def _make_ordinary(model: nn.Module, layers: Iterable[Any]) -> None:
-    """Replace these layers of PEFT by the ordinary layers that PEFT had replaced."""
+    """Remove PEFT's ``layers`` from a model, and put back the ordinary layers that PEFT had replaced by them."""
     replaced = {id(layer) for layer in layers}
     for parent in [*model.modules()]:
         for name, layer in [*parent.named_children()]:
@@ -249,10 +250,10 @@ def _update_slots(model: Any) -> None:
 
 @contextlib.contextmanager
 def _discarding_exports(model: nn.Module) -> Iterator[None]:
-    """Return a context in which adapters are loaded without exporting weights.
+    """Return a context for loading adapters.  Weights that are exported in this context are not written back.
 
-    While diffusers loads an adapter, it calls ``state_dict()`` on the model, which exports the offloaded weights.  Because
-    diffusers reads only the names of weights, the exports are discarded at the end of the context, and not written back.
+    While diffusers loads an adapter, it calls ``state_dict()`` on the model, which exports the offloaded weights.  diffusers
+    reads only the names of the weights and never changes the exports, so they are discarded at the end of the context.
     """
     before = [(placement.store, {*placement.store.exported}) for placement in placements_of(model)]
     try:
@@ -295,7 +296,8 @@ def unload(model: Any) -> None:
 
 
 def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str) -> None:
-    """Turn the layers that diffusers will widen for an adapter back into ordinary layers.
+    """Turn layers back into ordinary layers if diffusers will widen them for an adapter, that is, give them more inputs or
+    outputs.
 
     diffusers can widen only ordinary layers.
 

@@ -1,8 +1,8 @@
 """The backend: ``torch.compile(model, backend="chunkflow")``.
 
-The backend turns the Dynamo graph into a :class:`CompiledGraph` without reading a weight.  First it describes the parameters.
-Then it cuts, plans, rewrites and verifies the ATen graph.  Finally it lowers the regions of this graph.  Weights move only
-after all these steps have succeeded.
+The backend turns the Dynamo graph into a :class:`CompiledGraph` without reading the values of weights.  First it describes
+the parameters.  Then it cuts, plans, rewrites and verifies the ATen graph.  Finally it lowers the regions of this graph.
+Weights move only after all these steps have succeeded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.option_parsing import parse_options
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import BudgetError, ChunkflowError, first_line
-from chunkflow_compile.passes.graph.sizes import symbols_of
+from chunkflow_compile.passes.graph.symbolic_sizes import symbols_of
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.planning import Settings
@@ -158,7 +158,8 @@ def _compile_frame(
         warn_of_small_weights(index.root, min_bytes)  # for a pipeline, compile() gives this warning
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in offloaded]
-        if part and wanted:  # also move the weights of all other blocks, so that the guards of this block hold for them
+        if part and wanted:
+            # also move the weights of the other blocks, so that the guards of this block hold for the other blocks, too
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
         move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
@@ -265,9 +266,9 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 
 
 def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer | None]) -> int:
-    """Return the size in bytes of this rank's pieces of a model's weights, except the weights in ``buffers``.
+    """Return how many bytes this rank stores for the sharded weights of a model that are not in ``buffers``.
 
-    Returns 0 unless all weights of the model are sharded.
+    The rank stores one shard (*piece*) of each weight.  Returns 0 unless all weights of the model are sharded.
     """
     if placement is None or placement.peers is not True or (peers := placement.store.peers) is None:
         return 0
@@ -291,11 +292,11 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
 def _is_first_compilation() -> bool:
     """Whether Dynamo compiles the running function for the first time.
 
-    Dynamo creates the guards after the backend returns.  In the first compilation, the backend has moved the weights by then,
-    so the guards describe moved weights and fit all later calls.  A later compilation may be for a model that was restored,
-    or for another model of the same class.  The weights of such a model move only at its first call, so the guards describe
-    ordinary weights and fit all models whose weights have not moved.  From its second call on, the model fits the guards of
-    the first compilation.
+    Dynamo creates the guards after the backend returns.  In the first compilation, the backend moves the weights before it
+    returns, so the guards describe moved weights and hold in all later calls.  A later compilation may be for a model that
+    was restored, or for another model of the same class.  The weights of such a model move only at its first call, so the
+    guards describe ordinary weights and hold for all models whose weights have not moved.  At the second call of such a
+    model, its weights have moved, so the guards of the first compilation hold.
     """
     compilation = torch._guards.CompileContext.current_compile_id()
     return compilation is not None and compilation.frame_compile_id == 0

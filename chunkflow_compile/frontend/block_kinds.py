@@ -26,13 +26,14 @@ from chunkflow_compile.weights.modules import hook_registry
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# With more layers than this, a part may have enough ops for fusion to pay off.  Embeddings in diffusers have up to seven.
+# With more layers than this, a part may have enough ops for fusion to pay off.  The embeddings of models in diffusers have up
+# to seven layers.
 _MOST_LAYERS = 8
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A block type: modules that are compiled once.
+    """A block type: modules that share one compilation.
 
     ``name``: the name of their class.  ``members``: the modules by their names, in the order of the model.  ``counters``: the
     attributes that forward reads and whose values differ between members, such as a block index.  Such attributes force a
@@ -61,9 +62,9 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats | None:
-    """Return how often a model repeats a block; None if no block contains all the given weights.
+    """Return how often a model repeats the block that contains ``weights``; None if no block contains all of them.
 
-    ``weights``: the names of weights in the block.  ``goal``: the goal of the model.
+    ``weights``: the names of weights.  ``goal``: the goal of the model.
     """
     blocks = repeated_blocks(root)
     mine = next((b for name, b in blocks.items() if all(w.startswith(f"{name}.") for w in weights)), None)
@@ -99,7 +100,8 @@ def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> 
 def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
     """Whether a part of a model should run op by op, because compiling it with Inductor is not worth the time.
 
-    This is the case if all large weights of the part are in a few standard layers of torch.
+    This is the case if at most ``_MOST_LAYERS`` layers of the part have large weights, and all of these are standard layers
+    of torch (``_LAYERS``).
     """
     own = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in part.modules()}
     large = [m for m, tensors in own.items() if any(t.nbytes >= min_bytes for t in tensors)]
@@ -107,7 +109,8 @@ def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
 
 
 def caching_hook(module: nn.Module) -> Any:
-    """Return the innermost hook around a module that decides, per call, whether the module runs; None if there is none."""
+    """Return the innermost *caching hook* around a module: a hook that decides in each call whether the module runs.  Return
+    None if there is none."""
     registry = hook_registry(module)
     hooks = () if registry is None else (registry.get_hook(name) for name in registry._hook_order)
     return next((hook for hook in hooks if _decides(hook)), None)
@@ -133,9 +136,10 @@ def _hooks_inside(module: nn.Module) -> bool:
 
 
 def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
-    """Return the modules of these blocks that should be compiled, by their names.
+    """Return the modules that should be compiled in the given blocks, by their names.
 
-    If a block contains caching hooks, the modules between the hooks are returned.  Otherwise the whole block is returned.
+    If modules in a block have caching hooks, these modules and the modules between them are returned.  Otherwise the whole
+    block is returned.
     """
     compiled = dict[str, nn.Module]()
     for name, block in blocks.items():
@@ -185,7 +189,11 @@ def structure_of(module: nn.Module) -> object:
 
 
 def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the attributes that the modules' methods read and that differ between most of the modules."""
+    """Return the names of the attributes that the modules' methods read and whose values differ from module to module.
+
+    An attribute counts if it has more than half as many different values as there are modules, and if there are more than
+    two modules.
+    """
     read = {name for m in modules[0].modules() for name in names_read(type(m))}
     attributes = [dict(_attributes(m)) for m in modules]
     values = {name: {repr(of_one.get(name)) for of_one in attributes} for name in attributes[0]}

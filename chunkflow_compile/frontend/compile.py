@@ -70,8 +70,8 @@ def compile(
 ) -> nn.Module:
     """``chunkflow_compile.compile`` for a model: place it and compile each block type once, in place; return ``model``.
 
-    The calls of the compiled parts run as a cycle with one copy schedule, like a program for the whole model.  However, only
-    one block of each type has to be traced.
+    At run time, the compiled parts run one after another as a cycle.  Their copies are scheduled together, as in a program
+    for the whole model.  In contrast to such a program, only one block of each type has to be traced.
     """
     _check_arguments(model, dynamic)
     given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory, "peers": peers or None}
@@ -154,16 +154,16 @@ def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
     hoist = options.get("hoist")
     if not hoist or (isinstance(hoist, bool | str) and _hoists_by_kind(model)):
         return ""
-    # Only a trace of the whole model shows whether hoisting is worth it, and this trace is most of the compilation time.
+    # Only a trace of the whole model shows whether hoisting is worth it, and this trace takes most of the compilation time.
     return "may have hoisted weights" if hoist == "auto" else "has hoisted weights"
 
 
 def _hoists_by_kind(model: nn.Module) -> bool:
-    """Whether hoisting works when blocks are compiled separately, that is, whether each block can find the rows that were
-    computed in earlier generations.
+    """Whether hoisting works when blocks are compiled separately, that is, whether each block can find the rows (the results
+    of hoisted products) that were computed in earlier generations.
 
     The blocks receive one value, which the code around them computes from all small inputs.  If the pooled text is one of
-    these inputs, this value is different for each prompt.  Then only a graph of the whole model can compute the rows in
+    the small inputs, the value is different for each prompt.  Then only a graph of the whole model can compute the rows in
     advance.
 
     The names of forward's arguments tell whether pooled text is an input.  The argument ``guidance`` does not matter: some
@@ -189,7 +189,7 @@ def compile_by_kind(
     """Compile a placed model, or a module inside a placed model, in place; each block type is compiled once.
 
     In three cases, the model is compiled as one graph instead: it has no repeated blocks, each of its calls has to be one
-    CUDA graph, or the values of its hoisted products also depend on the prompt.
+    CUDA graph, or the values of its hoisted products depend on the prompt as well as on the timestep.
 
     ``options``: options of the backend.  ``dynamic``: as in torch.compile.  ``name``: the name of the model in progress
     displays; by default the name of its class.  ``levels``: whether blocks are called with several input sizes within one
@@ -223,7 +223,7 @@ def compile_by_kind(
 
 
 def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """``chunkflow_compile.restore`` for a model: make it an ordinary eager model again, with the same bits; return ``model``.
+    """``chunkflow_compile.restore`` for a model: make it an ordinary eager model again, bit for bit; return ``model``.
 
     ``device``: see :func:`bring_back`.
     """
@@ -266,7 +266,7 @@ def _eager(forward: Any) -> Any:
 
 
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
-    """The backend for a part of a model.  Unlike :func:`chunkflow`, it always guards the hooks of modules."""
+    """The backend for a part of a model.  Unlike :func:`chunkflow`, it always makes Dynamo guard the hooks of modules."""
     guard_hooks()
     return chunkflow(graph, inputs, by_kind=True, **given)
 

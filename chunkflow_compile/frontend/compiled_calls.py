@@ -83,7 +83,7 @@ class CallWithDynamicSizes:
 def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
     """Return the dimensions in which two shapes differ.
 
-    For images and videos, height and width are always included, because either of them may differ later.
+    For images and videos, height and width are always included, because either of them may differ in a later call.
     """
     plane = range(len(sizes) - 2, len(sizes)) if len(sizes) >= 4 else ()
     return [d for d in range(len(sizes)) if d in plane or sizes[d : d + 1] != first[d : d + 1]]
@@ -93,8 +93,8 @@ class CallWithProgress:
     """Calls a compiled model and shows the progress of its compilations.
 
     If the budget is too small for one of the model's parts, the call raises the error of the part that needs the most memory.
-    When a call fails, the programs that it has started end, so that plans ignore the activations of sizes that never
-    succeeded.
+    When a call fails, this object ends the programs that the call has started.  Otherwise plans would count the activations
+    of input sizes at which no call has succeeded.
     """
 
     def __init__(self, model: nn.Module, progress: CompileProgress, whole: bool = False) -> None:
@@ -117,10 +117,11 @@ class CallWithProgress:
                 return call(*args, **kwargs)
             except Exception as error:
                 first = shortage(error)
-                # After other out-of-memory errors the programs stay, because a retry may give them smaller plans.
+                # If the GPU ran out of memory although the plans fit the budget, the programs stay: a retry may give them
+                # smaller plans.
                 if first is not None or not isinstance(error, torch.OutOfMemoryError | ChunkflowError):
                     placement.end_programs(before)
-                alone = placement.store.peers is None  # with peers, ranks in a survey would wait for each other
+                alone = placement.store.peers is None  # with peers, the ranks would wait for each other in a survey
                 if first is not None and not self._whole and alone:
                     _raise_largest(surveyed(model, call, args, kwargs, first, first is error), first, error)
                 raise
@@ -130,8 +131,8 @@ def _raise_largest(largest: BudgetError, first: BudgetError, error: Exception) -
     """Raise ``largest``, the error of the part that needs the most memory, unless ``largest`` is ``first``.
 
     ``first``: the error of the part that made the call fail.
-    ``error``: the error that the call has raised, which is ``first`` itself or a CompilationError around ``first``.  In the
-    second case, ``largest`` is also raised as a CompilationError.
+    ``error``: the error that the call has raised.  It is ``first`` itself, or a CompilationError that was raised from
+    ``first``.  In the second case, ``largest`` is also raised as a CompilationError.
     """
     if largest is first:
         return

@@ -14,7 +14,7 @@ from chunkflow_compile.weights.packed import Packed
 
 
 def compressible(cut: Cut, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Return the names of the weights that ``cut`` decompresses, as far as their values can be compressed.
+    """Return the names of the weights that ``cut`` decompresses and that can be compressed without loss.
 
     Weights that are already in a host store are compressed by this call.  All other weights are only checked; they are
     compressed when they move into the host store.

@@ -1,11 +1,12 @@
-"""Exchange groups: the ranks of a model agree into how many groups of attention heads each exchange is divided.
+"""Lets the ranks of a model agree on the number of groups of attention heads into which each exchange is divided.
 
-All ranks must divide an exchange in the same way.  If one rank ran a different number of all-to-alls than the others, the
-ranks would receive wrong data or wait forever.
+An exchange is an all-to-all before or after attention, as in Ulysses attention.  All ranks must divide an exchange in the
+same way.  If one rank ran a different number of all-to-alls than the others, the ranks would receive wrong data or wait
+forever.
 
 Each rank posts a record in each process group whose exchanges the graph contains, and reads the records of the other ranks of
-the group.  There are always two rounds, and each rank posts in all of them, also after an error.  Otherwise a rank could wait
-for a record that is never posted.
+the group.  There are always two rounds, and each rank posts in both of them, also after an error.  Otherwise a rank could
+wait for a record that is never posted.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.weights.groups import Group, StoreEnded, group_named, numbers
 from chunkflow_compile.weights.rounds import cause_of
 
-# The fields of the record that a rank posts: the value of the option, the number of groups that the rank chooses, and the
-# number of a rank that failed with its error (otherwise None).
+# The fields of the record that a rank posts: the value of the option, the number of groups that the rank chooses, and, if an
+# error is known, the number of the rank that failed and its error message (otherwise None).
 _WANTED, _GROUPS, _FAILED = "wanted", "groups", "failed"
 _NOTE = "the exchanges of attention are"
-# In the first round, a rank in several process groups passes on the smallest number and the error that it has seen so far.
-# The second round also tells the groups in which the rank posted before it saw them.
+# A rank in several process groups posts in one group after the other.  Each of its records contains the smallest number of
+# groups of heads, and the error, that the rank has read so far.  In the first round, a rank posts in some groups before it
+# has read the records of other groups.  In the second round, it posts in all groups what it has read in the first.
 _ROUNDS = 2
 
 
@@ -40,8 +42,8 @@ _ROUNDS = 2
 class _Choice:
     """The choice of this rank.
 
-    ``groups``: number of groups of heads.  ``note``: note for the user.  ``traced``: the graph; its exchanges are divided if
-    the user has passed the number of groups.  ``error``: error that prevents the choice, or None.
+    ``groups``: number of groups of heads.  ``note``: note for the user.  ``traced``: the graph.  If the user has passed the
+    number of groups, its exchanges are already divided.  ``error``: error that prevents the choice, or None.
     """
 
     groups: int
@@ -54,7 +56,8 @@ def agreed_groups(traced: Traced, settings: Settings, alone: bool = False) -> tu
     """Divide the exchanges of a graph into the number of groups that all ranks use; return the graph, and notes for the
     user.
 
-    ``alone``: whether only this rank compiles the graph, as in a survey: it uses its own choice then.
+    ``alone``: whether only this rank compiles the graph, as in a survey (survey.py).  In this case the rank uses its own
+    choice.
     With "auto", each rank chooses a number, and all ranks use the smallest of these numbers.
     Raises ChunkflowError on all ranks if the ranks pass different values of the option, or if one of the ranks cannot divide
     its exchanges into the given number of groups.
@@ -100,7 +103,10 @@ def _exchanged(traced: Traced) -> Collection[str]:
 
 
 def _occasion(traced: Traced) -> str:
-    """Return a store key for this part of the model.  The key is the same on all ranks."""
+    """Return the key under which the ranks post their records about this part of the model.
+
+    The records are in the stores of the process groups, and the key is the same on all ranks.
+    """
     names = "\n".join(parameter.name for parameter in traced.parameters)
     return f"exchange groups {hashlib.sha256(names.encode()).hexdigest()[:16]}"
 
@@ -138,7 +144,7 @@ def _agreed(groups: Sequence[Group], wanted: ExchangeGroups, mine: _Choice) -> i
             chosen = min(chosen, _smallest(group, values))
         except ChunkflowError as found:
             error = found
-        if group.missing(values):  # this rank has withdrawn its record, so ranks that come later need another one
+        if group.missing(values):  # posted() has withdrawn the record, so a rank that compiles later needs a new one
             post(group)
     if error is not None:
         raise error
@@ -146,7 +152,7 @@ def _agreed(groups: Sequence[Group], wanted: ExchangeGroups, mine: _Choice) -> i
 
 
 class _ErrorOfRank(ChunkflowError):
-    """An error on another rank.  ``rank``: number of this rank.  ``cause``: message of the error."""
+    """An error on another rank.  ``rank``: number of the rank that failed.  ``cause``: message of the error."""
 
     def __init__(self, rank: int, cause: str) -> None:
         super().__init__(f"Exchanges are not divided because of an error on rank {rank}: {cause}")
@@ -154,7 +160,7 @@ class _ErrorOfRank(ChunkflowError):
 
 
 def _report(error: Exception, rank: int) -> tuple[int, str]:
-    """Return the rank on which an error has occurred, and its message.  ``rank``: number of this rank."""
+    """Return the number of the rank on which an error has occurred, and the error message.  ``rank``: number of this rank."""
     return (error.rank, error.cause) if isinstance(error, _ErrorOfRank) else (rank, cause_of(error))
 
 

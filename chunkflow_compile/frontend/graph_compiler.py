@@ -72,12 +72,13 @@ class GraphCompiler:
 
     ``weights``: the weights by their parameter names.  ``index``: the index of the model that contains the weights.
     ``report``: a function that is called with the name of each stage of the compilation.  ``expected``: the goal that the
-    model is expected to get later, or None if it is not known.  ``pieces``: the size in bytes of this rank's pieces of the
-    weights that only other parts of the model read.  ``slow``: see :class:`Traced`.  ``root``: a function that returns the
-    model, or None.  ``by_kind``: see :func:`chunkflow`.  ``notes``: notes for the user on decisions that were made before
-    planning.  ``survey``: the survey during which the graph is compiled; None if the graph is compiled for an ordinary call.
-    ``agreed``: the number of groups of heads on which the ranks have agreed, with its notes.  If a rank compiles the graph
-    again at fixed sizes, it uses this number again instead of asking the other ranks.
+    owner of the model's placement expects to set, or None (see :class:`Placement`).  ``pieces``: the number of bytes that
+    this rank stores for sharded weights that only other parts of the model read; the rank stores one shard (*piece*) of each
+    weight.  ``slow``: see :class:`Traced`.  ``root``: a function that returns the model, or None.  ``by_kind``: see
+    :func:`chunkflow`.  ``notes``: notes for the user on decisions that were made before planning.  ``survey``: the survey
+    (survey.py) during which the graph is compiled; None if the graph is compiled for an ordinary call.  ``agreed``: an empty
+    list until the ranks have agreed on the number of groups of heads; then a list with one pair (this number, the notes about
+    it).  If a rank compiles the graph again at fixed sizes, it uses this number again instead of asking the other ranks.
     """
 
     chosen: Options
@@ -116,7 +117,8 @@ class GraphCompiler:
         return replace(self, settings=settings, notes=notes)._halves(aten, traced, tables)
 
     def _halves(self, aten: GraphModule, traced: Traced, tables: HostConstants) -> CompiledGraph | HoistedGraph:
-        """Compile the graph as a whole; if products are hoisted, compile its two halves instead."""
+        """Compile the graph as a whole; if products are hoisted, compile its two halves instead, the preamble and the
+        rest."""
         with dynamo_timed("chunkflow.hoist"):
             hoisting = hoisting_of(traced, replace(self.settings, goal=self._expected_goal))
         unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
@@ -136,8 +138,8 @@ class GraphCompiler:
 
     @property
     def _expected_goal(self) -> Goal:
-        """The goal from the settings.  If this goal has neither a budget nor a slowdown, both and the policy come from the
-        goal that the model is expected to get."""
+        """The goal from the settings.  If this goal has neither a budget nor a slowdown, its budget, its slowdown and its
+        policy are taken from ``expected``."""
         goal = self.settings.goal
         return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal
 
@@ -219,7 +221,10 @@ class GraphCompiler:
 
 
 def _compile_whole(compiler: GraphCompiler, traced: Traced, settings: Settings) -> CompiledGraph:
-    """Compile a graph with hoisted products as one program.  Call this function only while Dynamo is not compiling."""
+    """Compile a graph as one program without hoisting, after hoisting has turned out not to pay off.
+
+    Call this function only while Dynamo is not compiling.
+    """
     with tracing(TracingContext(_fake_mode(traced.graph))):
         return compiler._graph(traced, settings, HostConstants(compiler.device))
 
@@ -236,7 +241,8 @@ def _lower_again(
     """Lower the regions of a new program for an already compiled graph; return the code of each region by name.
 
     Call this function only while Dynamo is not compiling.
-    ``lowered``: the code that earlier programs of the graph have lowered, by region key; it is reused.
+    ``lowered``: the code of the regions that were already lowered for earlier programs of the graph, by region key; it is
+    reused.
     """
     missing = {name: region for name, region in program.regions.items() if region.info.key not in lowered}
     modes = (mode for region in missing.values() if (mode := _fake_mode(region.module)) is not None)
@@ -284,7 +290,10 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
 
 
 def _room_advice(program: Program, chosen: Options, outside: int, arena: int, goal: Goal) -> str:
-    """Return a sentence on the minimum memory, for the error message if the arena does not fit."""
+    """Return a sentence that states the minimum memory of a program.
+
+    It is part of the error message for the case that the device does not have enough memory.
+    """
     outside += goal.counted(program.problem.live_bytes)
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside, arena)
     budget = "No budget was given" if goal.memory is None else f"The budget was {goal.option}={size(goal.memory)}"

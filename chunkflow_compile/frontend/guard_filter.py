@@ -12,7 +12,7 @@ import torch
 from chunkflow_compile.private_torch.dynamo import GuardFilterEntry
 from chunkflow_compile.weights.host_weight import HostWeight
 
-# The types of guards that check the class of a tensor.  The TENSOR_MATCH guard makes them redundant.
+# The types of guards that check the class of a tensor.  The guard of type TENSOR_MATCH on the same tensor checks it, too.
 _OF_CLASS = ("TENSOR_SUBCLASS_METADATA_MATCH", "TYPE_MATCH")
 _INSIDE = (".host", ".__tensor_flatten__()[0]")
 _WITH_KWARGS = "_with_kwargs"
@@ -22,11 +22,13 @@ _OF_GRADIENTS = ("._backward_hooks", "._backward_pre_hooks")
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     """Return, for each guard, whether to keep it.  This function is passed to torch.compile as ``guard_filter_fn``.
 
-    A guard is dropped if it cannot fail while all other guards hold.  There are three groups of such guards:
+    A guard is dropped if it cannot fail, or if its failure does not matter, while all other guards hold.  There are three
+    groups of such guards:
     - Guards on tensors inside an offloaded weight: other guards check the class, sizes, strides, dtype and device of this
       weight.
     - Guards on the set of hooks that take keyword arguments, if another guard checks that there are no hooks.
-    - Guards on gradient hooks, if gradients are disabled: another guard checks the grad mode.
+    - Guards on backward hooks, if gradients are disabled: these hooks then never run, and another guard checks that
+      gradients stay disabled.
     """
     weights = {g.name for g in guards if g.has_value and isinstance(g.value, HostWeight)}
     without = {g.name for g in guards if g.has_value and isinstance(g.value, dict) and not g.value}

@@ -1,4 +1,5 @@
-"""Hoisting during compilation: choose the preamble that computes the rows for a graph, and warn if nothing is hoisted."""
+"""Handles hoisting during compilation: chooses the preamble that computes the rows for a graph, and warns if nothing is
+hoisted."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def preamble_of(
 def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> None:
     """Warn if hoist=True has no effect on a part of a model, or if hoist="auto" has no effect on a whole model.
 
-    There is no warning if hoist=True has no effect on a whole model, because this raises an error.
+    If hoist=True has no effect on a whole model, there is no warning, because an error is raised elsewhere.
     ``by_kind``: whether the model is compiled block by block.  If it is, there is no warning for parts outside the blocks.
     """
     if settings.goal.hoist == "auto" and not settings.part:
@@ -74,17 +75,18 @@ def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> No
 
 
 def _timesteps_of(program: SingleCall) -> torch.Tensor | None:
-    """Return the timesteps of the schedule that the model's calls follow; None if the schedule is not known."""
+    """Return the timesteps of the noise schedule from which the model's calls take their timestep; None if they are not
+    known."""
     placement = _placement_of(program)
     return None if placement is None else placement.timesteps()
 
 
 def _unknown(program: SingleCall) -> None:
-    """Return None, because the schedule is not known."""
+    """Return None instead of timesteps, because the inputs of blocks are not timesteps."""
 
 
 def _share(preamble: Preamble, program: SingleCall) -> None:
-    """Register a preamble with the placement of ``program``, which reads the rows that the preamble computes.
+    """Register a preamble with the placement of ``program``, the program that computes the rows of the preamble.
 
     All preambles with the same hoisted weights divide the memory for rows equally.
     """

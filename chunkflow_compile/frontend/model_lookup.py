@@ -52,7 +52,7 @@ def move_weights(
 ) -> None:
     """Move weights into the host store of their model.
 
-    ``min_bytes``, ``pack``: if the model is not placed yet, the arguments of its :class:`Placement`.
+    ``min_bytes``, ``pack``: arguments for the :class:`Placement` that is created if the model is not placed yet.
     """
     if weights and index.root is not None:
         with compile_lock, (placement := Placement.on(index.root, device, min_bytes, pack=pack)).lock():
@@ -73,8 +73,9 @@ def start_program(
 
     The program ends as soon as one of the placements of its weights ends.
     ``pack``: see :func:`move_weights`.  ``seen``: a function that returns the compiled model, or None.  If this model does
-    not contain the weights, all modules are searched.  ``parameters``: all weights of the program by name.  ``wanted``: the
-    names of the weights that must be in a host store.  ``start``: a function that creates the program in an arena.
+    not contain the weights, all modules in the process are searched.  ``parameters``: all weights of the program by name.
+    ``wanted``: the names of the weights that must be in a host store.  ``start``: a function that creates the program in an
+    arena.
     """
     while True:
         around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()
@@ -86,7 +87,7 @@ def start_program(
             loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
             _refuse_copies(loose)
             warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)
-        if not around:  # there is no module to attach the program to, so the program ends when the parameter is freed
+        if not around:  # no module was found: attach the program to a weight, so that it ends when the weight is freed
             program = start(Arena(device))
             next(iter(parameters.values()))._chunkflow_program = program  # type: ignore[attr-defined]
             return program

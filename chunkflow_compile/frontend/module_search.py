@@ -84,11 +84,12 @@ def _children(module: nn.Module) -> list[nn.Module]:
     return [child for child in [*module.__dict__.get("_modules", {}).values()] if child is not None]
 
 
-# The search does not enter objects of these types, because they refer to half of all objects in the process.
+# The search does not follow the references of objects with these types, because they lead to half of all objects in the
+# process.
 _ENDS = (CodeType, FrameType, FunctionType, ModuleType, type)
 # The number of references to follow from a variable.  With five references, the search finds the elements of a list that is
-# an attribute of an attribute: each attribute takes two references (through the __dict__), and the list takes one.  Each step
-# takes longer than the step before; five steps take 0.7 s in a compilation of 20 s.
+# an attribute of an attribute: each attribute takes two references (through the __dict__), and the list takes one.  Following
+# each further reference takes longer than following the one before it; following five takes 0.7 s in a compilation of 20 s.
 _STEPS = 5
 
 
@@ -122,7 +123,8 @@ def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
 def _holder(
     parameters: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
 ) -> tuple[nn.Module | None, bool]:
-    """Return the module that contains ``parameters``, or None, and whether ``gc.freeze()`` may hide a module around it."""
+    """Return the module that contains ``parameters``, or None, and whether ``gc.freeze()`` may hide a larger module that
+    contains this module."""
     asked = {id(p) for p in parameters}
     tracked = _modules_among(gc.get_objects())
     hidden = gc.get_freeze_count() > 0 and not asked.issubset(held for m in tracked for held in _held(m))
@@ -146,7 +148,7 @@ def _holder(
             candidates[id(module)] = module
             todo.extend(parents.get(id(module), ()))
     around = [module for module in candidates.values() if wanted <= held_by([module])]
-    if not around:  # some layers are outside the model, such as the layers of an adapter
+    if not around:  # some layers are outside the model, as for some adapters
         wanted &= {id(p) for p in parameters if p.nbytes >= min_bytes}
         around = [module for module in candidates.values() if wanted <= held_by([module])]
     if candidates and not around:

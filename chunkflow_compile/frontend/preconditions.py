@@ -24,7 +24,7 @@ from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.cost.count import without_formula
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind
-from chunkflow_compile.passes.graph.sizes import symbols_of
+from chunkflow_compile.passes.graph.symbolic_sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placed.index import ModelIndex, filled_by
@@ -48,7 +48,7 @@ _DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
 def lower_without_weights(
     graph: GraphModule, inputs: Sequence[Any], lowering: Lowering, inductor: Mapping[str, Any]
 ) -> Any:
-    """Lower a frame that reads no weight.  Its graph stays unchanged, because there is nothing to stream."""
+    """Lower a frame that reads no weight.  Its graph is not rewritten, because there is nothing to stream."""
     if lowering == "eager":
         return graph.forward
     return compile_fx(graph, list(inputs), config_patches=dict(inductor))
@@ -90,7 +90,7 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
             name = source_name(source)
             if name not in values:
                 try:
-                    values[name] = eval(name, scope)  # Dynamo's guards evaluate the same names as expressions
+                    values[name] = eval(name, scope)  # The name is an expression; guards evaluate it, too.
                 except _NO_VALUE:
                     values[name] = None
             source = getattr(source, "base", None)
@@ -113,7 +113,9 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
 
 
 def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
-    """Warn if no weight of a module streams and if the module may be a block of a model that was not found.
+    """Warn if no weight of a module streams, and the reason may be that the module is only a block of a larger model.
+
+    In this case, the larger model was not found, and the block was planned by itself.
 
     ``made``: the programs that were compiled for the module.
     """
@@ -139,7 +141,7 @@ def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
     return sum(w.nbytes for w in {id(w): w for w in weights}.values() if w.nbytes >= min_bytes)
 
 
-@functools.cache  # so that all blocks in a process cause one warning
+@functools.cache  # so that all blocks in a process together cause only one warning
 def warn_once(said: str) -> None:
     """Log a warning, unless this process has already logged the same warning."""
     _log.warning("%s", said)
@@ -151,7 +153,7 @@ def guard_hooks() -> None:
     By default, Dynamo omits these guards for speed.  Without these guards, a block with hooks could run code that was
     compiled for a block without hooks.
     """
-    if not config.skip_nnmodule_hook_guards:  # Dynamo may call the backend twice in one compilation.
+    if not config.skip_nnmodule_hook_guards:  # Dynamo may call the backend twice in one compilation
         return
     guarded = contextlib.ExitStack()
     guarded.enter_context(config.patch(skip_nnmodule_hook_guards=False))
@@ -165,7 +167,7 @@ def guard_hooks() -> None:
 
 
 def note_graph_break(graph: GraphModule) -> None:
-    """Log the graph break that ended a frame, and its cost."""
+    """If a graph break ended the frame, log the break and explain how it slows the model down."""
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         where = "".join(f" at {f.filename}:{f.lineno}" for f in reason.user_stack[-1:])
@@ -257,7 +259,8 @@ def _is_exchange(node: Node) -> bool:
 def refuse_gradient_buckets(graph: GraphModule) -> None:
     """Raise ChunkflowError if torch has split the model's graph into the gradient buckets of DistributedDataParallel.
 
-    torch compiles the parts of such a graph with weights that have no values, and expects outputs of another type from them.
+    torch compiles the parts of such a graph with weights that have no values, and expects the compiled parts to return
+    another type of output than usual.
     """
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and reason.reason.startswith("DDPOptimizer"):
@@ -289,7 +292,7 @@ def refuse_gradients(inputs: Sequence[Any]) -> None:
 def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
     """Specialize the symbolic sizes of weights, and all symbolic sizes that are not inputs of the graph.
 
-    Calling int() on such a size adds the guard.
+    Calling int() on a symbolic size specializes it: Dynamo adds a guard on its value.
     """
     symbols = {name for value in inputs if isinstance(value, torch.SymInt) for name in symbols_of(value)}
     fixed = {id(weight) for weight in weights}
@@ -300,9 +303,10 @@ def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
 
 
 def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection[int] | None) -> list[Any]:
-    """Return the inputs of a Dynamo graph, with the sizes of slow inputs specialized, because hoisted rows have a fixed size.
+    """Specialize the sizes of the slow inputs of a Dynamo graph, because hoisted rows have a fixed size; return all inputs of
+    the graph with these sizes.
 
-    For another batch size, torch recompiles the graph.  The image size stays symbolic.
+    If the graph is called with another batch size, torch recompiles it.  The image size stays symbolic.
     ``slow``: the positions of the slow inputs that the user has named.  None stands for all inputs with one value per sample,
     such as the timestep, and for all inputs with one vector per sample, such as the timestep embedding that blocks receive.
     """
@@ -339,8 +343,9 @@ def device_of(
 ) -> torch.device:
     """Return the device of the weights.
 
-    Raises ChunkflowError if the weights are on several devices, or if an input is on another device.  An input that forward
-    only moves to the device of the weights is allowed; an example is a table that is not a buffer.
+    Raises ChunkflowError if the weights are on several devices, or if an input is on another device.  An input on another
+    device is allowed if all that ``forward`` does with it is to move it to the device of the weights, as with a table that is
+    not a buffer.
     """
     devices = {p.device for p in parameters.values()}
     if len(devices) > 1:

@@ -1,8 +1,8 @@
-"""Surveys: find the minimum budget for a model whose parts are compiled one by one.
+"""Finds the minimum budget for a model whose parts are compiled one by one, with a call on fake tensors (a *survey*).
 
-If a budget is too small, the first part that does not fit raises an error.  Later parts may need even more memory, but they
-have not been traced by then.  A survey calls the model once more, on fake tensors.  In this call each part is traced and
-planned, but no op runs and no weight moves.
+If a budget is too small, the first part that does not fit raises an error.  The parts that run after it may need even more
+memory, but they have not been traced when the error is raised.  A survey calls the model once more, on fake tensors.  In this
+call each part is traced and planned, but no op runs and no weight moves.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Survey(FakeTensorMode):
     """The FakeTensorMode for a call of a model in which each part is planned, but no part runs.
 
     ``largest``: among the errors so far, the error of the part that needs the most memory.
-    ``whole``: whether a graph with dynamic shapes that does not fit raises its error at once.  Otherwise the graph is
-    compiled again for fixed sizes, at which blocks can be split.
+    ``whole``: whether the compilation of a graph with dynamic shapes fails at once if the graph does not fit the budget.
+    Otherwise the graph is compiled again for fixed sizes, at which blocks can be split.
     """
 
     def __init__(self, first: BudgetError, whole: bool) -> None:
@@ -48,7 +48,7 @@ class Survey(FakeTensorMode):
 class Unplanned:
     """The callable that the backend returns, during a survey, for a part of a model that does not fit the budget.
 
-    Dynamo keeps the callable in its cache, so later calls and surveys may call it, too.
+    Dynamo keeps the callable in its cache, so the calls and surveys after this survey may call it, too.
     """
 
     def __init__(self, graph: GraphModule, error: BudgetError) -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import group_names
-from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
+from chunkflow_compile.passes.graph.symbolic_sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.problem import HOST, Parameter
@@ -62,7 +62,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 
         return lower_to_aten(graph, example_inputs, compiler)[0]
 
-    # Dynamo counts each trace as one more compilation of the same code, although no later call uses the trace
+    # Raise Dynamo's limits, because Dynamo counts each trace as one more compilation of the model's code.
     limits = dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     with torch.no_grad(), limits:
         try:
@@ -76,8 +76,9 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 def inline_regions(graph: GraphModule) -> None:
     """Inline, in place, the calls of regions that users have marked with ``torch.compiler.nested_compile_region``.
 
-    Such a call is a single op.  If it stayed in the graph, the plan could not see the FLOPs, collectives and memory of the
-    ops in the region.  Inlining costs no extra compilation time, because regions with the same structure are lowered once.
+    Each of these calls is a single op in the graph.  If this op stayed in the graph, the FLOPs, collectives and memory of the
+    ops in the region would be missing in the plan.  Inlining costs no extra compilation time, because regions with the same
+    structure are lowered once.
     """
     while calls := graph.graph.find_nodes(op="call_function", target=invoke_subgraph):
         for call in calls:
@@ -100,7 +101,7 @@ def _inline(graph: GraphModule, call: Node) -> None:
             copies[node] = graph.graph.get_attr(name)
         returned: Any = graph.graph.graph_copy(region.graph, copies)
     for node, copied in copies.items():
-        # the region's node has the module stack of the first call of the region
+        # a node of the region names the modules of the region's first call; its copy must name the modules of this call
         if node.op.startswith("call_") and "nn_module_stack" in call.meta:
             copied.meta["nn_module_stack"] = call.meta["nn_module_stack"]
     for item in [*call.users]:
@@ -116,14 +117,16 @@ def lower_to_aten(
 ) -> tuple[Callable[..., Any], Any]:
     """Lower a Dynamo graph to an ATen inference graph, and pass the ATen graph to ``compiler``.
 
-    Returns a pair: the function that Dynamo should call, and the result of ``compiler``, which this function calls.
+    Returns a pair: the function that Dynamo should call, and the callable that ``compiler`` has returned.  The function calls
+    this callable.
     """
     cached = torch._functorch.config.enable_autograd_cache
-    autocast = core.autocasts()  # AOTAutograd turns autocast off in compilations, and its wrapper turns it off in calls
+    autocast = core.autocasts()  # if so, the wrapper is needed: it turns autocast off in calls, as in the compilation
     on_device, compiled, direct = as_on_device(example_inputs), list[Any](), False
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
-        with torch._functorch.config.patch(enable_autograd_cache=cached):  # the regions of the graph may use the cache
+        # The regions of the graph are compiled with the user's setting, although the graph as a whole is not cached.
+        with torch._functorch.config.patch(enable_autograd_cache=cached):
             compiled.append(compiler(aten, inputs))
         return compiled[-1]
 
@@ -162,7 +165,8 @@ def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence
 def as_on_device(inputs: Sequence[Any]) -> list[Any]:
     """Return the inputs of a Dynamo graph, with each offloaded weight replaced by a fake tensor on the device.
 
-    In the traced graph, each weight is then an ordinary input.  The compiled graph provides the values of the weight.
+    In the traced graph, each weight is then an ordinary input.  In a call, the program passes the memory that contains the
+    weight on the device as this input.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
@@ -181,7 +185,8 @@ def describe_graph(
     fused: bool = True,
     repeats: Repeats | None = None,
 ) -> Traced:
-    """Describe an ATen graph.  The process groups of its collectives must still exist.
+    """Return the ATen graph together with the data for planning that it does not contain, such as the number of ranks.  The
+    process groups of its collectives must still exist.
 
     ``fused``, ``repeats``: see :class:`Traced`.
     """
@@ -271,9 +276,10 @@ def _stop(*_: Any) -> Any:
 
 
 def move_tables(graph: GraphModule, device: torch.device) -> tuple[int, ...]:
-    """Find the inputs that a graph only moves to ``device``, and change the graph to take these inputs on ``device``.
+    """Find the inputs whose only use in a graph is that they are moved to ``device``, and change the graph so that it expects
+    them on ``device``.
 
-    Returns the positions of these inputs.  The caller must move them to ``device``.
+    Returns the positions of these inputs.  The caller must move them to ``device`` before it calls the graph.
     For example, Qwen-Image keeps its rotary tables on the CPU and moves them to the GPU in every forward.  This copy from
     pageable memory would synchronize host and GPU in every step.  Therefore ``HostConstants`` in ``runtime/graph.py`` moves
     the tables only once.

@@ -2,7 +2,7 @@
 
 Inductor compiles in torch's folder, and torch creates that folder while its compiler is imported.  In a container,
 torch's folder may be read-only, full, or owned by another user; the error then names the variable that selects another
-folder.  This module does not import torch, because that import may be the part that fails.
+folder.  This module does not import torch, because that import may be the step that fails.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# Minimum of free bytes.  A kernel for a GPU takes less space.  The first kernel for the CPU takes 150 MB, mostly for a
-# precompiled header.
+# Minimum number of free bytes in the folder of the compile caches.  A kernel for a GPU takes less space than this.  The
+# first kernel for the CPU takes 150 MB, mostly for a precompiled header.
 _LEAST_BYTES = 32 << 20
 # A library that is younger than this (in seconds) may be incomplete, because it is still being linked.  Linking takes
 # less than a second.
@@ -113,7 +113,7 @@ def _unusable(folder: Folder, otherwise: str = "") -> ChunkflowError:
 
 
 def remove_torn() -> bool:
-    """Remove truncated libraries from the compile caches, and warn.  Returns whether there were any.
+    """Remove truncated libraries from the compile caches, and warn.  Returns whether there were such libraries.
 
     A killed process leaves truncated libraries behind, and Inductor assumes that any existing file is complete.
     """
@@ -131,7 +131,8 @@ def remove_torn() -> bool:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a library is complete: a 64-bit ELF file ends with its section headers.
+    """Whether a library is complete.  A 64-bit ELF file is complete if it contains its section headers, which are at
+    its end.
 
     A 32-bit ELF file counts as complete, and a file in another format as incomplete.  A new file counts as complete,
     because another process may still be linking it.

@@ -1,6 +1,6 @@
 """Calibration: measure the CPU or the GPUs of a machine, and create a hardware profile from the results.
 
-Every figure is the median of several repetitions.  ``STAGES`` lists the stages.
+Every measured figure is based on medians of several repetitions.  ``STAGES`` lists the stages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def calibrate(
 
     ``emulated``: an emulated link for copies and collectives, or None.  Programs that are compiled for the profile then
     use this emulated link, too.
-    ``loopback``: whether to measure collectives within one process, through host memory.  That needs only one GPU.
+    ``loopback``: whether to measure collectives within one process, through host memory.  This measurement needs only
+    one GPU.
     ``together``: the number of ranks that copy at the same time and pull from each other; by default one rank per GPU.
     ``phase``: a function that takes the name of a stage, and returns a context in which this stage is measured.
     Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.

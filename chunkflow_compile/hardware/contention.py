@@ -1,4 +1,4 @@
-"""Measurements of how much copies or collectives and concurrent work slow each other down."""
+"""Measurements of how much copies, collectives and compute slow each other down while they run at the same time."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from .stopwatch import Stopwatch, mark
 
 MIB = 1 << 20
 REPEATS = 7
-# Number of rounds.  In each round, compute is timed alone and while copies run, because the speed of a machine changes
-# from second to second.
+# Number of rounds in which the slowdown of compute is measured.  In each round, compute is timed alone and while copies
+# run, because the speed of a machine changes from second to second.
 TURNS = 24
-# A slowdown of compute below this factor counts as 1: a smaller value is noise, and would keep plans from streaming
-# weights.
+# A slowdown of compute below this factor counts as 1, because a smaller value is noise, and would keep plans from
+# streaming weights.
 LEAST_SLOWDOWN = 1.02
 # Blocks per timed run on a GPU: enough that launch overhead on the host does not matter.
 _BLOCKS = 8
 # Bytes that successive copies cycle through: more than fits in a cache, so that no copy reads from a cache.
 _WALK = 128 * MIB
-# Copies that are in the queue before the host waits for the first of them.
+# Number of copies that are enqueued before the host waits for the first of them.
 _AHEAD = 4
 
 
 def copier(device: torch.device, size: int, port: Port | None = None, walk: int = 0) -> Callable[[], object]:
-    """Return a function that copies ``size`` bytes from host memory to the device like the runtime, through ``port`` if
-    it is given.
+    """Return a function that copies ``size`` bytes from host memory to the device in the same way as the runtime,
+    through ``port`` if it is given.
 
     ``walk``: the size in bytes of the memory that successive calls cycle through, at least ``size``.
     """
@@ -78,8 +78,8 @@ def compute_slowdown(
 ) -> float:
     """Measure the factor by which back-to-back copies slow down the MLP of a transformer block.
 
-    ``barrier``: a barrier of all ranks, so that all of them copy at the same time and pause at the same time.
-    ``copy``: a function that makes the next copy; by default it copies from host memory, through ``port``.
+    ``barrier``: a barrier of all ranks, so that all of them copy during the same periods.  ``copy``: a function that
+    makes the next copy; by default it copies from host memory, through ``port``.
     """
     host = device.type == "cpu"
     # On the CPU, copies are small, so that several of them run during each timed run, even over an emulated link.
@@ -103,11 +103,11 @@ def compute_slowdown(
 
 
 def attention_slowdown(device: torch.device, exchange: Callable[[], object], repeats: int) -> float:
-    """Measure the factor by which attention and a collective slow each other down.  A profile contains one factor for
-    both.
+    """Measure the factor by which attention and a collective slow each other down.
 
-    The result is the harmonic mean of the two measured factors, which preserves the measured total work per second.
-    ``exchange``: runs the collective; all ranks call it equally often.
+    Two slowdowns are measured: the slowdown of attention, and the slowdown of the collective.  A profile contains only
+    one factor for both.  The result is the harmonic mean of the two slowdowns, because it preserves the total work per
+    second.  ``exchange``: runs the collective; all ranks call it equally often.
     """
     host = device.type == "cpu"
     shape, dtype = ((1, 8, 512, 64), torch.float32) if host else ((1, 24, 8192, 128), torch.bfloat16)
@@ -123,7 +123,7 @@ def attention_slowdown(device: torch.device, exchange: Callable[[], object], rep
 
 
 def factor(contended_s: float, uncontended_s: float) -> float:
-    """Return the slowdown, but at least 1: a lower value is noise."""
+    """Return the slowdown, but at least 1, because a lower value is noise."""
     return max(1.0, contended_s / uncontended_s)
 
 
@@ -184,4 +184,4 @@ def median_seconds(device: torch.device, work: Callable[[], object], repeats: in
         watch = Stopwatch(device)
         work()
         times.append(watch.stop())
-    return float(f"{statistics.median(times[1:]):.4g}")  # further digits are noise
+    return float(f"{statistics.median(times[1:]):.4g}")  # more than four digits would be noise

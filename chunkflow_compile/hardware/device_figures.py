@@ -21,10 +21,11 @@ from chunkflow_compile.units import size
 from .contention import MIB, copier, median_seconds
 from .stopwatch import Stopwatch
 
-# How often :func:`repeated_seconds` times the same GEMMs, before and after a calibration, to detect a busy machine.
+# Number of runs of the same GEMMs in :func:`repeated_seconds`, which is called before and after a calibration to detect
+# a busy machine.
 _REPEATED = 4
-# Sizes of the timed copies in bytes.  The time to start a copy is computed from the smallest size, and the rate from
-# the smallest and the largest size.
+# Sizes of the timed copies in bytes.  On a CPU, the time to start a copy is computed from the smallest size, and the
+# rate from the smallest and the largest size.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 # Seconds of warm-up.  Without warm-up, an H100 (idle at 345 MHz) was measured with 725 instead of 781 TFLOP/s, and 52.6
 # instead of 55 GB/s.
@@ -45,8 +46,8 @@ Figure = tuple[str, Any, str]
 
 
 def repeated_seconds(device: torch.device) -> list[float]:
-    """Time the same GEMMs several times, and return the seconds of each run.  If the times differ, other work keeps the
-    device busy."""
+    """Run the same GEMMs several times, and return the seconds that each run took.  If the runs take different times,
+    other work keeps the device busy."""
     warm_up(device)
     n, times = (1024, 4) if device.type == "cpu" else (4096, 64)
     a, b = (
@@ -63,7 +64,8 @@ def repeated_seconds(device: torch.device) -> list[float]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Run work until the GPU is at full speed: an idle GPU takes a second to reach its clocks and to wake its PCIe link."""
+    """Run work until the GPU is at full speed.  An idle GPU takes a second to reach its maximum clocks and to wake its
+    PCIe link."""
     if device.type == "cuda":
         work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
         start, copy = time.monotonic(), copier(device, 64 * MIB)
@@ -138,8 +140,9 @@ def cache_rate(part: torch.Tensor, in_a_row: Callable[[Callable[[], object]], fl
     """Return the bytes/s at which kernels read and write ``part``, a tensor that fits in the cache.  Return 0 if a
     kernel takes no longer for ``part`` than for a single element.
 
-    ``in_a_row``: a function that returns the seconds per call of its argument, averaged over many calls.  The time for
-    a single element is subtracted: it is the cost to start a kernel, which plans add separately.
+    ``in_a_row``: a function that calls its argument many times, and returns the average seconds per call.  The time for
+    a single element is subtracted from the time for ``part``, because it is the cost to start a kernel, which plans add
+    separately.
     """
     short, long = (in_a_row(partial(torch.add, values, 1, out=values)) for values in (part[:1], part))
     return round(2 * (part.nbytes - part[:1].nbytes) / (long - short)) if long > short else 0
@@ -186,8 +189,8 @@ def copy_figures(device: torch.device, emulated: LinkEmulation | None) -> Iterat
 
 
 def _queued_copies(device: torch.device) -> tuple[float, float]:
-    """Return the seconds to start a copy, and the bytes/s of copies.  Copies are measured while others are queued, as
-    in a step: the start of a copy is then mostly hidden."""
+    """Return the seconds to start a copy, and the bytes/s of copies.  Copies are measured while other copies are
+    queued, as in a step, because the start of a copy is then mostly hidden."""
     small, large = MIB, 64 * MIB
     short = _in_a_row(device, copier(device, small, walk=256 * MIB), 256)
     long = _in_a_row(device, copier(device, large, walk=256 * MIB), 8)

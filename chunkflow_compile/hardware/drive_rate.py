@@ -10,7 +10,7 @@ from pathlib import Path
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-# Bytes per read, about as many as in the reads of the runtime.  Larger reads would be faster.
+# Bytes per read: about as many as the runtime reads at a time.  Reads of more bytes would be faster.
 _READ_BYTES = 8 << 20
 # Minimum size of the file.  For a smaller file, the latency of the first read would dominate.
 _LEAST = 64 << 20

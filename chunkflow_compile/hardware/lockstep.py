@@ -14,8 +14,8 @@ from chunkflow_compile.runtime.link import Port
 from .contention import REPEATS
 from .stopwatch import Stopwatch
 
-# Number of collectives per measurement.  They take a few hundred milliseconds, during which other work runs
-# concurrently.  The number is fixed, because all ranks must make the same number of calls.
+# Number of collectives per measurement.  All of them together take a few hundred milliseconds, during which other work
+# runs concurrently.  The number is fixed, because all ranks must make the same number of calls.
 EXCHANGES = 40
 _TIMEOUT = timedelta(minutes=2)
 
@@ -32,7 +32,7 @@ def rank_device(kind: str, rank: int) -> torch.device:
 @contextlib.contextmanager
 def process_group(backend: str, rank: int, ranks: int, folder: str) -> Iterator[None]:
     """A context with the default process group of ``ranks`` ranks, connected through a file in ``folder``.  A rank
-    leaves the context only after all ranks have reached its end."""
+    leaves its context only after all ranks have reached the ends of their contexts."""
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=_TIMEOUT)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Collectives on one device: a process group for benchmarks that copies the exchanged bytes to host memory and back.
+"""Collectives on one device, for benchmarks: a process group that copies the exchanged bytes to host memory and back.
 
 The bytes of a collective use PCIe at the same time as copies of weights, as with NCCL on nodes without peer access
 between GPUs.  NCCL moves the bytes with kernels; this group uses the copy engines, or optionally kernels.  The process
-is rank 0; the other ranks do not exist, and it receives from each of them the data that it sent there.  So the outputs
-of a model differ from a run on several ranks, but they are reproducible.
+is rank 0.  The other ranks do not exist; instead of their data, the process receives the data that it has sent to them.
+So the outputs of a model differ from its outputs on several ranks, but they are reproducible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOOPBACK = "loopback"
 
 
 class Loopback(dist.ProcessGroup):
-    """Rank 0 of ``size`` ranks.  ``by_kernels``: whether kernels move the bytes on a GPU, instead of its copy engines."""
+    """Rank 0 of ``size`` ranks.  ``by_kernels``: whether kernels, and not copy engines, move the bytes on a GPU."""
 
     def __init__(self, size: int, by_kernels: bool) -> None:
         super().__init__(0, size)  # type: ignore[call-arg]

@@ -122,8 +122,8 @@ def look() -> Machine:
     """Inspect this machine.  Allocates nothing on a GPU, and changes nothing, except that it creates a missing compile
     cache folder.
 
-    Importing torch takes more CPU time than everything else.  So a CPU build of torch is not imported; its files are
-    inspected.
+    Importing torch takes more CPU time than the rest of the inspection.  For a CPU build of torch, its files are
+    inspected instead; torch is imported only if they do not show that it has gloo.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "this package needs it"
@@ -170,7 +170,7 @@ def _binds_gloo(folder: Path) -> bool:
 
 
 def _backends() -> tuple[bool, bool]:
-    """Whether torch has gloo, and whether it has NCCL."""
+    """Return whether this build of torch supports gloo, and whether it supports NCCL."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_gloo_available(), dist.is_available() and dist.is_nccl_available()
@@ -202,7 +202,7 @@ def _link(row: list[str] | None, generation: int, width: int) -> tuple[int, int]
 
 def _numa(bus: str) -> int | None:
     """Return the NUMA node of the device with this PCI bus id.  nvidia-smi writes the domain of a bus id with eight
-    digits, the kernel with four."""
+    digits; the kernel writes it with four."""
     name = bus.lower()[4:] if len(bus) == 16 else bus.lower()
     try:
         node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # The name of the profile of this machine that chunkflow calibrate has written.
 MEASURED = "measured"
 CPU = "cpu"
-# The name of an estimated profile, for a GPU without a profile: "scaled" for the current GPU of this process,
+# The name of the estimated profile of a GPU that has no other profile: "scaled" for the current GPU of this process,
 # "scaled:1" for the GPU with number 1.
 SCALED = "scaled"
 
@@ -67,8 +67,8 @@ def _measured_path() -> Path | None:
 
 
 def default_profile(device: torch.device) -> str:
-    """Return the name of the default profile for a device.  Warns if there is no profile for the GPU, so that an
-    estimated profile is used."""
+    """Return the name of the default profile for a device.  If there is no profile for the GPU, warns that an estimated
+    profile is used."""
     if device.type != "cuda":
         return CPU
     import torch
@@ -110,7 +110,7 @@ def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
         return False
     import torch
 
-    # empty for a profile of a whole machine, which is never a default, so the user has chosen it
+    # ``cards`` is empty in the profile of a whole machine; such a profile is never a default, so the user has chosen it
     cards = _read_built_in(profile).cards
     return not cards or torch.cuda.get_device_properties(device).name in cards
 

@@ -43,8 +43,8 @@ _EXCHANGED = 16 * MIB
 
 @dataclass(frozen=True)
 class Pulls:
-    """The measurement of pulls, per chunk: averages over the chunks of a weight, which all ranks pull from each other
-    at the same time.
+    """The results of measuring pulls.  All ranks pull the chunks of a weight from each other at the same time; the time
+    and the numbers of bytes are averages per chunk.
 
     ``seconds``: the time on the slowest rank.  ``nbytes``: the size of a chunk.  ``from_others``: the bytes of a chunk
     that come from other ranks.
@@ -59,8 +59,8 @@ class Pulls:
     compute_slowdown: float
 
     def rate(self, memory_rate: float, chunk_s: float) -> int:
-        """Return the bytes/s of pulls from other ranks for which :meth:`Hardware.pull_seconds` equals the measured time
-        of a chunk.
+        """Return the bytes/s of pulls from other ranks.  With this rate, :meth:`Hardware.pull_seconds` predicts the
+        measured time of a chunk.
 
         ``memory_rate``: the maximum bytes/s at which pulled bytes are written to memory.  ``chunk_s``: seconds to start
         a copy.
@@ -145,8 +145,8 @@ def chunks_of(pieces: Pieces) -> list[Pieces]:
 
 
 def puller(device: torch.device, chunks: list[Pieces], port: Port | None = None) -> Callable[[], object]:
-    """Return a function that pulls one chunk per call like the runtime, through ``port`` if it is given.  Its calls
-    cycle through ``chunks``."""
+    """Return a function that pulls one chunk per call in the same way as the runtime, through ``port`` if it is given.
+    Its calls cycle through ``chunks``."""
     targets = [torch.ones(chunk.numel(), dtype=torch.uint8, device=device) for chunk in chunks]
     turns = cycle(zip(targets, chunks, strict=True))
     if device.type == "cuda":
@@ -166,8 +166,8 @@ def puller(device: torch.device, chunks: list[Pieces], port: Port | None = None)
 def pull_figures(found: Pulls | str, hardware: Hardware, ranks: int) -> Iterator[tuple[str, Any, str]]:
     """Yield the fields of a profile that describe pulls, each with its value and source.
 
-    ``found``: the measurement, or the reason why there is none.  ``hardware``: the profile without these fields.
-    ``ranks``: the number of ranks that pulled.
+    ``found``: the measurement, or the reason why there is none.  ``hardware``: the profile, in which the fields about
+    pulls are not set yet.  ``ranks``: the number of ranks that pulled.
     """
     if isinstance(found, str):
         yield "peer_bandwidth", 0.0, found

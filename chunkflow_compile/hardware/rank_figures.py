@@ -1,7 +1,7 @@
 """Measurement of the links of a device: collectives, copies and pulls of several ranks, and how much they slow each other
 down.
 
-Two ranks measure collectives, and all ranks measure copies and pulls that they make at the same time.
+Collectives are measured on two ranks.  Copies and pulls are measured on all ranks at the same time.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def joint_copy_figures(device: torch.device, emulated: LinkEmulation | None, ran
 def joint_pull_figures(
     device: torch.device, emulated: LinkEmulation | None, ranks: int, exchanges: bool, figures: Mapping[str, Any]
 ) -> Iterator[Figure]:
-    """Measure pulls.  ``exchanges``: whether these ranks can run collectives as well.  ``figures``: the figures from
-    the earlier stages."""
+    """Measure pulls.  ``exchanges``: whether the ranks can run collectives as well.  ``figures``: the figures from the
+    earlier stages."""
     hardware = Hardware(name=device_name(device), **figures)
     if ranks < 2:
         found: Pulls | str = _ONE_RANK
@@ -107,8 +107,8 @@ def joint_pull_figures(
 
 
 def _spawned(work: Callable[..., None], ranks: int, kind: str, *arguments: Any) -> Any:
-    """Run ``work`` in ``ranks`` processes, and return the result that rank 0 has saved in the folder that all ranks are
-    given."""
+    """Run ``work`` in ``ranks`` processes, and return the result that rank 0 has saved in a folder, whose path all
+    ranks get as an argument."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             spawn(work, (kind, folder, *arguments), nprocs=ranks)
@@ -158,8 +158,8 @@ def _group_or_loopback(rank: int, kind: str, folder: str, loopback: bool) -> Ite
         with process_group("nccl" if kind == "cuda" else "gloo", rank, LINK_RANKS, folder):
             yield
         return
-    # Kernels move the bytes: a copy engine serves one stream until its queue is empty, so an exchange made of copies
-    # would wait for all other copies.
+    # Kernels move the bytes, because a copy engine serves one stream until the queue of this stream is empty.  An
+    # exchange by copy engines would therefore wait for all other copies.
     join_loopback(LINK_RANKS, by_kernels=kind == "cuda")
     try:
         yield

@@ -8,7 +8,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .profiles import CPU, MEASURED, load_profile
 
-# A shorter time, in seconds, is not reported.
+# The minimum predicted time, in seconds, that is reported.
 _LEAST_S = 1.0
 
 

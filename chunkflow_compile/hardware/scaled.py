@@ -1,5 +1,5 @@
-"""Estimated profiles, for GPUs without a profile: a profile of the same architecture is scaled by the properties of the
-GPU that the driver reports."""
+"""Estimated profiles, for GPUs without a profile: a profile of the same architecture is scaled by the properties that
+the driver reports for the GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Properties(Protocol):
 
 
 # Compute capability -> (name of a profile of that architecture, number of multiprocessors of its GPU, maximum clock in
-# kHz), from data sheets.  The rates of GEMMs and attention are proportional to multiprocessors times clock.
+# kHz), from data sheets.  The rates of GEMMs and attention are assumed to be proportional to the product of
+# multiprocessors and clock.
 _LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
     (7, 0): ("v100-pcie", 80, 1_530_000),
     (7, 5): ("t4-pcie", 40, 1_590_000),
@@ -44,16 +45,16 @@ _LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
 
 
 def similar_profile(properties: Properties) -> str:
-    """Return the name of the profile to scale for a GPU: a profile of the same architecture, or of the newest older
-    architecture."""
+    """Return the name of the profile to scale for a GPU.  It is a profile of the GPU's architecture or, if there is
+    none, of the latest architecture before it."""
     return _nearest(properties)[0]
 
 
 def scaled(properties: Properties, like: Hardware) -> Hardware:
     """Return an estimated profile of a GPU.  ``like``: the profile that :func:`similar_profile` names.
 
-    The PCIe bandwidth is taken from ``like``, and the rates are scaled by the properties of the GPU.  The connection to
-    other GPUs is not known, so it is assumed to be PCIe.
+    The PCIe bandwidth is taken from ``like``, and the rates of GEMMs and attention are scaled by the properties of the
+    GPU.  The connection to other GPUs is not known, so it is assumed to be PCIe.
     """
     name, processors, clock = _nearest(properties)
     # values that a driver does not report are 0

@@ -1,8 +1,8 @@
-"""Profiles of GPUs that are derived from the profile of a similar GPU, by figures from data sheets and published
-measurements.
+"""Profiles of GPUs, each derived from the profile of a similar GPU by means of data sheets and published measurements.
 
 The rates of GEMMs and attention are scaled by the number of multiprocessors, or by a published GEMM rate of the GPU.
-All other figures are from the data sheet of the GPU, or equal to the figures of the similar GPU.
+All other figures are from the data sheet of the GPU, proportional to a figure from it, or equal to the figures of the
+similar GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sibling:
         mine, other = self.processors
         times, (generation, lanes) = mine / other, self.pcie
         link = _LANE[generation] * lanes
-        # the share is usually three quarters, or three eighths without peer access
+        # collectives usually reach three quarters of the PCIe bandwidth, or three eighths without peer access
         share = like.collective_bandwidth / like.h2d_bandwidth
         cache = like.cache_bandwidth / like.memory_bandwidth
         gemm, gemm_source = self.more.get("gemm_flops", ({}, ""))
@@ -84,8 +84,8 @@ _NO_HOST = {"host_bandwidth": (0.0, "0: not known; chunkflow calibrate measures 
 def _float16_figures(half: float, single: float, brain: float, source: str) -> dict[str, tuple[Any, str]]:
     """Return figures for a GPU whose tensor cores support float16 only.
 
-    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16.  ``brain`` is not used for plans,
-    only mentioned in the source.
+    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16.  ``brain`` is not used for plans;
+    only the text about the source of the figures mentions it.
     """
     efficient = 0.48 * half
     return {

@@ -12,7 +12,7 @@ import torch
 # Fraction by which times of the same work may differ on an idle machine.  On two idle cores, the times differed by at
 # most 4 %.
 SPREAD = 0.10
-# Minimum fraction of the time for which a computing thread has a CPU core if no other process uses the core.
+# A computing thread has a CPU core for at least this fraction of the time if no other process uses the core.
 _OWN = 0.90
 
 
@@ -55,8 +55,8 @@ def why_uneven(what: str, seconds: Sequence[float]) -> str:
 
 
 def why_shared(threads: int, seconds: float = 0.3) -> str:
-    """Return a clause that states the fraction of the time for which a thread had a CPU core, if other work takes cores
-    away from ``threads`` computing threads; otherwise an empty string.
+    """Detect whether other work takes CPU cores away from ``threads`` computing threads.  If so, return a clause that
+    states for which fraction of the time a thread had a core; otherwise return an empty string.
 
     Lets the threads compute for ``seconds``, and measures the fraction of the time for which each thread had a core.
     """

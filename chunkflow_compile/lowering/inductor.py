@@ -19,26 +19,28 @@ from torch.fx import GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from chunkflow_compile.hardware.caches import remove_torn
-from chunkflow_compile.passes.graph.sizes import symbols_of
+from chunkflow_compile.passes.graph.symbolic_sizes import symbols_of
 from chunkflow_compile.passes.packing import UNPACK
 from chunkflow_compile.private_torch.inductor import compile_fx, config, cpu_vec_isa, select_decomp_table
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
-# The assertions that Inductor's code makes in each call of a region: they check the sizes, strides and alignment of the
-# inputs, and of the outputs of kernels that Inductor did not generate.
+# Options for the assertions that Inductor's code makes in each call of a region.  These assertions check the sizes, strides
+# and alignment of the inputs, and of the outputs of kernels that Inductor did not generate.
 _ASSERTIONS = ("size_asserts", "alignment_asserts")
-# Reductions.  Like pointwise ops, they get outputs that Inductor has allocated, but torch has no tag for them.
+# The names of reductions.  Like pointwise ops, reductions write to outputs that Inductor has allocated, but torch has no tag
+# for reductions.
 _REDUCTIONS = ("aten::mean", "aten::sum")
 # Ops that Inductor may replace by torch's attention kernel, which allocates its own outputs.
 _FUSED_INTO_ATTENTION = ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_safe_softmax")
 
 
 def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
-    """Lower a region.  ``inductor``: the user's configuration.  Must be called inside a tracing context."""
+    """Lower a region with Inductor.  ``inductor``: the user's Inductor configuration.  This function must be called inside a
+    TracingContext."""
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     options = {**({} if _needs_assertions(module, inductor) else dict.fromkeys(_ASSERTIONS, False)), **inductor}
     # Each region gets its own tracing context, in which AOTAutograd records metadata of the graph.  Weights remain inputs,
-    # so Inductor never uses the memory of a slot for one of its buffers.
+    # so Inductor never reuses the memory of a weight for one of its buffers.
     mode = TracingContext.get().fake_mode
     with tracing(TracingContext(mode)), _vector_isa_in_cache_keys(inputs), _unused_floats_hidden(mode, module):
         compiled: Any = compile_fx(copy.deepcopy(module), inputs, config_patches=options)
@@ -46,12 +48,12 @@ def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Lowere
 
 
 def _needs_assertions(module: GraphModule, inductor: Mapping[str, Any]) -> bool:
-    """Whether a call might receive or create tensors with other sizes or strides than the region was compiled for.
+    """Return whether a call might receive or create tensors with other sizes or strides than the region was compiled for.
 
-    Inputs are safe: the plan fixes the layout of the weights, Dynamo's guards check the inputs of the model, and Inductor
-    gives the outputs of other regions the strides of the trace, unless its configuration says otherwise.  Assertions are
-    needed if an op allocates its own outputs, because their layout may differ from the trace, and for symbolic sizes, which
-    may have another value in each call.
+    The inputs of a region need no check: the plan fixes the layout of the weights, Dynamo's guards check the inputs of the
+    model, and Inductor gives the outputs of other regions the strides of the trace, unless its configuration turns this off.
+    Assertions are needed in two cases: an op allocates its own outputs, whose layout may differ from the trace, or a size is
+    symbolic and may have another value in each call.
     """
     if not inductor.get("keep_output_stride", config.keep_output_stride):
         return True
@@ -74,8 +76,9 @@ def _allocated_by_inductor(node: Node) -> bool:
 def _boxed(region: Callable[..., Sequence[Any]], module: GraphModule) -> LoweredRegion:
     """Return a compiled region as a function that takes its inputs in a list.
 
-    The inner function that AOTAutograd wraps already takes a list.  It is used unless the module has its own parameters or
-    buffers, which only the outer function passes.  The outer function keeps the inputs alive until it returns.
+    The inner function that AOTAutograd wraps already takes a list.  The inner function is used unless the module has its own
+    parameters or buffers, which only the outer function passes on.  The disadvantage of the outer function is that it keeps
+    the inputs alive until it returns.
     """
     inside: Any = region
     while inspect.isfunction(inside) and inside.__code__.co_flags & inspect.CO_VARARGS:
@@ -94,14 +97,16 @@ def _boxed(region: Callable[..., Sequence[Any]], module: GraphModule) -> Lowered
 
 
 def _without_wrappers(region: LoweredRegion, module: GraphModule) -> LoweredRegion:
-    """Return Inductor's code without torch's wrappers if they have no effect.  The wrappers take 6 us per call.
+    """Return Inductor's code without the wrappers of torch if these wrappers have no effect.  The wrappers take 6 us per
+    call.
 
-    The first call still runs all wrappers: they compare the results of custom ops with their schemas, and complete
-    Inductor's autotuning cache.  Under a profiler, all calls run the wrappers, because they record the name of the region.
+    The first call still runs all wrappers, because they compare the results of custom ops with the schemas of these ops, and
+    complete Inductor's autotuning cache.  Under a profiler, all calls run the wrappers, because the wrappers record the name
+    of the region.
     """
     compiled: Any = inspect.unwrap(region)
     strides = getattr(compiled, "output_strides", None)
-    # AOTAutograd adds outputs if it has work to do after the call
+    # if AOTAutograd has work to do after the call, it adds outputs
     whole = strides is not None and len(strides) == len(module.graph.output_node().args[0])  # type: ignore[arg-type]
     writes = getattr(compiled, "mutated_input_idxs", True)
     if not whole or writes or not getattr(compiled, "_boxed_call", False) or not _needs_no_wrapper(module):
@@ -121,7 +126,7 @@ def _without_wrappers(region: LoweredRegion, module: GraphModule) -> LoweredRegi
 
 
 def _needs_no_wrapper(module: GraphModule) -> bool:
-    """Whether AOTAutograd has nothing to do before and after a call of a region.
+    """Return whether AOTAutograd has nothing to do before and after a call of a region.
 
     This is the case if the region takes and returns only ordinary tensors and numbers, returns no view of an input, writes
     to no input, has no parameters or buffers, and does not change global modes of torch such as autograd.
@@ -145,11 +150,11 @@ def _only_computes(node: Node) -> bool:
 
 @contextlib.contextmanager
 def _unused_floats_hidden(mode: FakeTensorMode | None, module: GraphModule) -> Iterator[None]:
-    """Hide the symbols of float inputs that a region does not use from AOTAutograd.
+    """A context that hides from AOTAutograd the symbols of those float inputs that a region does not use.
 
-    AOTAutograd has turned float inputs of the model into tensors before the graph was cut into regions.  When it compiles a
-    region, it looks for the symbols of all these floats.  If a symbol is missing in the region, AOTAutograd makes Dynamo
-    trace the model again, with the float as a constant.
+    AOTAutograd already turned the float inputs of the model into tensors before the graph was cut into regions.  When it
+    later compiles a region, it looks for the symbols of all these inputs in the region.  If AOTAutograd does not find the
+    symbol of a float in the region, it makes Dynamo trace the model again, with this float as a constant.
     """
     hints: dict[Any, Any] = {} if mode is None or mode.shape_env is None else mode.shape_env.backed_var_to_val
     used = symbols_of([node.meta.get("val") for node in module.graph.nodes])
@@ -166,8 +171,8 @@ def _unused_floats_hidden(mode: FakeTensorMode | None, module: GraphModule) -> I
 def _vector_isa_in_cache_keys(inputs: Sequence[Any]) -> Iterator[None]:
     """For a region on the CPU, add the vector instruction set to the keys of Inductor's caches.
 
-    Inductor's own keys do not contain the instruction set, although the layout of a kernel's constants depends on it.  So a
-    region that was cached on one CPU would compute wrong results on a CPU with another instruction set.
+    By default, Inductor's cache keys do not contain the instruction set, although the layout of a kernel's constants depends
+    on it.  Code that was cached on one CPU would therefore compute wrong results on a CPU with another instruction set.
     """
     if not any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in inputs):
         yield
@@ -178,8 +183,8 @@ def _vector_isa_in_cache_keys(inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-@functools.cache  # once per process
+@functools.cache  # so that it runs once per process
 def _remove_torn() -> None:
-    """Remove truncated libraries from Inductor's cache.  To find the instruction sets that work, Inductor loads one library
-    for each of them, and rejects an instruction set whose library is truncated."""
+    """Remove truncated libraries from Inductor's cache.  To find out which instruction sets work, Inductor loads one library
+    per instruction set.  Inductor rejects an instruction set if its library is truncated."""
     remove_torn()

@@ -1,4 +1,5 @@
-"""Lowering of regions with Inductor or TensorRT, or eagerly.  Regions of equal structure are lowered once."""
+"""Lowering of regions: they are compiled with Inductor or TensorRT, or run eagerly.  Regions of equal structure are lowered
+once."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ def lower_regions(
     report: Callable[[str], object] = str,
     note: Callable[[str], object] = str,
 ) -> dict[str, LoweredRegion]:
-    """Return submodule name -> callable.  The callable takes the region's inputs in a list, which it empties, and returns
-    the outputs as a sequence.
+    """Return a mapping: name of the submodule of a region -> lowered code.  The lowered code is a callable that takes the
+    inputs of the region in a list, empties this list, and returns the outputs as a sequence.
 
-    ``inductor``: the user's Inductor configuration, for every region.  ``report``: a function that is called with messages
-    about progress.  ``note``: a function that is called with a message if a region cannot be lowered with TensorRT.  This
-    function must be called inside a torch.compile backend, because the fake tensors of the regions belong to the backend's
-    fake mode.
+    ``inductor``: the user's Inductor configuration, which applies to every region.  ``report``: a function that is called
+    with messages about progress.  ``note``: a function that is called with a message if a region cannot be lowered with
+    TensorRT.  This function must be called inside a torch.compile backend, because the fake tensors of the regions belong to
+    the FakeTensorMode of the backend.
     """
     modules = {name: region.module for name, region in program.regions.items()}
     if lowering == "eager":
@@ -60,8 +61,8 @@ def lower_regions(
 
 
 def _from_whole_caches(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
-    """Lower a region with Inductor.  If this fails because Inductor's caches contain truncated libraries, remove them and
-    try once more.
+    """Lower a region with Inductor.  If lowering fails because Inductor's caches contain truncated libraries, remove these
+    libraries and try once more.
 
     Raises ChunkflowError if the folder of the caches can no longer be used.
     """
@@ -77,7 +78,7 @@ def _from_whole_caches(module: GraphModule, inductor: Mapping[str, Any]) -> Lowe
 
 
 def _is_file_error(error: BaseException | None) -> bool:
-    """Whether an error was caused by a file that could not be written, compiled or loaded."""
+    """Return whether an error was caused by a file that could not be written, compiled or loaded."""
     while error is not None:
         if isinstance(error, _FILE_ERRORS):
             return True
@@ -86,8 +87,8 @@ def _is_file_error(error: BaseException | None) -> bool:
 
 
 def _eager(module: GraphModule) -> GraphModule:
-    """Return the region with a ``forward`` that takes its inputs in a list, and frees each input and each intermediate value
-    after its last use."""
+    """Return a copy of a region.  Its ``forward`` takes the inputs in a list, and frees each input and each intermediate
+    value after the last use of this value."""
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(_BoxedCodeGen())
@@ -95,7 +96,8 @@ def _eager(module: GraphModule) -> GraphModule:
 
 
 def _with_numbered_nodes(module: GraphModule) -> GraphModule:
-    """Return the region with numbers as node names, so that Inductor's cache keys do not depend on the names of ops."""
+    """Return a copy of a region with numbers as node names, so that Inductor's cache keys do not depend on the names of
+    ops."""
     graph, copies = Graph(), dict[Node, Node]()
     for number, node in enumerate(module.graph.nodes):
         copies[node] = copied = graph.node_copy(node, copies.__getitem__)
@@ -104,6 +106,6 @@ def _with_numbered_nodes(module: GraphModule) -> GraphModule:
             if node.op == "placeholder":
                 copied.target = copied.name
                 if isinstance(value := node.meta.get("val"), torch.SymInt) and release_of(torch.__version__) >= (2, 14):
-                    # Mark the input as a symbol: AOTAutograd's cache keys then do not contain its present value.
+                    # mark the input as a symbol, so that AOTAutograd's cache keys do not contain its present value
                     copied.type, copied.target = torch.SymInt, str(value)
     return GraphModule(module, graph)

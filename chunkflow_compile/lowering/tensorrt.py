@@ -1,7 +1,7 @@
-"""Lowering of a region to a TensorRT engine whose weights are inputs, with ``torch_tensorrt.dynamo``.
+"""Lowering of a region to a TensorRT engine with ``torch_tensorrt.dynamo``.  Weights are inputs of the engine.
 
-Experimental: written for the published interface of torch-tensorrt 2.11 to 2.14, but not yet run.  The tests check that the
-functions and arguments used here exist in these releases.
+This module is experimental: it is written for the published interface of torch-tensorrt 2.11 to 2.14, but not yet tested on
+a GPU.  The tests only check that the functions and arguments that it uses exist in these releases.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
-# A region is compiled as a whole, or an error states the reason.  Engines are kept in memory only, because Inductor's cache
-# cannot store them.  By default, torch-tensorrt assumes that every attention mask is causal, and drops the mask.
+# With these settings, a region is either compiled as a whole, or not at all, and then an error says why.  Engines are kept in
+# memory only, because Inductor's cache cannot store them.  By default, torch-tensorrt assumes that every attention mask is
+# causal, and drops the mask.
 SETTINGS = {
     "require_full_compilation": True,
     "min_block_size": 1,
@@ -32,11 +33,11 @@ SETTINGS = {
 
 
 def why_not_tensorrt(device: torch.device | None = None) -> str | None:
-    """Return why no engine can be built here, or None if one can.  ``device``: the device to run on; None for this
-    machine's GPU."""
+    """Return the reason why no TensorRT engine can be built on this machine, or None if engines can be built.  ``device``:
+    the device on which the engine is to run; None means the GPU of this machine."""
     if find_spec("torch_tensorrt") is None:
         return f"torch-tensorrt is not installed: {install_line('tensorrt')}, in the release of your torch"
-    import torch  # imported here, because chunkflow doctor calls this and must be fast
+    import torch  # imported here, because chunkflow doctor calls this function and must be fast
 
     if (device is not None and device.type != "cuda") or not torch.cuda.is_available():
         return "TensorRT needs a GPU"
@@ -48,18 +49,18 @@ def why_not_tensorrt(device: torch.device | None = None) -> str | None:
 
 
 def check_tensorrt(device: torch.device) -> None:
-    """Raise ChunkflowError if no engine can be built for a device."""
+    """Raise ChunkflowError if no TensorRT engine can be built for a device."""
     if (reason := why_not_tensorrt(device)) is not None:
         raise ChunkflowError(f"lowering='tensorrt' cannot be used on {device}: {reason}. Use lowering='inductor'.")
 
 
 def through_tensorrt(module: GraphModule) -> LoweredRegion:
-    """Lower the region to an engine.  Raises any error of torch-tensorrt for ops, dtypes or sizes that it does not
-    support."""
+    """Lower a region to a TensorRT engine.  For ops, dtypes or sizes that torch-tensorrt does not support, raises any error
+    that torch-tensorrt raises."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from chunkflow_compile.passes.graph.sizes import symbols_of
+    from chunkflow_compile.passes.graph.symbolic_sizes import symbols_of
 
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     (outputs,) = module.graph.output_node().args
@@ -82,8 +83,8 @@ def through_tensorrt(module: GraphModule) -> LoweredRegion:
 
 
 def _with_strides(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -> LoweredRegion:
-    """Wrap an engine, whose outputs are contiguous, so that its outputs have the ``strides`` of the trace.  The next regions
-    were lowered for these strides.
+    """Wrap an engine such that its outputs have the given ``strides``.  The outputs of an engine are contiguous, but the
+    regions that read them were lowered for the strides of the trace.
     """
     import torch
 
@@ -97,7 +98,8 @@ def _with_strides(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]
 
 
 def _empty_like(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Return a new tensor of the same shape with the given strides; inside a fake mode, a fake tensor."""
+    """Return a new tensor with the shape, dtype and device of ``value`` and the given strides.  Inside a FakeTensorMode,
+    this is a fake tensor."""
     import torch
 
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)

@@ -75,7 +75,7 @@ def compile(
 
     The weights stay in host memory and are copied to the device while the device computes.  Each type of repeated block is
     compiled once, at its first call.  Parts outside these blocks are also compiled if they have large weights.  A model is
-    compiled as one graph instead if it has no repeated blocks, or if ``cudagraphs=True`` is passed.
+    compiled as one graph instead if it has no repeated blocks, or if ``cudagraphs`` or ``hoist`` requires it.
 
     The components of a pipeline share one budget of device memory.  Transformers, encoders, ControlNets and the decoder of a
     VAE are compiled like single models.  Components run one after another.  If memory is short, the weights of the least
@@ -95,7 +95,7 @@ def compile(
     pipeline, the default is the memory that is free now.  The activations of a transformer are predicted.  If whole blocks do
     not fit, the tokens of the blocks are split into slices.  In a pipeline, activations are also measured in the first call
     of each component, and the weights are planned again for the rest of the budget.  On a CPU, activations cannot be
-    measured, so only predicted activations count.
+    measured, so only predicted activations count towards the budget.
     ``dtype``: the dtype to which weights are cast.  For a pipeline, it may also be a dict with one dtype per component and a
     "default" for all other components, as in ``from_pretrained(torch_dtype=...)``.
     ``share``, ``host_memory``, ``peers``: see :func:`offload`.  ``host_memory`` covers all components together.  A model that
@@ -104,7 +104,8 @@ def compile(
     size is dynamic from then on.
     ``adapters``: for pipelines only, the maximum rank of LoRA adapters, or a dict with the arguments of
     :func:`enable_adapters`.  The denoisers can then switch adapters without recompilation.
-    ``options``: options of the backend.  ``arena``, ``plan``, ``policy`` and ``slowdown`` apply to models only.
+    ``options``: options of the backend.  ``arena``, ``plan``, ``policy``, ``slowdown`` and ``weight_memory`` apply to models
+    only.
 
     Raises ChunkflowError, before any weight moves, if the argument is neither a model nor a pipeline, if an option is unknown
     or does not apply, or if the model is already compiled or belongs to a compiled pipeline.  For a pipeline, the error is

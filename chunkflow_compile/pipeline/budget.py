@@ -1,9 +1,9 @@
-"""Phases: the components of a pipeline, which run one after another on one device and share its memory.
+"""Divides the memory of a device among the phases of a pipeline.  A phase is a component, and phases run one after another.
 
-Each phase has its own arena for weights, except that phases which alternate in every step share an arena.  The programs of
-phases with a shared arena run as one cycle, and one plan covers them all.  Before a phase begins, the arenas of other phases
-are freed, least recently used first, until the weights and the activations of the phase fit.  Each call of a phase measures
-the memory that the phase needs in addition to its weights.  The weights are then planned for the rest of the budget.
+Phases that alternate in every step share one arena for weights; each of the others has its own arena.  The programs of phases
+with a shared arena run as one cycle, and one plan covers them all.  Before a phase begins, the arenas of other phases are
+freed, least recently used first, until the weights and the activations of the phase fit.  During each call of a phase, the
+memory that the call needs in addition to the weights is measured.  The weights are then planned for the rest of the budget.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Budget:
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
-        """Return the context in which a generation runs, that is, one call of a pipeline.
+        """Return the context in which a generation, that is, one call of a pipeline, runs.
 
         The caller must hold ``turn``.  When the first generation after compile(pipe) ends, the figures of all phases are
         logged.
@@ -216,7 +216,8 @@ class Budget:
             try:
                 self._note(phase, held, others, peak)
             except ChunkflowError as error:  # Still return the result, which is correct and may have taken minutes.
-                taken = phase.arena.held + others if peak is None else peak  # On a CPU, only weights are counted.
+                # On a CPU the peak is unknown, so only the bytes in the arenas are compared with the budget.
+                taken = phase.arena.held + others if peak is None else peak
                 if phase.exceeds(taken):
                     _log.warning("A call of %s took more than the budget: %s", phase.name, error)
             return result
@@ -234,7 +235,8 @@ class Budget:
     def _held_by_others(self, phase: Phase, graphs: bool = False) -> int:
         """Return the number of bytes in all arenas except the arena of ``phase``.
 
-        ``graphs``: whether to add the memory of their CUDA graphs, which the allocator does not count as allocated.
+        ``graphs``: whether to add the memory of the CUDA graphs that belong to these arenas.  The allocator does not count it
+        as allocated.
         """
         others = {p.arena for p in self.phases} - {phase.arena}
         return sum(arena.held + (arena.graphs.nbytes if graphs else 0) for arena in others)
@@ -259,7 +261,8 @@ class Budget:
     def most_bytes(self, arena: Arena) -> int | None:
         """Return the maximum size in bytes of the weights in an arena that several phases share.
 
-        None stands for the sum of the budgets of these phases.
+        Returns None if only one phase uses the arena, or if no phase is planned yet.  In both cases, only the budgets of the
+        phases limit the arena.
         """
         sharing = [phase for phase in self.phases if phase.arena is arena]
         planned = [phase.budget - phase.kept for phase in sharing if phase.budget is not None]
@@ -290,7 +293,8 @@ class Budget:
                 self._vacate([other])
 
     def _taken(self, phase: Phase, budget: int, nbytes: int = 0) -> int:
-        """Estimate the maximum size in bytes of the weights in a phase's arena, over the calls of all phases that share it.
+        """Estimate the maximum size in bytes of the weights in a phase's arena, over the calls of all phases that share the
+        arena.
 
         ``budget``: the budget of the phase in bytes.  ``nbytes``: the number of bytes that the arena is about to allocate.
         """
@@ -320,8 +324,8 @@ class Budget:
         planned = [p.plan.device_bytes for p in programs(phase.root)]
         planned += [r.cycle.plan.device_bytes for r in cycles(phase.root)]
         for share in (0.5, 0.75) if planned else ():
-            # If one share is too small for any plan, try the next share.  If both are too small, evicting other phases has to
-            # suffice.
+            # If half of the planned bytes is too little for any plan, try three quarters.  If that is too little as well,
+            # evicting the weights of other phases has to suffice.
             with contextlib.suppress(ChunkflowError):
                 for other in self._sharing(phase):
                     if other is phase or other.budget is not None:
@@ -341,14 +345,14 @@ class Budget:
         if peak is None:
             if phase.budget is None or phase.grew:
                 phase.assume(kept_by(self.phases))
-        # If the call has evicted weights of other phases, the peak may include them, and nothing is learned from it.
+        # If the call has evicted weights of other phases, the peak may include these weights, and nothing is learned from it.
         elif others == self._held_by_others(phase):
             # The activations of a CUDA graph are in its memory pool, which stays allocated between calls.
             pool = phase.arena.graphs.nbytes + kept_by(self.phases) if phase.arena.graphs.nbytes else 0
             phase.learn(max(0, peak - after - others, pool), steady=held == after)
         try:
             replanned = self._plan(phase)
-        except ChunkflowError:  # a later call with smaller sizes may fit
+        except ChunkflowError:  # forget what this call has added: calls with smaller inputs may still fit
             phase.unlearn(learned)
             self._settled = False
             raise
@@ -356,9 +360,8 @@ class Budget:
             self._settled = False  # other arenas may have to be evicted again
 
     def _plan(self, phase: Phase) -> bool:
-        """Plan a phase, and the phases that share its arena, if the part of the budget for weights has changed.
-
-        A small increase is ignored.
+        """Plan a phase, and the phases that share its arena, if the part of the budget for weights has changed.  A small
+        increase is ignored.
         Returns whether a plan was made.  Raises ChunkflowError if the part of the budget for weights is too small.
         """
         planned = [p for p in self._sharing(phase) if p is phase or p.budget is not None]

@@ -149,7 +149,8 @@ def _moving_hook(model: nn.Module) -> str | None:
 def check_floor(
     models: Mapping[str, nn.Module], cast: Mapping[str, torch.dtype | None], budget: Budget, min_bytes: int
 ) -> None:
-    """Raise ChunkflowError if the weights that stay on the device and the largest streamed weight do not fit together."""
+    """Raise ChunkflowError if the weights that stay on the device and the largest streamed weight together exceed the
+    budget."""
     small, fixed, largest = kept_by(budget.phases), dict[str, tuple[int, str]](), dict.fromkeys(models, 0)
     for name, model in models.items():
         for path, nbytes, stays in _weights(model, cast[name], min_bytes):
@@ -180,10 +181,10 @@ def check_floor(
 
 
 def _weights(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> Iterator[tuple[str, int, str | None]]:
-    """Yield (name, size in bytes, reason) for each weight of a component, as ``offload`` will place the weight.
+    """Yield (name, size in bytes, reason) for each weight of a component.
 
-    The size is the size after the cast.  The reason says why the weight stays on the device.  It is an empty string for a
-    small weight, and None for a weight that is streamed.
+    The size is the size after ``offload`` has cast the weight.  The reason says why the weight will stay on the device.  It
+    is an empty string for a small weight, and None for a weight that will be streamed.
     """
     index, dtype_of = ModelIndex.of(model), keep_dtype if dtype is None else cast_to(dtype, model)
     seen = set[int]()

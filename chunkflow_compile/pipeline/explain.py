@@ -19,8 +19,8 @@ from chunkflow_compile.placed.notes import activation_note, hoisting_notes, pack
 from chunkflow_compile.placed.offload import cycles, programs, why_nothing_streams
 from chunkflow_compile.placed.placement import Placement, placements_of
 from chunkflow_compile.private_torch.dynamo import compilation_time_metrics
+from chunkflow_compile.report.comparison import explain_plan
 from chunkflow_compile.report.cycle_calls import call_figures
-from chunkflow_compile.report.explain import explain_plan
 from chunkflow_compile.report.explanation import Explanation
 from chunkflow_compile.report.first_step import first_step_phases
 from chunkflow_compile.report.phases import PipelineFigures
@@ -66,7 +66,7 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
         explanation = replace(explanation, calls=tuple(call_figures(bound.cycle)), jumps=bound.jumps)
         notes = dict.fromkeys(note for program in ran for note in program.notes)
         return of_model(explanation, notes, [call.cut.problem for call in bound.calls])
-    # programs that ran outside cycles; for each part of the model, only the program for the newest sizes
+    # the programs that ran outside cycles; for each part of the model, only its newest program
     parts = {p.call.reads: (p, measured(p.plan, [*map(as_one, passes)])) for p in ran if (passes := p.passes)}
     if not parts:
         raise ChunkflowError(

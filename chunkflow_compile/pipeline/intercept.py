@@ -26,7 +26,8 @@ _WIDEN = "_maybe_expand_transformer_param_shape_or_error_"
 
 
 def in_turns(cls: type) -> type:
-    """Return a subclass of a pipeline's class.  Its calls run one at a time, and each call first checks the components.
+    """Return a subclass of a pipeline's class.  When an instance is called, it waits until no other generation runs, checks
+    its components, and then runs.
 
     If ``cls`` is already such a subclass, it is returned unchanged.  This happens for copies of compiled pipelines.
     """
@@ -66,7 +67,7 @@ def in_turns(cls: type) -> type:
 
 
 def _unloading(cls: Any) -> Callable[..., Any]:
-    """Wrap ``unload_lora_weights`` of a pipeline, so that components, including text encoders, keep their adapter slots."""
+    """Wrap ``unload_lora_weights`` of a pipeline, so that the denoisers and the text encoders keep their adapter slots."""
 
     @functools.wraps(cls.unload_lora_weights)
     def unload_lora_weights(self: Any, *args: Any, **kwargs: Any) -> Any:

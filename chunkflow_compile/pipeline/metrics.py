@@ -1,4 +1,5 @@
-"""``metrics``: Prometheus metrics for placed models.  They are computed from existing counts when they are scraped."""
+"""``metrics``: Prometheus metrics for placed models.  They are computed when Prometheus scrapes them, from counts that
+programs keep anyway."""
 
 from __future__ import annotations
 
@@ -202,7 +203,8 @@ def library() -> Any:
 
 
 def models_of(owner: Any) -> Mapping[str, nn.Module]:
-    """Return the models in a pipeline by component name; for a single model, return it by the name of its class.
+    """Return a mapping from component names to the models of a pipeline.  For a single model, the mapping contains this model
+    under the name of its class.
 
     Raises ChunkflowError if ``owner`` is neither a pipeline nor a model.
     """

@@ -1,4 +1,4 @@
-"""Retries of calls that ran out of memory: decide whether a call may run again, and restore the random number generators."""
+"""Decides whether a call that ran out of memory may run again, and resets the random number generators for the retry."""
 
 from __future__ import annotations
 

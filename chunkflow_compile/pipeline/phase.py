@@ -38,8 +38,9 @@ _KEPT_SECONDS = 32  # the maximum number of call times that a phase keeps; the o
 class Learned(NamedTuple):
     """The recorded activations of a phase.
 
-    ``activations``: the maximum size of the activations in bytes.  ``steady``: whether they were measured in a call that did
-    not change the arena.  ``assumed``: the part of ``activations`` that is predicted because it cannot be measured, in bytes.
+    ``activations``: the maximum size of the activations in bytes.  ``steady``: whether the activations were measured in a
+    call that did not change the arena.  ``assumed``: the part of ``activations`` that is predicted because it cannot be
+    measured, in bytes.
     """
 
     activations: int
@@ -51,8 +52,8 @@ class Phase:
     """A component of a pipeline, and the plans and measurements of its calls.
 
     ``name``: the name of the component in the pipeline.  ``root``: the model; the phase keeps only a weak reference to it.
-    ``arena``: the arena for the weights, which other phases may share.  ``counts``: whether plans include the predicted
-    activations, so that blocks are split if memory is short.
+    ``arena``: the arena for the weights, which other phases may share.  ``counts``: whether the budget of plans covers the
+    predicted activations.  In this case, blocks are split when memory is short.
     ``activations``: the peak number of bytes on the device during a call, without the bytes in arenas, but including the
     small weights of all phases; 0 until a call has ended.  ``measured``: whether ``activations`` was measured.
     ``budget``: the size in bytes of the weights on the device for which the programs are planned; None before the first plan.
@@ -138,7 +139,7 @@ class Phase:
     def live(self) -> int:
         """The maximum of the predicted activations over all input sizes so far, in bytes.
 
-        It is 0 if plans do not include activations.
+        It is 0 if the budget of plans does not cover activations.
         """
         return _live_bytes(programs(self.root)) if self.counts else 0
 
@@ -299,9 +300,10 @@ class Phase:
 
 
 def _planned_s(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
-    """Return the predicted seconds for the calls of a cycle that have these keys; None if the plan has no prediction.
+    """Return the predicted seconds for those calls of a cycle whose keys are in ``keys``; None if the cycle's plan has no
+    prediction.
 
-    The time of a call ends when the next call begins.
+    The time of a call is counted from its beginning to the beginning of the next call.
     """
     if cycle.plan.predicted is None:
         return None

@@ -1,4 +1,4 @@
-"""Compile a placed component of a pipeline, and make its calls a phase of the budget."""
+"""Compile a placed component of a pipeline, and register its calls with the budget as a phase (phase.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPPED = (*ADAPTED, "controlnet")
 def compile_phase(
     phase: Phase, budget: Budget, left: int, options: Mapping[str, Any], chosen: Options, dynamic: bool | None
 ) -> None:
-    """Compile a placed component and make its calls a phase.
+    """Compile a placed component, and register its calls with the budget as a phase.
 
     ``left``: the usable bytes of the budget minus the small weights of all components.
     """
@@ -41,10 +41,11 @@ def compile_phase(
         options = {name: value for name, value in options.items() if name != "hoist"}
     if not phase.counts:
         options = {name: value for name, value in options.items() if name != "split"}
-    # Activations that are not predicted are measured in the first call.  Until then, weights may use the whole budget.
+    # Activations that are not predicted are measured in the first call.  Until they are measured, weights may use the whole
+    # budget.
     expected = replace(chosen.goal, memory=max(0, left + phase.kept), activations=phase.counts)
-    # Arena and goal are not passed as options: for new options, Dynamo recompiles and also keeps the code for the old
-    # options.
+    # Arena and goal are not passed as options: whenever an option changes, Dynamo recompiles, and it also keeps the code that
+    # was compiled for the old options.
     placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
     # the methods whose calls are intercepted; empty if calls of the module are intercepted
     methods: tuple[str, ...] = ()

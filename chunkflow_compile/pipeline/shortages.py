@@ -1,4 +1,5 @@
-"""The errors for a budget that is too small for a component of a pipeline.  Each says which budget would suffice."""
+"""The errors for a budget that is too small for a component of a pipeline.  Each message says how to make the component
+fit."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def no_plan(phase: Phase, needed: int, total: int, symbolic: bool) -> ChunkflowE
 def no_memory_for_weights(
     phase: Phase, largest: Phase, budget: int, total: int, error: ChunkflowError
 ) -> ChunkflowError:
-    """Return the error for a phase whose weights have no plan in the memory that activations leave.
+    """Return the error for a phase whose weights do not fit in the memory that activations leave free, whatever the plan.
 
     ``largest``: the phase with the largest activations among the phases that share the arena.  ``budget``: the bytes that are
     left for weights.  ``total``: the size of the budget in bytes.  ``error``: the error of the planner.

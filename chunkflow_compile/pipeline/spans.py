@@ -1,4 +1,5 @@
-"""``spans``: OpenTelemetry spans for the calls of placed models.  They are created from measurements, after the calls."""
+"""``spans``: OpenTelemetry spans for the calls of placed models.  They are created after the calls, from their
+measurements."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
     """Measure all calls within a ``with`` statement, and create spans for these calls when the statement ends.
 
     Each component that ran gets a span, which is a child of the current span.  Each call of a program, or each pass over a
-    cycle, gets a child of this span.  A pass that ended with a jump gets no span.  At the end of the ``with`` statement, this
-    function waits for the calls in flight.
+    cycle, gets a span, which is a child of the component's span.  A pass that ended with a jump gets no span.  At the end of
+    the ``with`` statement, this function waits for the calls in flight.
 
     ``tracer``: an OpenTelemetry tracer; by default a tracer from the global provider.
     Raises ChunkflowError if opentelemetry-api is not installed, or if ``tracer`` is not a tracer.
@@ -68,7 +69,10 @@ def _make(tracer: Any, below: Callable[[Any], Any], name: str, steps: list[_Step
 
 
 def _steps(bound: Iterable[BoundCycle], begun: float) -> Iterator[_Step]:
-    """Yield the steps of these programs and cycles that ended after ``begun``, in seconds of time.monotonic()."""
+    """Yield those steps of the programs and cycles in ``bound`` that ended after ``begun``.
+
+    ``begun``: a time in seconds of time.monotonic().
+    """
     for cycle, calls in ((s, calls) for s in bound for calls in s.passes):
         plan, zero, whole, last = cycle.plan, cycle.arena.streams.zero, as_one(calls), calls[-1]
         begin, end = zero + whole.begin_s, zero + last.begin_s + last.step_s

@@ -31,8 +31,8 @@ class CompileProgress:
     """A context manager for calls of a model.  While the model is compiled, one line shows which part is being compiled.
 
     The line appears when Dynamo begins, before the first part is traced.  It shows the name and the number of the part, and
-    the elapsed time.  If the compilation of a part takes LINE_S or longer, its end is also reported.  Begin and end are
-    logged at level INFO, whether or not stderr is a terminal.
+    the elapsed time.  If the compilation of a part takes LINE_S seconds or longer, its end is also reported.  Begin and end
+    are logged at level INFO, whether or not stderr is a terminal.
     ``name``: the name of the model.  ``kinds``: the expected number of compilations in the first call; 0 if it is not known.
     ``model``: the model, which is held weakly.  ``now``: a function that returns the current time in seconds.
     """
@@ -62,8 +62,8 @@ class CompileProgress:
 
     def __exit__(self, *_: object) -> None:
         with self._lock():
-            self._threads -= Counter([threading.get_ident()])  # Drops the entry if it becomes zero.
-            # The entry still exists if the compilation failed or if its graph reads no weights.
+            self._threads -= Counter([threading.get_ident()])  # Removes the thread if its count becomes zero.
+            # The start time is still there if the compilation failed or if its graph reads no weights.
             self._began.pop(threading.get_ident(), None)
             if self._threads:
                 return
@@ -131,7 +131,7 @@ class CompileProgress:
         return f"{part} for other inputs" if self._kinds else f"{part} (graph {self._done + 1})"
 
     def _called(self) -> str:
-        """Return the name of the innermost module of the model that this thread is calling; empty for the model itself.
+        """Return the name of the innermost module, within the model, that this thread is calling; empty for the model itself.
 
         The module is found on the call stack, because Dynamo does not pass to its callbacks which code it compiles.
         """

@@ -110,9 +110,10 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def shards_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return which shards of DTensors this rank holds, as a mapping from the name of the local tensor to coordinates.
+    """Return which shards of DTensors this rank stores.
 
-    They are the coordinates of the rank in the dimensions of the device mesh along which the DTensor is split.
+    The result maps the name of each local tensor to coordinates.  The coordinates give the position of this rank in those
+    dimensions of the device mesh along which the DTensor is split.
     """
     shards: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors_of(root):

@@ -36,7 +36,8 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return one sentence per block type about a placed model's hoisted weights and the hits and misses of their tables.
+    """Return one sentence per block type: how many weights of a placed model are hoisted, and how often their tables had hits
+    and misses.
 
     Empty if no weights are hoisted.
     """
@@ -86,5 +87,5 @@ def _slices_wanted(program: SingleCall) -> int:
 
 def activation_note(predicted: int, measured: int | None) -> str:
     """Return a note on the maximum bytes of activations.  ``predicted``: the predicted bytes.  ``measured``: the measured
-    bytes; None if the device does not count activations."""
+    bytes; None if they cannot be measured on this device."""
     return f"activations: {size(predicted)} predicted" + ("" if measured is None else f", {size(measured)} measured")

@@ -63,10 +63,10 @@ def offload(
     """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
     Each moved parameter becomes a :class:`HostWeight`, which has the same shape and dtype and reports the compute device as
-    its device.  Smaller parameters and buffers are moved to the compute device.  This is ``device``, or by default the device
-    of the parameters.  For a tensor subclass, such as a quantized weight, the inner tensors are moved.  Weights that
-    ``from_pretrained`` has only mapped from their safetensors file are read from this file.  On a terminal, a progress bar
-    shows the expected duration of the move.
+    its device.  Smaller parameters and buffers are moved to the compute device.  The compute device is ``device``, or by
+    default the device of the parameters.  For a tensor subclass, such as a quantized weight, the inner tensors are moved.
+    Weights that ``from_pretrained`` has only mapped from their safetensors file are read from this file.  On a terminal, a
+    progress bar shows the expected duration of the move.
 
     ``dtype``: the dtype to cast floating-point weights to, or None.  The weights are cast one by one.  The result is the
     same as with ``from_pretrained(torch_dtype=dtype)``: modules that the class of the model keeps in float32 stay in
@@ -81,9 +81,9 @@ def offload(
     exceed this limit stay on the SSD, in the checkpoint or in a scratch file in the folder for temporary files.  They are
     read in every step.
 
-    ``pack``: True compresses bfloat16 weights losslessly to three quarters of their size.  This applies in host memory, on
-    the SSD, and in copies to the device.  A weight is not compressed if too many of its values are outside a range of
-    sixteen consecutive exponents.  With "auto", plans choose the weights to compress.
+    ``pack``: True compresses bfloat16 weights losslessly to three quarters of their size.  The weights are compressed in host
+    memory, on the SSD, and in copies to the device.  A weight is not compressed if too many of its values are outside a range
+    of sixteen consecutive exponents.  With "auto", plans choose the weights to compress.
 
     ``peers``: True shards the weights over the devices of a group of ranks on one machine.  As long as the model is placed,
     each device stores one piece of each weight, and all pieces have equal size.  Each rank pulls the other pieces from the
@@ -91,7 +91,7 @@ def offload(
     weight.  All ranks of the group must call ``offload`` and run the same model.  The group is the process group passed as
     ``share``, or else the default group.  With "auto", plans choose the weights to shard.
 
-    ``hoist``: the default value of the option ``hoist`` for later compilations of the model.
+    ``hoist``: the default value of the option ``hoist`` when the model is compiled.
 
     Raises ChunkflowError, and leaves the model as it was, in these cases: the model is already placed; it has parameters on
     the meta device; it has a hook of accelerate or diffusers that moves its weights one by one; its checkpoint cannot be
@@ -120,7 +120,7 @@ def offload(
             bound = parse_bytes(host_memory, "host_memory")
             filled_bytes = sum(p.numel() * dtype_of(names[0], p).itemsize for names, p in filled)
             on_drive = for_the_drive(sizes, max(0, bound - filled_bytes))
-    except BaseException as error:  # reported, so that other ranks of the group do not wait for this rank
+    except BaseException as error:  # report it to the other ranks of the group, so that they do not wait for this rank
         with contextlib.suppress(ChunkflowError, RuntimeError):
             here = _one_device(device, parameters)
             waiting = group_to_share_in(share, here) or group_of_peers(peers, share, here)
@@ -247,8 +247,8 @@ def refuse_accelerate(root: nn.Module) -> None:
 
 
 def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: int) -> list[torch.Tensor]:
-    """Return the weights of ``modules`` that can be streamed, if they have at least ``min_bytes`` or are filled by a module
-    (see :func:`filled_by`)."""
+    """Return the weights of ``modules`` that can be streamed and have at least ``min_bytes`` bytes.  Smaller weights are
+    included only if a module fills them (see :func:`filled_by`)."""
     held = [(inside, leaf) for m in modules for _, tensor in tensors_of(m) for inside, leaf in leaves(tensor)]
     held = [(inside, p) for inside, p in held if bytes_of(p) >= min_bytes or id(p) in index.filled]
     large = {id(p): p for inside, p in held if why_not(p, index, inside) is None}
@@ -289,7 +289,7 @@ def refuse_applied(model: nn.Module) -> None:
 def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Move the parameters of a placed model back to their original devices, bit for bit; return ``model``.
 
-    ``device``: the device to move the parameters to instead, or None.
+    ``device``: the device to move the parameters to; None stands for their original devices.
     Raises ChunkflowError if the device does not have enough memory; the weights that do not fit stay offloaded.
     """
     target = None if device is None else check_device(device)
@@ -299,7 +299,7 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
         for module in unwrap(model).modules() if placement_of(unwrap(model)) is None else ():
             detach_guards(module)  # a copy of a placed model also has guards
             module.__dict__.pop(PLACEMENT, None)
-        # the weights of a copied model, and weights that were assigned after the last call
+        # also restore the weights of a copied model, and weights that were assigned after the last call
         for leaf in [*leaves_of(unwrap(model))]:
             if isinstance(leaf, HostWeight):
                 restore_weight(leaf, target or leaf.device, GpuStagings())
@@ -307,8 +307,8 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
 
 
 def programs(model: nn.Module) -> tuple[SingleCall, ...]:
-    """Return the programs that run on a placed model, oldest first.  Each program provides its plan, listing, measurements
-    and slots."""
+    """Return the programs that run on a placed model, oldest first.  The attributes of a program include its ``plan`` and
+    its ``measurements``."""
     running = (p for placement in placements_of(model) for p in placement.programs if not p.closed and not p.preamble)
     return tuple(sorted(dict.fromkeys(running), key=lambda program: program.started))
 
@@ -316,8 +316,8 @@ def programs(model: nn.Module) -> tuple[SingleCall, ...]:
 def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
     """Return the cycles in which programs of a placed model run.  The currently running cycle comes first.
 
-    Each cycle provides its plan and its number of jumps.  Programs that alternate become a cycle after their order has
-    repeated and a plan has been made.
+    The attributes of a cycle include its ``plan`` and its number of ``jumps``.  Programs that alternate become a cycle after
+    the order of their calls has repeated and a plan has been made for this order.
     """
     orders = dict.fromkeys(program.order for program in programs(model))
     by_order = (sorted(order.cycles, key=lambda cycle: cycle is not order.current) for order in orders)
@@ -352,8 +352,8 @@ def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
 
 
 def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
-    """Raise ChunkflowError if a DTensor would be cast.  Only the dtype of its shard would change, not the dtype of the
-    DTensor."""
+    """Raise ChunkflowError if a DTensor would be cast.  The cast would change only the dtype of its shard, not the dtype of
+    the DTensor."""
     for name, tensor in tensors_of(root):
         if is_distributed(tensor) and (wanted := dtype_of(name, tensor)) != tensor.dtype:
             raise ChunkflowError(

@@ -53,14 +53,14 @@ class Placement:
 
     ``min_bytes``: the size in bytes below which weights stay on the device.
     ``progress``: the progress display for the compilation of the model's parts; None before the first compilation.
-    ``fixed``: one tuple of weight names for each part of the model that is compiled separately for each size, because
-    Inductor fails on dynamic shapes in this part.  ``owner``: a function that returns the name of the owner of this
-    placement, or None if there is no owner.  Only the owner may undo the placement.  ``goal``: the goal that the owner or
-    ``replan`` has set, or None; it also applies to later sizes.  ``owned_arena``: the arena that the owner provides for the
-    programs, or None.
-    ``expected``: the goal that the owner expects to set later; regions are cut for this goal.  None without an owner.
-    ``timesteps``: a function that returns the timesteps of the schedule that calls of the model follow, or None if the
-    schedule is not known.  ``pack``: True if weights are compressed when they are placed, "auto" if they may be compressed
+    ``fixed``: one tuple of weight names for each part of the model that is compiled separately for each size.  The reason is
+    that Inductor fails on dynamic shapes in this part, or that its blocks have to be split.  ``owner``: a function that
+    returns the name of the owner of this placement, or None if there is no owner.  Only the owner may undo the placement.
+    ``goal``: the goal that the owner or ``replan`` has set, or None.  It also applies to input sizes that occur for the first
+    time after it was set.  ``owned_arena``: the arena that the owner provides for the programs, or None.
+    ``expected``: the goal that the owner expects to set later; regions are cut for this goal.  It is None if there is no
+    owner.  ``timesteps``: a function that returns the timesteps of the noise schedule for which the model is called, or None
+    if they are not known.  ``pack``: True if weights are compressed when they are placed, "auto" if they may be compressed
     later.  ``peers``: whether the weights of a program are sharded over the devices of the ranks when the program is bound.
     ``hoist``: the default value of the option ``hoist`` for graphs of the model.
     """
@@ -123,11 +123,11 @@ class Placement:
         self.owner, self.owned_arena, self.expected = owner, arena, expected
 
     def follow(self, timesteps: Callable[[], torch.Tensor | None]) -> None:
-        """Let rows be computed in advance for the timesteps of a schedule.  ``timesteps``: see the class."""
+        """Allow rows to be computed in advance for the timesteps of a noise schedule.  ``timesteps``: see the class."""
         self.timesteps = timesteps
 
     def aim_for(self, goal: Goal) -> None:
-        """Plan for this goal from now on, including plans for later sizes."""
+        """Plan for this goal from now on, including input sizes that have not occurred yet."""
         self.goal = goal
 
     def begin_compilation(self, name: str, graphs: int, model: nn.Module) -> CompileProgress:
@@ -143,12 +143,13 @@ class Placement:
 
     @property
     def preambles(self) -> tuple[Preamble, ...]:
-        """The preambles that graphs of the model share and still use, as a tuple."""
+        """The preambles that graphs of the model share and still use."""
         return tuple(self._preambles)
 
     @property
     def tables(self) -> list[tuple[Preamble, SingleCall]]:
-        """Pairs of a preamble that keeps a table for this model and the program that computes the rows of this table."""
+        """The tables of rows for this model, as pairs: the preamble that keeps the table, and the program that computes the
+        rows."""
         return [(each, program) for program in self.programs for each in self._preambles if program in each.statistics]
 
     @property
@@ -157,7 +158,8 @@ class Placement:
         return sum(preamble.statistics[program].nbytes for preamble, program in self.tables)
 
     def preamble(self, key: object) -> Preamble | None:
-        """Return the preamble with this key if another size or another block of the model has one already; otherwise None."""
+        """Return the preamble with this key if it was already made for another input size or block of the model; otherwise
+        None."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)
 
     def share(self, preamble: Preamble) -> None:
@@ -215,9 +217,9 @@ class Placement:
     ) -> None:
         """Move parameters and buffers into the host store.  If this fails, the whole placement is undone.
 
-        ``node``: the ranks with which this rank shares memory, or None; it is closed afterwards.  ``on_drive``: names of the
-        weights to store on the SSD.
-        First waits for running steps of other threads, which may read the weights at their old addresses.
+        ``node``: the ranks with which this rank shares memory, or None; the node is closed at the end.  ``on_drive``: names
+        of the weights to store on the SSD.
+        This method first waits for running steps of other threads, which may read the weights at their old addresses.
         """
         with self.quiet(), dynamo_timed("chunkflow.place"):
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
@@ -282,9 +284,9 @@ class Placement:
     def move_small(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
         """Cast the tensors that are not in the host store, and move them to the compute device.
 
-        If host memory is limited, a tensor that is mapped from a checkpoint is copied.  Otherwise, in every step, the
-        operating system might drop the pages of the tensor and read them again, together with a large part of the file
-        around them.
+        If host memory is limited, a tensor that is mapped from a checkpoint is copied.  Without the copy, the operating
+        system might, in every step, drop the pages of the tensor and read them again from the file, together with a large
+        part of the file around them.
         """
         mappings = None if self.store.bound is None else Mappings()
         with torch.no_grad():
@@ -307,7 +309,7 @@ class Placement:
         ``device``: the device to move the parameters to; by default, each parameter returns to its original device.
         ``error``: if the placement is undone because of an error, this error; otherwise None.
         """
-        with compile_lock, self.lock():  # Held, so that no other thread traces the hooks meanwhile.
+        with compile_lock, self.lock():  # so that no other thread traces the hooks meanwhile
             self.free()
             self.store.release(device, error)
             before = {id(tensor): values for tensor, values in self._moved}
@@ -322,7 +324,7 @@ class Placement:
             self.root.__dict__.pop(PLACEMENT, None)
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
-        """When a model is copied, set this attribute to None in the copy.  The copy is not placed until its first compiled
+        """Copy and pickle a placement as None.  A copy of a model is therefore not placed until its first compiled
         call."""
         return type(None), ()
 
@@ -333,7 +335,8 @@ def packable(
     """Return the names of the weights that can be compressed if their values allow it.
 
     Such a weight is a contiguous bfloat16 tensor that has only one name, is not part of a tensor subclass, and is not filled
-    by a module.  Even such a weight stays uncompressed if too many of its values are outside the range of exponents.
+    by a module.  Even such a weight stays uncompressed if too many of its values are outside a range of sixteen consecutive
+    exponents.
     """
     own, filled = {id(tensor) for _, tensor in tensors_of(root)}, filled_by(root)
     return frozenset(
@@ -350,7 +353,8 @@ def packable(
 def placement_of(root: nn.Module) -> Placement | None:
     """Return the placement of a model; None if the model is not placed."""
     placement: Placement | None = root.__dict__.get(PLACEMENT)
-    return placement if placement is not None and placement.root is root else None  # a shallow copy has it, too
+    # a shallow copy of a placed model has the attribute, too
+    return placement if placement is not None and placement.root is root else None
 
 
 def progress_of(root: nn.Module) -> CompileProgress:

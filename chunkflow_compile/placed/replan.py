@@ -37,16 +37,16 @@ def replan(
     The new plan is verified, and outputs do not change.  The next call is a cold start.
 
     ``memory``, ``weight_memory``, ``slowdown``, ``policy``, ``plan``: the new goal, as in the options of the backend.  If
-    none of them is given, the current goal is kept.  Later sizes are planned for the same goal, unless ``plan`` is given,
-    because a plan applies to one size only.
+    none of them is given, the current goal is kept.  Input sizes that first occur later are planned for the same goal.  The
+    exception is ``plan``, because a given plan applies to one size only.
     ``as_measured``: whether to plan from the measured times of the calls so far, instead of the rates in the hardware
     profile.
 
-    Programs that run as a cycle (see ``cycles``) are planned together.  If a new goal is given, a cycle is planned later,
-    when the order of its calls has repeated again.  With ``as_measured``, a cycle is planned from the times of its calls and
-    the times between them.
+    Programs that run as a cycle (see ``cycles``) are planned together.  If a new goal is given, a cycle is not planned now,
+    but when the order of its calls has repeated again.  With ``as_measured``, a cycle is planned from the times of its calls
+    and the times between them.
     Ranks that share collectives plan from the maxima of their times.  So with ``as_measured``, this function is itself a
-    collective: each rank must call it at the same point of its run.  If a rank does not call it, the other ranks wait for
+    collective: each rank must call it at the same point of its program.  If a rank does not call it, the other ranks wait for
     this rank until the timeout of the process group.
 
     Raises ChunkflowError, and changes nothing, if no plan meets the goal or if the model has not run yet.  With

@@ -2,5 +2,5 @@
 
 Start with record.py, which contains records and the text form of sizes and times.  Listings: lines.py, annotate.py,
 listings.py, stages.py, logs.py.  Plans: plan_tables.py, story.py.  Predicted steps: lanes.py, perfetto.py, pictures.py,
-timeline_picture.py.  Measurements: explain.py, explanation.py, pictures.py.  Machines: health.py.
+timeline_picture.py.  Measurements: comparison.py, explanation.py, pictures.py.  Machines: health.py.
 """

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.cost.count import node_flops
-from chunkflow_compile.passes.graph.sizes import concrete
+from chunkflow_compile.passes.graph.symbolic_sizes import concrete
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan, SpanLane, WeightPlan, span_name
@@ -28,9 +28,9 @@ class Note:
 
     ``cost_s``: the duration of the computation, collective or copy in seconds.  ``window``: the number of the window of
     the region or copy.  ``slot``: the offset in the arena in bytes.  ``nbytes``: the number of bytes that are copied or
-    sent, or the size of the input in bytes.  ``slack_s``: the seconds between the arrival of the weight and its first
-    reader.  ``late``: the word that is printed before a negative slack.  ``said``: the text to print if there is no
-    slack.
+    sent, or the size of the input in bytes.  ``slack_s``: the seconds between the arrival of the weight and the start of
+    its first reader.  ``late``: the word that is printed before a negative slack.  ``said``: the text to print if
+    there is no slack.
     """
 
     cost_s: float | None = None
@@ -70,9 +70,9 @@ class FlopNotes:
 
 
 class Annotator(FlopNotes):
-    """Makes notes for the lines of one problem.
+    """Makes notes for the lines of a graph that is cut into regions.
 
-    A note shows the cost on ``hardware``.  If ``plan`` is given, notes also show slots and slack.
+    A note shows the duration of an op on ``hardware``.  If ``plan`` is given, notes also show slots and slack.
     """
 
     def __init__(self, problem: Problem, hardware: Hardware, plan: Plan | None, values: Mapping[str, int]) -> None:
@@ -154,8 +154,8 @@ class Annotator(FlopNotes):
         return Note(slot=slot, slack_s=min((w.slack_s for w in weights if w.slack_s is not None), default=None))
 
     def _slack(self, item: Copy, reader: int) -> float | None:
-        """Return the seconds between the end of a copy and the start of the first region that reads the weight, which may
-        be in the next step."""
+        """Return the seconds between the end of a copy and the start of the first region that reads the weight.  This region
+        may be in the next step."""
         if self.plan is None or self.plan.predicted is None:
             return None
         copy = self.spans.get((item.stream, _copied(item)))

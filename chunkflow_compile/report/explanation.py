@@ -80,7 +80,7 @@ class Explanation:
     report shows no predictions.  ``calls``, ``jumps``: the calls of the cycle, and the number of jumps so far, if the
     plan is for a cycle.  ``part``: a text that says which part of the model is explained; empty if the explanation is for
     the whole model.  ``notes``: notes on the compiled code.  ``first_step``: the phases of compilation in this process
-    and their durations in seconds; empty if they are not known.
+    (first_step.py) and their durations in seconds; empty if they are not known.
     """
 
     plan: str

@@ -1,4 +1,4 @@
-"""The first step: the time that each phase of compilation took in this process.
+"""Reports why the first step takes long: the time that each phase of compilation took in this process.
 
 torch measures its compilations with ``torch._dynamo.utils.dynamo_timed``.  ChunkFlow's passes use the same timer.
 """

@@ -23,11 +23,12 @@ class PhaseMemory:
     """A phase of a generation: all calls of one component.
 
     ``weights``, ``activations``: the bytes of weights and of activations on the device while the phase runs.  ``calls``:
-    the number of calls.  ``seconds``: the duration of one call in seconds.  ``loading_s``: the seconds of copies before
-    the first call that do not overlap with compute.  If the weights are copied back to the host after the last call,
-    ``loading_s`` includes the time of this, too.  ``host``: the bytes of the component's weights in host memory during
-    the generation.  ``plan``: the plan for the weights, or None if the phase runs eagerly or with group offload.
-    ``tileable``: whether ``enable_tiling`` would reduce the memory of the phase.  ``notes``: notes on the compiled code.
+    the number of calls.  ``seconds``: the duration of one call in seconds.  ``loading_s``: the seconds by which copies
+    delay the first call, because they do not overlap with compute.  If the weights are copied back to the host after the
+    last call, ``loading_s`` also includes the time of that copy.  ``host``: the bytes of the component's weights in host
+    memory during the generation.  ``plan``: the plan for the weights, or None if the phase runs eagerly or with group
+    offload.  ``tileable``: whether ``enable_tiling`` would reduce the memory of the phase.  ``notes``: notes on the
+    compiled code.
     """
 
     name: str
@@ -59,9 +60,9 @@ Generation = Sequence[PhaseMemory]
 class Limits:
     """The device memory that a generation may use.
 
-    ``budget``: the budget that the user has set, in bytes; None if the user has set no budget, so that ``card_bytes`` is
-    the limit.  ``card``: the name of the GPU.  ``card_bytes``: the memory of this GPU according to its data sheet; 0 if
-    it is unknown.
+    ``budget``: the budget that the user has set, in bytes; None if the user has set no budget.  In this case, ``card_bytes``
+    is the limit.  ``card``: the name of the GPU.  ``card_bytes``: the memory of this GPU according to its data sheet; 0 if it
+    is unknown.
     """
 
     budget: int | None
@@ -91,7 +92,8 @@ def _seconds(phases: Generation) -> tuple[float, float]:
 
 
 def generation_answer(generations: Mapping[str, Generation], limits: Limits) -> str:
-    """Return a sentence that compares a generation with chunkflow and a generation with all weights on the GPU."""
+    """Return a sentence that compares two generations: one with the method "chunkflow", and one with all weights on the
+    GPU."""
     mine, plain = generations["chunkflow"], generations["plain"]
     (forward_s, total_s), (plain_s, plain_total_s) = _seconds(mine), _seconds(plain)
     text = (
@@ -104,7 +106,7 @@ def generation_answer(generations: Mapping[str, Generation], limits: Limits) -> 
 
 
 def generation_tables(generations: Mapping[str, Generation], limits: Limits) -> str:
-    """Return two tables.  The first has one row per method, the second has one row per phase with chunkflow.
+    """Return two tables.  The first has one row per method.  The second has one row per phase with the method "chunkflow".
 
     The text below the first table says which limit the column "fits" refers to.
     """
@@ -136,7 +138,7 @@ def draw_generation(
 ) -> None:
     """Draw the device memory of each method over the time of one generation.
 
-    Horizontal lines mark the budget and the memory of the GPU.
+    Horizontal lines show the budget and the memory of the GPU.
     """
     figure, axes = new_axes(8.0, 4.2)
     for (way, phases), colour in zip(generations.items(), _WAY_COLOURS, strict=True):

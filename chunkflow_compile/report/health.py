@@ -17,7 +17,7 @@ from chunkflow_compile.weights.limits import VARIABLE, HostMemory
 from .record import fitted, prose
 
 Verdict = Literal["ok", "note", "missing"]
-# A finding is reported if fewer bytes of host memory are free, because models that need streaming are larger.
+# If fewer bytes of host memory than this are free, the finding suggests a fix, because models that need streaming are larger.
 _SMALL_HOST = 16 << 30
 
 
@@ -78,7 +78,8 @@ def host_memory_for(model: str, read_time: ReadTime, ranks: int, memory: HostMem
     """Return a finding on whether the streamed weights of a model fit in host memory.
 
     ``read_time``: the size of these weights, and the time to read them if they are not in the page cache.  ``ranks``: the
-    number of ranks on this machine that run the model.  ``copies``: see Machine.host_copies.
+    number of ranks on this machine that run the model.  ``copies``: the number of copies of the weights in host memory (see
+    Machine.host_copies).
     """
     shared = f", {'one copy' if copies == 1 else f'{copies} copies'} for {ranks} ranks" if ranks > 1 else ""
     taken = copies * read_time.nbytes
@@ -194,7 +195,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         yield Finding("pinnable memory", "no limit")
         return
     limit = f"limit {size(machine.pinnable_bytes)}"
-    # The limit applies to mlock, but not to cudaHostRegister.  A low limit is reported, although ChunkFlow can pin
+    # The limit applies to mlock, but not to cudaHostRegister.  A low limit is reported although ChunkFlow can still pin
     # memory.
     fix = "copies from unpinned memory are slow: raise the limit with ulimit -l unlimited" if machine.gpus else ""
     yield _noted("pinnable memory", limit if machine.gpus else f"{limit}, enough without a GPU", fix)

@@ -1,7 +1,8 @@
-"""Lanes: the step that a plan predicts, as bars, stalls and slots for pictures and trace viewers.
+"""Converts the step that a plan predicts to bars, stalls and slots, for pictures and trace viewers.
 
-The step is one of a series of equal steps.  Times are in seconds from the start of the step.  A bar that starts in the
-previous step has a negative ``start``.  A bar that ends in the next step has an ``end`` above ``step_s``.
+Here, a lane is a row of the picture: compute, collectives, copies, pulls, or reads from the SSD.  The step is one of a series
+of equal steps.  Times are in seconds from the start of the step.  A bar that starts in the previous step has a negative
+``start``.  A bar that ends in the next step has an ``end`` above ``step_s``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TOLERANCE_S = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A piece of work on a lane.
+    """A piece of work in a lane of the picture.
 
     ``name``: the name in the program.  ``label``: a short name for people, which is unique only within ``block``.
     """

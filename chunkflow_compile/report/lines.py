@@ -1,5 +1,5 @@
-"""Lines: a compilation stage as text.  Each line refers to its op, node and weight, so that lines can be annotated, folded
-and counted.
+"""Converts a compilation stage to lines of text.  Each line refers to its op, node and weight, so that lines can be
+annotated, folded and counted.
 
 Every stage is printed with one op per line, as valid Python.  The stage ``traced`` is the ATen graph.  The stage ``regions``
 adds the cuts, and the stage ``planned`` adds the transfers.  In the stage ``rewritten``, each region is a single call.
@@ -145,7 +145,7 @@ def _region(
     )
     taken = zip(
         region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=False
-    )  # the other placeholders are destinations
+    )  # the other placeholders are memory that the region writes to
     names = {inside: outside.name for inside, outside in taken}
     for node in region.module.graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -165,7 +165,7 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
     regions, packed = program.problem.regions, {w.name for w in program.problem.weights if w.source.compressed}
     block_of = {r.name: r.block for r in regions}
     blocks = [*block_of.values(), ""]
-    at, computed = 0, False  # the current region, and whether it has run (its evicts come after that)
+    at, computed = 0, False  # the current region, and whether it has run; evictions follow the run
     for node, item, barrier in _items(program):
         if node.op == "placeholder":
             name, block = names.get(node.name, ""), next((block_of.get(u.name, "") for u in node.users), "")

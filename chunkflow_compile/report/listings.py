@@ -1,6 +1,6 @@
-"""Listings: lines as text, with a note at the end of each line.
+"""Joins lines into a listing, with a note at the end of each line.
 
-A block is folded if it has the same structure as the previous block.
+A block with the same structure as the previous block is folded, that is, shown as one line.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3, "read": 4, "ph
 def trace_events(lanes: Lanes, title: str) -> str:
     """Return a step as JSON in the Trace Event Format.
 
-    Each lane is a thread.  Times are in microseconds.  A counter shows the bytes of the arena in use.
+    Each lane is shown as a thread.  Times are in microseconds.  A counter shows the bytes of the arena that are in use.
     """
     return _trace_json(title, (*lanes.shown, "stall"), _events(lanes, TRACE_STEPS))
 
@@ -64,7 +64,7 @@ def _events(lanes: Lanes, calls: int, at: float = 0.0) -> Iterator[dict[str, Any
     """Yield the events of the first ``calls`` calls.  ``at``: the time at which the first call begins, in seconds."""
     call_s = round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds, so that two calls do not overlap
     last = at + calls * call_s
-    for call in range(calls + 1):  # one more call, because its first copies start during the last call
+    for call in range(calls + 1):  # one call more: some of its copies start during the last call
         offset = at + call * call_s
         for bar in lanes.bars:
             start, end = max(at, bar.start + offset), min(last, bar.end + offset)

@@ -79,7 +79,8 @@ class PipelineFigures:
     def summary(self) -> Summary:
         """The five lines of the report.
 
-        The line "step" shows the time of one call of the compiled component whose calls take longest in total.
+        The line "step" begins with the time per call of the compiled component whose calls take longest in total.  The times
+        per call of the other components follow.
         """
         weights, streamed, now = (sum(getattr(p, n) for p in self.phases) for n in ("weights", "streamed", "on_device"))
         step, stalls, faster = "no component was called yet", "not known yet", "not known yet"

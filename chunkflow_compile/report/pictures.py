@@ -63,7 +63,8 @@ def save_figure(figure: Any, path: Path) -> None:
 def draw_curve(points: Sequence[Point], others: Sequence[Point], form: str, title: str, path: Path) -> None:
     """Draw memory against the time per forward, with a line at the time of the baseline.
 
-    ``others``: points for weights in another form, such as quantized weights; may be empty.  ``form``: the name of this form.
+    ``others``: points for the same weights stored in another form, such as quantized; may be empty.  ``form``: the name of
+    this form in the legend.
     """
     figure, axes = new_axes()
     most, resident_s = points[-1].memory / 2**30, points[-1].resident_step_s
@@ -80,7 +81,8 @@ def draw_curve(points: Sequence[Point], others: Sequence[Point], form: str, titl
 
 
 def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path: Path) -> None:
-    """Draw a bar for each arm, a diamond at its predicted step time, and a dotted line at the resident arm's step time."""
+    """Draw a bar for each arm of a comparison, a diamond at its predicted step time, and a dotted line at the step time of
+    the baseline."""
     names = list(record.arms)
     figure, axes = new_axes(8.0, 1.5 + 0.42 * len(names))
     begins = _draw_steps(axes, record)

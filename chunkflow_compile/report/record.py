@@ -34,10 +34,11 @@ _FAR = 0.10
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRecord:
-    """The figures of one arm in a measurement, per step and rank.  A figure is None if it does not apply.
+    """The figures of one arm, that is, of one of the policies that a measurement compares.  Figures are per step and rank.  A
+    figure is None if it does not apply.
 
     ``step_s``: the duration of a step.  ``exposed_h2d_s``: the time in which compute waited for weights.  ``collective_s``:
-    the time of collectives.  These three are in seconds; each is the median over the steps of the slowest rank.
+    the time of collectives.  These three times are in seconds; each is the median over the steps of the slowest rank.
     ``weights_device_bytes``: the size in bytes of the arena and of the resident weights.  ``weights_total_bytes``: the size
     in bytes of all weights.
     """

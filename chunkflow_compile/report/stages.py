@@ -110,7 +110,7 @@ class StageWriter:
 
 
 def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -> tuple[Stage, Path]:
-    """Write the stages of a run to the folder ``folder/rankR_N``, where N counts the programs of rank R.
+    """Write the stages of one compilation to the folder ``folder/rankR_N``, where N counts the compilations of rank R.
 
     Returns the last stage and the path of this folder.
     """

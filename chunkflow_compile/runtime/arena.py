@@ -36,14 +36,14 @@ MakeDevice = Callable[[torch.device, DeviceKind], Device]
 
 
 class SharedDevice(Protocol):
-    """The interface of an object that limits the memory of each arena on a shared device."""
+    """The interface of an object that limits the memory of each arena on a device that several arenas share."""
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
         """Free memory that other arenas hold on the device, because ``arena`` is about to allocate ``nbytes``."""
 
     def most_bytes(self, arena: Arena) -> int | None:
-        """Return the maximum total bytes of weights in ``arena``.  None means that only the budgets of its models limit
-        it."""
+        """Return the maximum total bytes of weights in ``arena``.  None means that only the budgets of the models in the
+        arena limit this total."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Binding:
     """The memory that a program reads its weights from.
 
     ``arena``: the arena whose memory contains the slots, and whose streams the program uses.
-    ``values``: name of an offloaded weight -> the tensor on the device that regions read: a view of a slot, or a resident
-    copy.  A weight that is not offloaded is not in this mapping: regions read its parameter, which is an input of every
-    call.
+    ``values``: name of an offloaded weight -> the tensor on the device that regions read.  It is a view of a slot, or a
+    resident copy.  A weight that is not offloaded is not in this mapping, because regions read its parameter, which is an
+    input of every call.
     ``slots``: name of a streamed weight -> its bytes in the arena's memory, uint8.
     ``hosts``: name of a streamed weight -> its bytes in host memory or on the SSD, uint8.
     ``state``: the contents of the slots.  All programs that place the same weights in the same slots share this object, and
-    so do all calls of a cycle.  None if the program shares its slots with no other program.
+    all calls of a cycle share it as well.  If ``state`` is None, the executor creates an object for itself.
     """
 
     arena: Arena
@@ -71,29 +71,29 @@ class Arena:
     """Device memory and streams that several programs share.
 
     An arena is as large as the largest plan that ran in it, not as large as all plans together.  The programs of one model
-    share an arena automatically.  Models that run one after the other can share an arena: pass it to each of them as
-    ``options={"arena": arena}``.  Examples are the two transformers of Wan 2.2, or a text encoder and a transformer.
-    Switching from one program to another is a cold start, with two exceptions.  If both programs place the same weights in
-    the same slots, the second program uses the weights that the first one has left there.  If programs are called in a
+    share an arena automatically.  Models that run one after the other, such as the two transformers of Wan 2.2, or a text
+    encoder and a transformer, can share an arena: pass the arena to each model as ``options={"arena": arena}``.  A program
+    that runs after another program needs a cold start, with two exceptions.  If both programs place the same weights in the
+    same slots, the second program uses the weights that the first program has left there.  If programs are called in a
     repeating order, they run as a cycle (order.py).
 
-    ``lock``: a lock that is held while the ops of a call are issued.  ``contents``: the contents of the memory; None if they
-    are unknown or incomplete.  ``lost_weight``: whether a weight of a program was dropped since the last call.
+    ``lock``: a lock that is held while the ops of a call are issued.  ``contents``: the contents of the arena's memory; None
+    if they are unknown or incomplete.  ``lost_weight``: whether a weight of a program was dropped since the last call.
     """
 
     def __init__(
         self, device: torch.device | str = "cpu", *, make: MakeDevice = make_device, shared: SharedDevice | None = None
     ) -> None:
-        """``make``: a function that creates the streams for a device and its kind.  ``shared``: an object that limits the
-        memory that the arena may use; None if no other arena uses the device.  Raises ChunkflowError for an unsupported
-        device."""
+        """``make``: a function that creates the :class:`Device` object for a device of torch and a :class:`DeviceKind`.
+        ``shared``: an object that limits the memory that the arena may use; None if no other arena uses the device.  Raises
+        ChunkflowError for an unsupported device."""
         self.device = check_device(device)
         self.lock = ProcessLock()
         self.contents: ArenaContents | None = None
         self.lost_weight = False
         self.graphs = CudaGraphs()
         self.tenants = Tenants()
-        self.bits = InputBits()  # shared by all tables of rows, because all blocks of a model get the same tensors
+        self.bits = InputBits()  # one object for all tables of rows: all blocks of a model get the same tensors
         self._make = make
         self._shared = shared
         self._kind = DeviceKind()
@@ -114,7 +114,7 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Bytes on the device: the arena's memory plus the resident weights outside it."""
+        """The total bytes of device memory in use: the arena's memory plus the resident weights outside this memory."""
         distinct = {id(value): value.nbytes for kept in self._residents.values() for value in kept.values()}
         return self.nbytes + sum(distinct.values())
 
@@ -136,9 +136,9 @@ class Arena:
     ) -> Binding:
         """Bind a cycle to the arena's memory.  The caller holds the lock.
 
-        ``owner``: the object for which the resident weights stay on the device, until :meth:`release` is called for it or it
-        is garbage-collected.  ``buffers``: the offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.
-        ``advice``: see :meth:`reserve`.
+        ``owner``: the program or the :class:`BoundCycle` that is bound.  Its resident weights stay on the device until
+        :meth:`release` is called for it, or until it is garbage-collected.  ``buffers``: the offloaded weights of the cycle,
+        by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``: see :meth:`reserve`.
         Raises ChunkflowError if the device does not have enough memory.
         """
         plan = cycle.plan
@@ -155,8 +155,9 @@ class Arena:
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
         # Cycles that place the same weights in the same slots share one state object, which describes the contents of the
-        # memory.  The key of this object also says which weights are read from the SSD: after a failed write to a weight,
-        # cycles that are bound later no longer read this weight from the SSD, although its values are unchanged.
+        # memory.  The key of this object in ``_states`` also says for each weight whether it is read from the SSD, because
+        # this can change although the weight keeps its values: after a failed write to a weight, cycles that are bound from
+        # then on no longer read this weight from the SSD.
         weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
@@ -169,7 +170,7 @@ class Arena:
     ) -> Mapping[HostBuffer, torch.Tensor]:
         """Keep copies of the weights in ``buffers`` on the device, outside the arena's memory; return the copies.
 
-        Copies of other weights that ``owner`` kept before are released.
+        If ``owner`` kept copies of other weights before, these copies are released.
         Raises ChunkflowError if the device does not have enough memory.  ``advice``: see :meth:`reserve`."""
         before, stagings = dict(self._residents.get(owner, {})), GpuStagings()
         kept = {buffer: before[buffer] for buffer in buffers if buffer in before and before[buffer] is buffer.on_device}
@@ -194,15 +195,16 @@ class Arena:
         self._residents.pop(owner, None)
 
     def displace(self, buffers: Iterable[HostBuffer]) -> None:
-        """Release the programs that keep any of the weights in ``buffers`` outside the arena's memory, because a cycle
-        stores these weights inside it."""
+        """Release the programs that keep any of the weights in ``buffers`` outside the arena's memory, because a cycle is
+        going to store these weights inside this memory."""
         displaced = set(buffers)
         for program in self.programs:
             if not displaced.isdisjoint(self._residents.get(program, ())):
                 self.release(program)
 
     def _evict_for(self, nbytes: int, residents: int) -> None:
-        """Evict everything if the weights on the device and the next plan together would exceed the budgets of the models.
+        """Evict all weights if the weights that are on the device now and the weights of the next plan would together exceed
+        the budgets of the models.
 
         ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes of resident weights that the
         plan must still copy to the device, outside the arena's memory.
@@ -233,7 +235,8 @@ class Arena:
         return self.tenants.programs
 
     def add(self, program: Tenant, kind: DeviceKind) -> None:
-        """Add a program to the arena.  Raises ChunkflowError if the other programs use a different ``kind`` of device."""
+        """Add a program to the arena.  Raises ChunkflowError if the other programs of the arena use a different ``kind`` of
+        device."""
         with self.lock():
             self.check_not_inside()
             self.sweep()
@@ -253,32 +256,34 @@ class Arena:
             self.sweep()
 
     def begin_filling(self) -> None:
-        """Note that copies into the memory begin.  Until :meth:`hold` is called, the contents of the memory are incomplete,
-        so that any other call starts cold."""
+        """Note that copies into the arena's memory begin.  Until :meth:`hold` is called, the contents of this memory are
+        incomplete.  If an error occurs before that, the next call is therefore a cold start."""
         self.contents = None
 
     def hold(self, contents: ArenaContents) -> None:
-        """Note that the memory now has these ``contents``: all copies into the memory have been issued."""
+        """Note that the arena's memory now has these ``contents``, because all copies into it have been issued."""
         self.contents = contents
 
     def discard(self, contents: ArenaContents | None) -> None:
-        """If the memory contains the chunks of ``contents``, make the next call a cold start."""
+        """If ``contents`` are the present contents of the arena's memory, make the next call a cold start."""
         if self.contents is contents:
             self.contents = None
 
     def begin_call(self, title: str) -> None:
-        """Note that a call has begun; it ends with :meth:`end_call`.  ``title``: the name of the call in error messages."""
+        """Note that a call has begun.  Its end is noted with :meth:`end_call`.  ``title``: the name of the call in error
+        messages."""
         self._running = os.getpid(), title
 
     def end_call(self) -> None:
         self._running = None
 
     def lose_weight(self) -> None:
-        """Note that a weight was dropped.  The next call of any program first ends the programs that need this weight."""
+        """Note that a weight was dropped.  The next call of any program in the arena first ends the programs that need this
+        weight."""
         self.lost_weight = True
 
     def close_stale(self) -> None:
-        """End the programs of which a weight was dropped, see :meth:`Tenants.close_stale`."""
+        """End each program that reads a dropped weight; see :meth:`Tenants.close_stale`."""
         self.lost_weight = False
         self.tenants.close_stale()
 
@@ -293,15 +298,15 @@ class Arena:
             )
 
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
-        """Grow the arena's memory to at least ``nbytes``; return it as a uint8 tensor, aligned to 256 bytes.  The caller
-        holds the lock.
+        """Grow the arena's memory to at least ``nbytes``; return the memory as a uint8 tensor that is aligned to 256 bytes.
+        The caller holds the lock.
 
         If the memory must grow, the old memory is freed first, and other arenas on a shared device free memory if needed.
         All cycles are unbound; each of them is bound to the new memory at its next call.
 
         ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.  Raises
-        ChunkflowError if the device does not have enough memory.  In this case, memory of the old size is allocated again;
-        if this also fails, the arena is left without memory.
+        ChunkflowError if the device does not have enough memory.  Before the error is raised, memory of the old size is
+        allocated again; if this also fails, the arena is left without memory.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:
@@ -335,12 +340,12 @@ class Arena:
                 self.release(bound)
             streams, memory = self._streams, self._memory
             self._streams = self._memory = self.contents = None
-            self._states.clear()  # an ended program may keep its contents alive, and their events belong to these streams
+            self._states.clear()  # an ended program may keep a state alive, but the events in it belong to the old streams
             streams.close()
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            del memory  # not earlier: copies into the memory may be in flight until close() returns
+            del memory  # only now, because copies into this memory may be in flight until close() returns
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:

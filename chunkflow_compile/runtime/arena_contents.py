@@ -1,4 +1,4 @@
-"""Contents of an arena: which weights its memory contains, and in which version."""
+"""The contents of an arena: which weights its memory contains, and in which version."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from .device_base import Device
 class ArenaContents:
     """The contents of an arena's memory under one placement, which assigns a slot to each weight.
 
-    All programs with the same placement share this object, and so do all calls of a cycle.
+    All programs with the same placement share one such object, and all calls of a cycle share one as well.
 
-    ``events``: the events of a step, indexed by event number.  They mark when windows open and when copies have arrived.
-    ``next_call``: the number of the call that can run next without a prologue; None while a call runs.  ``measured``:
-    whether the calls of the current pass are measured.  ``measurement_requested``: whether :meth:`Device.measure` requested
-    a measurement of this pass.  ``versions``: name of a weight -> the version of its values in the memory.
+    ``events``: the events of a step, indexed by event number.  An event marks when a window opens or when copies have
+    arrived.  ``next_call``: the number of the call that can run next without a prologue; None while a call runs.
+    ``measured``: whether the calls of the current pass are measured.  ``measurement_requested``: whether
+    :meth:`Device.measure` requested a measurement of this pass.  ``versions``: name of a weight -> the version of its values
+    in the memory.
     """
 
     def __init__(self, device: Device, events: CallEvents) -> None:
@@ -27,7 +28,7 @@ class ArenaContents:
         self.measurement_requested = False
         self.versions: dict[str, int] = {}
         self._call_count = 0
-        # the number of the latest measured call, and the time in seconds when it ended
+        # the number of the latest measured call, and the time in seconds when this call ended
         self._last_end: tuple[int, float] | None = None
 
     def begin_pass(self, measured: bool, requested: bool) -> None:
@@ -47,10 +48,11 @@ class ArenaContents:
         return self._call_count - 1
 
     def idle_before(self, number: int, begin: float, end: float) -> float:
-        """Return the seconds from the end of the previous call to ``begin``; 0 if the previous call was not measured.
+        """Return the seconds for which no call ran before a call began: the time from the end of the previous call to
+        ``begin``; 0 if the previous call was not measured.
 
-        ``number``, ``begin``, ``end``: the number of this call, and the times in seconds when it began and ended.  The
-        number and the end are stored for the next call.
+        ``number``, ``begin``, ``end``: the number of a measured call, and the times in seconds when this call began and
+        ended.  Its number and its end time are kept until this method is called for the next measured call.
         """
         before, self._last_end = self._last_end, (number, end)
         return max(0.0, begin - before[1]) if before is not None and before[0] == number - 1 else 0.0

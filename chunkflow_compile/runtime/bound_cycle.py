@@ -28,13 +28,14 @@ from .measurement import CycleTimes, StepMeasurement, as_one
 
 
 class BoundCycle:
-    """A sequence of calls that repeats and runs under one plan, bound to the memory of an arena.
+    """A repeating sequence of calls that runs under one plan, and is bound to the memory of an arena.
 
-    ``calls``: the calls as they were planned.  ``settings``: the settings with which the calls were planned, without
-    measured times.  ``replan_after``: the number of warm passes after which the cycle is re-planned from measured times (see
-    :meth:`CycleTimes.due`); 0 means never.  ``folder``: the folder that measurements are written to, or None.  ``keys``: the
-    keys of the calls; empty if the cycle consists of one program that runs alone.  ``position``: the index of the expected
-    next call.  ``jumps``: the number of calls so far that were not the expected next call.
+    ``calls``: the calls for which the cycle was planned.  ``settings``: the settings with which the cycle was planned,
+    without measured times.  ``replan_after``: the number of warm passes after which the cycle is re-planned from measured
+    times (see :meth:`CycleTimes.due`); 0 means never.  ``folder``: the folder that measurements are written to, or None.
+    ``keys``: the keys of the calls (:class:`CallKey`); empty if the cycle is a single program that runs alone.
+    ``position``: the index of the expected next call.  ``jumps``: the number of calls so far that were not the expected next
+    call.
     """
 
     def __init__(
@@ -62,18 +63,18 @@ class BoundCycle:
         self.folder: Path | None = None
         self._advice = advice
         self._buffer_refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
-        # for each call: the versions of its weights when it last ran
+        # for each call: the versions of its weights when the call last ran
         self._last_versions: list[tuple[int, ...] | None] = [None for _ in calls]
         self.times = CycleTimes(cycle)
         self._passes_begun = 0
-        self._in_order = 0  # the number of calls that the current pass has made in order; 0 after a jump
+        self._in_order = 0  # the number of calls of the current pass so far; 0 after a jump
         self._binding: Binding | None = None
         self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
             weakref.WeakKeyDictionary() for _ in calls
         ]
         self._proved: weakref.WeakKeyDictionary[GraphModule, str] = (
             weakref.WeakKeyDictionary()
-        )  # for each proved region, its key
+        )  # proved region -> its key
 
     @property
     def plan(self) -> Plan:
@@ -81,7 +82,7 @@ class BoundCycle:
 
     @property
     def alive(self) -> bool:
-        """Whether all weights still exist, and are still in the memory in which they were when the cycle was planned."""
+        """Whether all weights still exist, and are still in the memory where they were when the cycle was planned."""
         return all((buffer := ref()) is not None and buffer.token is not None for ref in self._buffer_refs.values())
 
     def can_bind(self) -> bool:
@@ -95,19 +96,20 @@ class BoundCycle:
 
     @property
     def passes(self) -> list[tuple[StepMeasurement, ...]]:
-        """The latest measured passes, oldest first; each is a tuple of one measurement per call.  Waits for passes in
-        flight."""
+        """The measurements of the latest measured passes, oldest first.  Each pass is a tuple with one measurement per call.
+        Waits for passes in flight."""
         self._collect()
         return list(self.times.complete)
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The latest measured passes, oldest first, each combined into one measurement.  Waits for passes in flight."""
+        """The measurements of the latest measured passes, oldest first.  The calls of each pass are combined into one
+        measurement.  Waits for passes in flight."""
         return tuple(map(as_one, self.passes))
 
     @property
     def executors(self) -> list[Executor]:
-        """The executors that are bound now."""
+        """The executors that are bound to the arena's memory now."""
         return [executor for bound in self._executors for executor in bound.values()]
 
     def timings_due(self) -> Timings | None:
@@ -133,7 +135,7 @@ class BoundCycle:
         self.position, self.jumps = other.position, other.jumps
 
     def add_jump(self) -> None:
-        """Count a call that entered the cycle at a position other than the expected one."""
+        """Count a call for which the cycle continued at another position than the expected one."""
         self.jumps += 1
 
     def measure_into(self, folder: Path) -> None:
@@ -153,7 +155,7 @@ class BoundCycle:
         self.position = (number + 1) % len(self.calls)
         self._in_order = number + 1 if number in (0, self._in_order) else 0
         if number == 0:
-            # times are saved after passes 1, 2, 4, 8, ..., because the process may be killed before it ends
+            # times are saved not only at the end, but also after passes 1, 2, 4, 8, ..., because the process may be killed
             if self.folder is not None and self._passes_begun and not self._passes_begun & (self._passes_begun - 1):
                 self._collect(wait=False)
                 self.times.save(self.folder)
@@ -161,8 +163,8 @@ class BoundCycle:
         return executor
 
     def executor_of(self, call: CallSite, number: int) -> Executor:
-        """Return the executor of a call at position ``number`` in the cycle.  If weights of the call were written since it
-        last ran, make the executor copy them again.
+        """Return the executor of a call at position ``number`` in the cycle.  If weights of the call were written since the
+        call last ran, make the executor copy these weights again.
 
         Raises ChunkflowError if the device does not have enough memory for the arena.
         """
@@ -185,17 +187,17 @@ class BoundCycle:
         for executors in self._executors:
             for call, executor in list(executors.items()):
                 executor.forget()
-                del executors[call]  # a Ctrl-C after this line leaves no unusable executor here
+                del executors[call]  # removed first, so that a Ctrl-C leaves no unusable executor in the dict
                 executor.drop_references()
         if self._binding is not None:
             self.arena.discard(self._binding.state)
         self._binding = None
 
     def _renew(self, names: Sequence[str]) -> None:
-        """Copy resident weights outside the arena's memory to the device again if they were written since the last copy.
+        """If a resident weight outside the arena's memory was written since it was last copied, copy it to the device again.
 
         ``names``: names of the weights of the call.  If the host bytes of any of these weights have moved or are no longer
-        pinned, the cycle is unbound instead.
+        pinned, the whole cycle is unbound instead.
         """
         if (binding := self._binding) is None:
             return
@@ -207,13 +209,13 @@ class BoundCycle:
             return
         kept = self.arena.keep(self, outside.values(), self._advice)
         if any(kept[buffer] is not binding.values[name] for name, buffer in outside.items()):
-            self.arena.release(self)  # programs of another arena read the old copy, so the new copy is in other memory
+            self.arena.release(self)  # the new copy is in other memory, because another arena still uses the old copy
 
     def _moved(self, name: str, bound: Bytes) -> bool:
-        """Return whether the bytes of a weight have moved, or are no longer pinned, since the cycle was bound.
+        """Return whether the host bytes of a weight have moved since the cycle was bound, or are no longer pinned.
 
-        ``bound``: the bytes of the weight when the cycle was bound.  A write may move a weight: if the weight is on the SSD,
-        in shared memory or on the devices of several ranks, it is moved into memory of this process.
+        ``bound``: the bytes of the weight when the cycle was bound.  A write may move a weight: a weight that is on the SSD,
+        in shared memory or on the devices of several ranks is moved into memory of this process.
         """
         buffer = self._buffer(name)
         now = buffer.bytes_now
@@ -224,8 +226,9 @@ class BoundCycle:
     def _make_executor(self, call: CallSite, number: int) -> Executor:
         cycle, placed = self.cycle, self.calls[number]
         names = self._names_in_cycle(call, number)
-        # The call may run another graph than the planned call, for example because its size differs.  Or both run the same
-        # graph on the same weights, but in another order: for example, the projections of queries and keys are swapped.
+        # The program of the planned call cannot be used in two cases.  In the first case, this call runs another graph, for
+        # example because its input size differs.  In the second case, both calls run the same graph, but with the weights in
+        # another order: for example, the projections of queries and keys are swapped.
         if call.variant.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
             placed = call.in_cycle(call.names() | names)
             cycle = cycle.at(number, self._program_for(call, number, placed))
@@ -238,7 +241,8 @@ class BoundCycle:
         return Executor(cycle.calls[number], run, self._bind(call), poison, cycle, file, self._versions, captures)
 
     def _program_for(self, call: CallSite, number: int, placed: Call) -> Program:
-        """Return a program for a call at position ``number`` whose graph or sizes differ from the planned call."""
+        """Return a program for a call at position ``number`` in the cycle.  The call for which this position was planned has
+        another graph, other sizes, or its weights in another order."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         earlier = [(self.cycle.calls[number], self.calls[number].cut)]
         earlier += [(e.program, other.variant.cut) for other, e in [*self._executors[number].items()]]
@@ -265,7 +269,7 @@ class BoundCycle:
         }
 
     def _bind(self, call: CallSite) -> Binding:
-        """Return the binding of the cycle.  If the cycle is not bound, bind it first.
+        """Return the binding of the cycle.  If the cycle is not bound yet, bind it to the arena's memory first.
 
         Raises ChunkflowError if the device does not have enough memory.
         """

@@ -1,4 +1,4 @@
-"""Call sites.  A call site stands for all calls of one compiled graph at one size with the weights of one model."""
+"""Call sites.  A call site stands for all calls of one compiled graph at one input size with the weights of one model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _version = attrgetter("_version")
 
 
 class CallKey:
-    """The identity of the weights that a call reads.  Calls that read the same weights in the same regions share one key."""
+    """The key of a call: the identity of the weights that the call reads.  Calls that read the same weights in the same
+    regions share one key."""
 
     def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
-        """``buffers``: the weights.  ``settings``: the settings of the latest program that has this key."""
+        """``buffers``: the buffers of the weights.  ``settings``: the settings of the latest program that has this key."""
         self._settings = settings
         self._buffers = [weakref.ref(buffer) for buffer in buffers]
 
@@ -44,20 +45,20 @@ class CallKey:
         return all(ref() is not None for ref in self._buffers)
 
     def renew(self, settings: Settings) -> bool:
-        """Note that a new program has this key.  Return whether its settings, including the goal, differ from the previous
-        program's."""
+        """Note that a new program has this key.  Return whether the settings of the new program, including its goal, differ
+        from the settings of the previous program."""
         before, self._settings = self._settings, settings
         return without_call_fields(before) != without_call_fields(settings)
 
 
 class CallSite:
-    """The calls of a compiled graph, at one size, on the weights of one model.
+    """All calls of one compiled graph at one input size with the weights of one model.
 
-    ``variant``: the variant that the calls run.  ``active``: the holder of the variant that the next call is to run.  After
-    the model is re-planned, ``active`` holds another variant, and the next call creates a new call site.
-    ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of these weights, in the order of
-    ``buffers``.  ``in_place``: the parameters that are not offloaded, by name.  ``kept_bytes``: the total bytes of these
-    parameters.
+    ``variant``: the variant that the calls run.  ``active``: the object that holds the variant for the next call.  After the
+    model is re-planned, ``active`` holds another variant, and the next call creates a new call site.
+    ``buffers``: the buffers of the offloaded weights, by name.  ``versions``: the versions of the offloaded weights, in the
+    order of ``buffers``.  ``in_place``: the parameters that are not offloaded, by name.  ``kept_bytes``: the total bytes of
+    the parameters in ``in_place``.
     ``reads``: ids of all weights; call sites that read the same weights have the same ids.  ``model``: an id of the model
     that owns the weights.  ``counts``: the counters of this model.
     ``steps``: the number of steps so far.  ``measured``: the measurements of the latest measured steps.  ``captures``: the
@@ -71,7 +72,7 @@ class CallSite:
         self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
         self.in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
         self.kept_bytes = sum(w.nbytes for w in program.problem.weights if w.name not in self.buffers)
-        # not the id of the root module: once the module is gone, another object may get this id
+        # the id of the store, not of the root module: once the module is gone, another object may get the id of the module
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
         self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self.steps = 0
@@ -84,7 +85,7 @@ class CallSite:
         weights = [parameters[name] for name in self.buffers]
         self._marks = list(
             map(mark_of, weights)
-        )  # read the marks before the states, so that a concurrent change is noticed
+        )  # the marks are read before the states, so that fits() notices a concurrent change
         self._watch(list(map(state_of, weights)))
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
@@ -93,28 +94,30 @@ class CallSite:
 
     @property
     def part(self) -> bool:
-        """Whether the program is a part of a model and therefore alternates with the programs of other parts."""
+        """Whether the program is only a part of a model, so that it alternates with the programs of the other parts."""
         return self.variant.settings.part
 
     @property
     def seconds(self) -> list[float]:
-        """The durations of the latest steps in seconds.  If the call is a CUDA graph, the durations of the latest
-        launches."""
+        """The durations of the latest measured steps in seconds.  If launches of a CUDA graph were timed, the durations of
+        the latest launches instead."""
         return [*self.captures.step_s] or [step.step_s for step in [*self.measured]]
 
     @property
     def is_stale(self) -> bool:
-        """Whether a weight was dropped, moved or stored in other memory, so that the program can never run again."""
+        """Whether the program can never run again, because one of its weights was dropped, moved or stored in other
+        memory."""
         gone = any(buffer.token is None for buffer in self.buffers.values())
         return gone or any(buffer_of(p) is not None for p in self.in_place.values())
 
     @property
     def budget(self) -> tuple[int, int | None] | None:
-        """A pair: an id of the model, and the maximum bytes of the model's offloaded weights on the device under the newest
-        goal.
+        """A pair: an id of the model, and the maximum bytes of device memory that the newest goal allows for the model's
+        offloaded weights.
 
-        The bytes are None if there is no limit.  The property itself is None in two cases: for a program without offloaded
-        weights, which needs no budget, and for a preamble, because the budget of its main program covers both.
+        The bytes are None if there is no limit.  Instead of a pair, the property is None in two cases: for a program without
+        offloaded weights, which needs no budget, and for a preamble, because the budget of its main program covers both
+        programs.
         """
         settings = self.active.variant.settings
         if not self.buffers or settings.preamble:
@@ -130,12 +133,12 @@ class CallSite:
         self.counts.add_call(cost.moved, cost.primed)
 
     def refresh(self, again: bool = False) -> None:
-        """Let modules write the weights that they compute before each call, such as the weights of adapters.  Then find
-        writes through tensors of a state_dict (exported weights), which no version counter records.
+        """Let modules write the weights that they compute before each call, such as the weights of adapters.  Then find out
+        whether exported weights (tensors of a state_dict) were written, because no version counter records these writes.
 
         The caller does not hold the lock of the arena.  ``again``: whether :meth:`refresh` already ran for the current call.
-        If so, exported weights are not checked again: each check would count a write for every exported weight that is still
-        in use.
+        If it did, exported weights are not checked again, because each check counts as a write to every exported weight that
+        is still in use.
         """
         for fill in self._fills:
             fill()
@@ -144,10 +147,11 @@ class CallSite:
                 store.sync_external_writes()
 
     def fits(self, weights: Sequence[nn.Parameter]) -> bool:
-        """Return whether the program can run with the present ``weights`` of the call.  If not, a new program is needed.
+        """Return whether the program can run with the present ``weights`` of the call.  If it cannot, a new program is
+        needed.
 
-        ``weights``: in the order of the parameters.  This check runs in every call, so its loops over the weights use C
-        functions.
+        ``weights``: the weights, in the order of the parameters of the graph.  This method runs in every call, so it loops
+        over the weights with built-in functions, which run in C, and not with Python loops.
         """
         if self.active.variant is not self.variant:
             return False
@@ -155,7 +159,7 @@ class CallSite:
         try:
             with (
                 core.DisableTorchFunctionSubclass()
-            ):  # otherwise torch would look up __torch_function__ for each tensor
+            ):  # without this context, torch would look up __torch_function__ for each tensor
                 marks = list(map(mark_of, offloaded))
                 same = marks == self._marks and list(map(_version, self._hosts)) == self._host_versions
                 if not same or list(map(_version, self._exposed(offloaded))) != self._exposed_versions:
@@ -167,13 +171,14 @@ class CallSite:
         others = self._others(weights)
         if not all(map(is_, others, self.in_place.values())):
             return False
-        # if a weight was offloaded after this object was created, its class has changed, but not its identity
+        # a weight that was offloaded after this call site was created is the same object, but has another class
         return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._storeless))
 
     def _take_versions(self, offloaded: Iterable[torch.Tensor]) -> bool:
         """Record the new versions of weights that were written, so that they are copied to the device again.
 
-        Returns False if a weight was exchanged, restored, replaced, stored in other memory, compressed or decompressed.
+        Returns False if the program cannot run with these weights, because a weight was exchanged, restored, replaced,
+        stored in other memory, compressed or decompressed.
         """
         states = list(map(state_of, offloaded))
         if any(new[0] is not old[0] or new[1] != old[1] for new, old in zip(states, self._states, strict=True)):
@@ -182,7 +187,8 @@ class CallSite:
         return True
 
     def _watch(self, states: Sequence[tuple[Any, ...]]) -> None:
-        """Store the states of the offloaded weights, with which :meth:`fits` compares the states at the next call."""
+        """Store the states of the offloaded weights.  At the next call, :meth:`fits` compares the new states with the stored
+        ones."""
         buffers = [*self.buffers.values()]
         exposed = [i for i, buffer in enumerate(buffers) if buffer.exposed]
         self._states = states

@@ -1,4 +1,4 @@
-"""Capture: record a call as a CUDA graph, if the call allows this."""
+"""Capture: records a call as a CUDA graph, if this is possible."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .instructions import instructions
 from .target import Cost, RunningStep, Target
 from .wrapped_calls import undeclared
 
-# A pair: the position of an input among all inputs, and its tensor.
+# A pair for an input that is a tensor: its position among all inputs, and the tensor.
 _InputTensor = tuple[int, torch.Tensor]
 
 
 def _reasons(target: Target, collectives: bool) -> Iterator[str]:
-    """Yield the reasons why a call can never be recorded, independent of its inputs.  ``collectives``: whether collectives
-    may be recorded."""
+    """Yield the reasons why a call can never be recorded, whatever its inputs are.  ``collectives``: whether collectives may
+    be recorded."""
     for name, host in target.binding.hosts.items():
         if isinstance(host, DriveBytes):
             yield f"{name} is on the drive, and a graph copies from host memory only"
@@ -64,10 +64,10 @@ def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> Cu
 
 
 def _reason_of_any_rank(program: Program, why: str) -> str:
-    """Return the reason why this rank or another rank cannot record a call; empty if all ranks can.  If the reason comes
-    from another rank, it contains the number of that rank.
+    """Return the reason why this rank or another rank cannot record a call; empty if all ranks can record it.  A reason from
+    another rank contains the number of that rank.
 
-    ``why``: the reason of this rank; empty if it can record the call.
+    ``why``: the reason why this rank cannot record the call; empty if it can.
     """
     groups = (group_named(name) for name in group_names(program.module.graph))
     for group in {group.ranks: group for group in groups if group is not None}.values():

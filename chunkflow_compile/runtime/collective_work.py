@@ -1,4 +1,5 @@
-"""The functions that issue collectives to their stream, and the events that order this stream and compute."""
+"""The functions that issue collectives to the collective stream, and the events that order this stream and the compute
+stream."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from .wrapped_calls import explained
 def collective_issue(target: Target, node: Node, window: int, stream: Stream | None = None) -> Issue:
     """Return a function that issues a node to a stream.
 
-    ``node``: a collective, its completion, or an element of its results.  ``window``: the index of the window to which the
-    duration of the node's work is added.  ``stream``: the stream; None means the stream of collectives.
+    ``node``: a collective, the completion of a collective, or an element of the results of a collective.  ``window``: the
+    index of the window to which the duration of the node's work is added.  ``stream``: the stream; None means the stream of
+    collectives.
     """
     stream, traffic = stream or target.device.collective, target.traffic
     number, read = target.number[node], reader(target.number, node.args, node.kwargs)
@@ -42,10 +44,11 @@ def collective_issue(target: Target, node: Node, window: int, stream: Stream | N
 
 
 def start_issue(target: Target, collective: Issue, completion: Issue | None = None, ended: Any = None) -> Issue:
-    """Return a function that issues a collective, which starts once compute has reached this point.
+    """Return a function that issues a collective.  On the device, the collective waits for all compute work that was enqueued
+    earlier.
 
     If ``completion`` is given, the function also issues the completion of the collective to the stream of completions, and
-    records the event ``ended`` after it.
+    then records the event ``ended`` on this stream.
     """
     compute, stream, started = target.device.compute, target.device.collective, target.started
     completions, in_flight = target.device.completion, target.in_flight
@@ -69,8 +72,8 @@ def finish_issue(target: Target, completion: Issue | None, ended: Any, recorded:
     """Return a function that makes compute wait for the end of a collective.
 
     ``completion``: a function that issues the completion of the collective; None if there is no completion to issue.
-    ``ended``: the event that marks the end of the collective.  ``recorded``: whether the function that :func:`start_issue`
-    returned records this event.
+    ``ended``: the event that marks the end of the collective.  ``recorded``: whether this event is already recorded by the
+    function that :func:`start_issue` returned.
     """
     compute, stream = target.device.compute, target.device.collective
 

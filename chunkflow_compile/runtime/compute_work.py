@@ -1,4 +1,4 @@
-"""Work of the compute stream on the values of a step: run a region or another node, or drop values."""
+"""The work of the compute stream on the values of a step.  Such work runs a region or another node, or drops values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from chunkflow_compile.passes.plan import runs
 from .target import Target
 from .wrapped_calls import LoweredRegion, checked, owning, repeated, tuple_getter, undeclared
 
-# A function that works on the values of a step.  It gets these values as a list.
+# A function that works on the values of a step.  Its argument is the list of these values.
 Work = Callable[[list[Any]], None]
-# A function that gets the values of a step, and returns the positional and the keyword operands of a node.
+# A function whose argument is the list of the values of a step.  It returns the positional and the keyword operands of a
+# node.
 Reader = Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
 
 
@@ -41,8 +42,8 @@ class Compute:
 class PicksAndDrops:
     """Work that first takes elements from the outputs of regions and then drops values, all in one function.
 
-    ``picks``: for each element, a triple: the number of the value to set, the number of the value that contains the region's
-    outputs, and the index of the element in these outputs.
+    ``picks``: for each element, the number of the value to set, the number of the value that contains the region's outputs,
+    and the index of the element in these outputs.
     ``drops``: the numbers of the values to drop.
     """
 
@@ -50,7 +51,8 @@ class PicksAndDrops:
     drops: list[int] = field(default_factory=list)
 
     def work(self) -> Work:
-        """Return the work.  It also performs picks and drops that are added to the lists later."""
+        """Return the work as a function.  When this function runs, it performs all picks and drops that are then in the
+        lists, including those that were added after ``work`` had returned."""
         return partial(_pick_and_drop, self.picks, self.drops)
 
 
@@ -58,7 +60,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
     """Return the work that calls a region.
 
     ``index``: the index of the region in the problem of the program.  ``taken``: the numbers of the values that only this
-    region still reads; they are dropped before the call.
+    region still reads; these values are dropped before the call.
     """
     program, values, module = target.program, target.binding.values, str(node.target)
     read = program.problem.regions[index].weights
@@ -67,7 +69,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
     if (slicing := node.meta.get(SLICING)) is not None:
         outputs = sorted(node.users, key=lambda user: cast(int, user.args[1]))
         region = repeated(region, slicing, [output.meta["val"] for output in outputs])
-    # before a call is recorded, it runs op by op and is checked
+    # a recorded call needs no check: it was checked when it ran op by op before
     if not target.device.records and (ops := undeclared(getattr(program.module, module))):
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
 
@@ -88,7 +90,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
 
 
 def node_work(target: Target, node: Node) -> Work:
-    """Return the work of a node outside of regions: a constant, the outputs, or an op other than picking an element."""
+    """Return the work of a node outside of regions: a constant, the outputs of the graph, or any op except ``getitem``."""
     place, function = target.number, cast(Any, node.target)
     number = place[node]
     if node.op == "get_attr":
@@ -99,10 +101,11 @@ def node_work(target: Target, node: Node) -> Work:
 
 
 def poison_work(target: Target, weight: str) -> Work:
-    """Return the work that overwrites the chunks of an evicted weight that are copied again in every step.
+    """Return the work that overwrites those chunks of an evicted weight that are streamed, that is, copied again in every
+    step.
 
-    No event is needed between this work and the next copies of these chunks: the window of these copies opens later on the
-    same compute stream.
+    No event is needed between this work and the next copies of these chunks, because these copies wait for their window,
+    which opens later on the same compute stream.
     """
     plan = target.program.plan
     placed = next(w for w in plan.streamed if w.name == weight)
@@ -111,15 +114,15 @@ def poison_work(target: Target, weight: str) -> Work:
 
 
 def reader(number: Mapping[Node, int], operands: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Reader:
-    """Return a function that gets the values of a step and returns the operands of a node.  ``number``: node -> its index
-    among the values."""
+    """Return a :data:`Reader`: a function that gets the values of a step and returns the operands of a node.  ``number``:
+    node -> its index among the values."""
     kwargs = kwargs or {}
-    if not kwargs and all(isinstance(a, Node) for a in operands):  # such as the operands of a region
+    if not kwargs and all(isinstance(a, Node) for a in operands):  # this is the case for the operands of a region
         take = tuple_getter([number[a] for a in operands])
         return lambda env: (take(env), kwargs)
     nested = list[Node]()
     map_arg([a for a in operands if not isinstance(a, Node)], nested.append)
-    if not kwargs and not nested:  # such as the operands of a collective
+    if not kwargs and not nested:  # this is the case for the operands of a collective
         places = [(number[a], None) if isinstance(a, Node) else (-1, a) for a in operands]
         return lambda env: ([constant if n < 0 else env[n] for n, constant in places], kwargs)
 
@@ -160,6 +163,7 @@ def _output(number: int, read: Reader, env: list[Any]) -> None:
 
 
 def _poison(pieces: Sequence[torch.Tensor], env: list[Any]) -> None:
-    """Set all bits, which gives NaN in every floating-point type except the ``fnuz`` variants of float8."""
+    """Set all bits of the given memory.  A value with all bits set is NaN in every floating-point type except the ``fnuz``
+    variants of float8."""
     for piece in pieces:
         piece.fill_(255)

@@ -1,7 +1,7 @@
 """The cuda device: compute runs on the caller's stream, copies run on a separate stream, and events order the two streams.
 
-During a step the host does not block and does not allocate.  All use of torch.cuda goes through :class:`TorchCuda`, so the
-same code runs in tests without a GPU.
+During a step, the host does not block, and does not allocate memory.  All use of torch.cuda goes through :class:`TorchCuda`,
+so the same code runs in tests without a GPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .torch_cuda import TorchCuda
 class CudaDevice(Device):
     """Issues compute and collectives on the caller's stream, and copies on a separate stream.
 
-    The process group runs each collective on a stream of the group, and the caller's stream waits for the collective at
-    wait_tensor.
+    The process group runs each collective on its own stream, and wait_tensor makes the caller's stream wait for the end of
+    the collective.
     """
 
     name = "cuda"
@@ -46,7 +46,7 @@ class CudaDevice(Device):
         self.copy = CudaStream(cuda, self._clock, cuda.stream())
         self._handover, self._issued = self.event(), [self.event() for _ in LANES]
         self._reading: Engine | None = None
-        self._launched: torch.cuda.Event | None = None  # recorded after the latest graph launch
+        self._launched: torch.cuda.Event | None = None  # an event that is recorded after each graph launch
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
 
@@ -62,7 +62,8 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._memory = None
-        # otherwise the allocator would keep the freed memory of the old, smaller arena in addition to the new memory
+        # without this call, the allocator would keep the freed memory of the old, smaller arena in addition to the new
+        # memory
         self.cuda.trim()
         self._memory = memory = self.cuda.allocate(nbytes)
         for lane in self.lanes:
@@ -74,8 +75,8 @@ class CudaDevice(Device):
         self._memory = None
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep track of tensors outside the arena that steps read, because their memory may be freed while steps are in
-        flight."""
+        """Remember ``tensors``.  Steps read them, but they are not in the arena's memory, so their memory may be freed while
+        a step is in flight."""
         self._outside = [ref for ref in self._outside if ref() is not None] + [weakref.ref(t) for t in tensors]
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
@@ -114,7 +115,7 @@ class CudaDevice(Device):
     def copy_all(self, copies: Sequence[NamedCopy], lane: Lane = "copy") -> None:
         if self.cuda.profiled():  # issue the copies one by one, so that the profiler shows the name of each copy
             super().copy_all(copies, lane)
-        else:  # all copies in one piece of work: switching streams takes the host longer than issuing a copy
+        else:  # one piece of work for all copies: to switch streams takes the host longer than to issue a copy
             self.lane(lane).run(partial(self._copy_each, copies, lane))
 
     def _copy_each(self, copies: Sequence[NamedCopy], lane: Lane) -> None:
@@ -125,7 +126,7 @@ class CudaDevice(Device):
         for lane in self.lanes:
             lane.synchronize()
         if self._launched is not None and not self.copy.inherited:
-            self._launched.synchronize()  # the copies in a graph run on other streams
+            self._launched.synchronize()  # a graph's copies do not run on the streams of the lanes
 
     def why_not_recorded(self) -> str:
         if torch.version.hip is not None:
@@ -155,8 +156,8 @@ class CudaDevice(Device):
         return self.cuda.free()
 
     def start(self, marked: bool, consecutive: bool) -> Frame | None:
-        """Use the caller's current stream for compute.  If this is not the stream of the previous call, make it wait for
-        that stream."""
+        """Use the caller's current stream for compute.  If the previous call used another stream, make the current stream
+        wait for that stream."""
         current, before = self.cuda.current(), self.compute.stream
         if before is not None and current != before:
             self._handover.record(before)
@@ -170,7 +171,7 @@ class CudaDevice(Device):
         self.copy.end_step()
         if begun is not None:
             self._clock.end(begun, self.compute.stream, [lane.stream for lane in self.lanes], over)
-        self.collect()  # now, while the GPU runs the step, because reading a thousand events takes the host milliseconds
+        self.collect()  # done now, while the GPU runs the step: to read a thousand events takes the host milliseconds
 
     def collect(self, wait: bool = False) -> None:
         # after measure(0), the caller times the steps, and reading events would disturb these times

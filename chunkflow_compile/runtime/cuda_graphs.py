@@ -1,13 +1,14 @@
-"""CUDA graphs: a call is recorded once.  From then on, the host issues the whole call with a single launch.
+"""CUDA graphs: a call is recorded once as a graph.  From then on, the host issues the whole call with a single launch of
+this graph.
 
 A launch replaces all instructions of the call: regions, copies, and the events that order them.  The graph reads weights at
-fixed addresses, on the device and in host memory, so each launch reads the values that are there at that time.  Before a
-launch, all other inputs are copied to the addresses from which the graph reads them.  After a launch, the outputs are copied
-out of the memory pool of the graph, because the next launch overwrites this pool.
+fixed addresses, on the device and in host memory, so each launch reads the values that are at these addresses at the time of
+the launch.  Before a launch, all other inputs are copied to the addresses from which the graph reads them.  After a launch,
+the outputs are copied out of the memory pool of the graph, because the next launch overwrites this pool.
 
 At the end of a recorded call, compute waits for all copies of the call, so no copy is in flight after the call.  The copies
-of a prologue (for a cold start, a jump or a written weight) are not part of any graph.  They are issued before the launch,
-and the launch waits for them.
+of a prologue (for a cold start, a jump or a written weight) are not part of any graph.  The copies of a prologue are issued
+before the launch, and the launch waits for these copies.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ CudaGraphsWanted = Literal[False, True, "auto", "collectives"]
 
 _log = logging.getLogger(__name__)
 
-# The number of passes before a call is recorded.  During these passes, kernels are loaded and tuned, and libraries choose
-# algorithms and allocate memory.  None of this is allowed while a graph is recorded.
+# The number of passes before a call is recorded.  During the first passes, kernels are loaded and tuned, and libraries
+# choose algorithms and allocate memory.  None of this is allowed while a graph is recorded.
 PASSES = 3
 # The maximum number of graphs in an arena.  Each call and each size needs its own graph, and each graph holds device memory.
 MOST_GRAPHS = 4
-# The number of launches that make up for the time of the recording, which is 0.1 s or more.
+# A recording takes 0.1 s or more.  After this number of launches, the launches have saved about as much time.
 _LEAST_LAUNCHES = 8
 # If this many graphs in a row are dropped after fewer than _LEAST_LAUNCHES launches, no more graphs of the call are
 # recorded.
 _MAX_DROPPED_EARLY = 3
-# "auto" records a call if the host is busy for at least this share of the step time.  If the share is lower, the device is
-# the bottleneck.  The threshold is well below 1 because step times vary.
+# With "auto", a call is recorded if the host is busy for at least this share of the step time.  If the share is lower, the
+# device is the bottleneck, not the host.  The threshold is well below 1 because step times vary.
 _WORTH_A_GRAPH = 0.6
-# The number of measured steps on which "auto" bases its decision: half of the steps that are measured at the start.
+# With "auto", the number of measured steps after which it is decided whether a call is recorded: half of the steps that are
+# measured at the start.
 _MEASURED = FIRST_STEPS // 2
-# The maximum number of values in ``CaptureLog.step_s`` and in ``CaptureLog.shares``: about the steps of one or two images.
+# The maximum number of values in ``CaptureLog.step_s`` and in ``CaptureLog.shares``: about as many as the steps of one or two
+# images.
 _KEPT_SECONDS = 64
 
 
@@ -60,13 +63,13 @@ class CaptureLog:
     """The log of captures of one call into CUDA graphs.  The log outlives the individual graphs of the call.
 
     ``counts``: the counters of the model.  ``wanted``: the value of the option cudagraphs.  ``why_not``: the reason why the
-    call is never recorded; empty if it has been recorded or may still be.  ``passes``: the count of passes that were issued
+    call is not recorded from now on; empty as long as it may be recorded.  ``passes``: the number of passes that were issued
     op by op; once it is ``PASSES``, the call may be recorded.  ``captures``: the number of recordings.  ``launches``: the
-    total launches of all recorded graphs.
+    total number of launches of all recorded graphs.
     ``capture_s``: the duration of the latest recording in seconds.  ``nbytes``: bytes of device memory that the latest graph
-    holds.  ``step_s``: durations of the latest timed launches in seconds.  ``shares``: for each of the latest measured
-    steps, the fraction of the step time that the host spent issuing ops, including waits for a full launch queue.  Only
-    steps that were issued op by op count.
+    holds.  ``step_s``: the durations in seconds of the latest launches that were timed.  ``shares``: for each of the latest
+    measured steps, the fraction of the step time that the host spent issuing ops, including the time for which it waited
+    because the launch queue was full.  Only steps that were issued op by op count.
     """
 
     counts: Counts
@@ -83,7 +86,7 @@ class CaptureLog:
 
     @property
     def note(self) -> str:
-        """A summary for the user, as a sentence without a full stop."""
+        """A summary of the log for the user, as a sentence without a full stop."""
         if self.why_not:
             return f"no CUDA graph: {self.why_not}"
         if not self.captures and self.wanted == "auto":
@@ -101,7 +104,7 @@ class CaptureLog:
         self.passes += 1
 
     def captured(self, nbytes: int, seconds: float) -> None:
-        """Count a graph that was recorded in ``seconds`` and holds ``nbytes`` on the device."""
+        """Count a graph whose recording took ``seconds``, and which holds ``nbytes`` on the device."""
         self.captures, self.nbytes, self.capture_s = self.captures + 1, nbytes, seconds
         self.counts.add_capture(seconds)
 
@@ -156,10 +159,10 @@ class CudaGraph:
         nbytes: int,
     ) -> None:
         """``copied``: for each input that is copied before a launch, its position and the tensor that it is copied to.
-        ``in_place``: positions and tensors of the inputs that the graph reads without such a copy.  ``fixed``: positions and
-        values of the inputs that are not tensors.  ``outputs``: for each output, its recorded value and a position: if the
-        output is one of the inputs, the position of this input; otherwise None.  ``suspects``: names of ops that may write
-        to inputs without declaring this in their schemas."""
+        ``in_place``: positions and tensors of the inputs that the graph reads directly.  ``fixed``: positions and values of
+        the inputs that are not tensors.  ``outputs``: for each output, its recorded value, and the position of the input
+        that is returned as this output, or None.  ``suspects``: names of ops that may write to inputs without declaring this
+        in their schemas."""
         self.graph = graph
         self.moved_bytes, self.nbytes = moved_bytes, nbytes
         self.launches = 0
@@ -187,7 +190,7 @@ class CudaGraph:
         return "" if self._fixed(env) == self._values else "a number among the inputs has changed"
 
     def launch(self, env: Sequence[Any]) -> tuple[Any, ...]:
-        """Enqueue the call with the inputs in ``env``; return copies of its outputs that own their memory."""
+        """Enqueue the call with the inputs in ``env``; return the outputs, copied out of the memory of the graph."""
         given = list(map(_without_repeats, self._copied(env)))
         if given:
             torch._foreach_copy_(self._targets, given)
@@ -202,8 +205,8 @@ class CudaGraph:
     def _check_written(self, given: Sequence[torch.Tensor]) -> None:
         """Check whether the first launch wrote to the tensors to which the inputs were copied.
 
-        If so, write the new values to the inputs as well, and stop recording the call.  ``given``: the inputs that were
-        copied.
+        If the launch wrote to such a tensor, write the new values to the input as well, and never record the call again.
+        ``given``: the inputs that were copied.
         """
         for target, tensor in zip(self._targets, given, strict=True):
             if not same_bits(target, tensor):
@@ -219,28 +222,29 @@ class CudaGraph:
         return self.launches % EVERY == 0
 
     def ended(self, begin: float, end: float, _: bool) -> None:
-        """Record the duration of a launch.  ``begin``, ``end``: times of the device's clock in seconds."""
+        """Keep the duration of a launch.  ``begin``, ``end``: the times when it began and ended, in seconds of the device's
+        clock."""
         self._log.step_s.append(end - begin)
 
     def drop(self, why: str) -> None:
         """Wait for launches in flight, then free the memory of the graph.  ``why``: the reason that is logged."""
         if self.graph is not None:
             self._device.compute.synchronize()
-            graph, self.graph = self.graph, None  # cleared first, so that a Ctrl-C leaves no graph without its tensors
+            graph, self.graph = self.graph, None  # cleared first: a Ctrl-C cannot leave a graph whose tensors are gone
             self._outputs, self._inputs, self._targets, self._shared = [], [], [], {}
             self._device.reset(graph)
             self._log.dropped(self.launches, why)
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view in which each dimension that repeats its elements (stride 0) has size 1."""
+    """Return a view of a tensor in which each dimension that repeats its elements (stride 0) has size 1."""
     strides = tensor.stride()
     return tensor if 0 not in strides else tensor[tuple(slice(None if stride else 1) for stride in strides)]
 
 
 def _shared_storages(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Return a mapping from the id of each storage that several outputs share to its bytes.  The copies of these outputs
-    will also share memory."""
+    """Return a mapping: the id of each storage that several outputs share -> the bytes of this storage.  The copies of such
+    outputs also share memory."""
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     counts = Counter(storage._cdata for storage in storages)
@@ -251,8 +255,8 @@ def _shared_storages(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
 def _copy(output: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     """Return a copy of an output.  The copy keeps the strides, the conjugate bit and the negative bit.
 
-    Compiled code that gets the output has guards on all three properties.  ``copies``: storage id -> the copied bytes of a
-    storage that several outputs share.
+    All three properties are kept because compiled code that reads the output may have guards on them.  ``copies``: storage
+    id -> the copied bytes of a storage that several outputs share.
     """
     if not isinstance(output, torch.Tensor):
         return output
@@ -281,13 +285,13 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 class CudaGraphs:
     """The CUDA graphs of an arena, least recently launched first.
 
-    The graphs can share a memory pool, because no graph reads values that another graph has left in the pool.  Each graph
-    belongs to an executor and ends with this executor.
+    The graphs of an arena can share a memory pool, because no graph reads values that another graph has left in the pool.
+    Each graph belongs to an executor and ends with this executor.
     """
 
     def __init__(self) -> None:
         self._kept: list[weakref.ref[CudaGraph]] = []
-        self._grown = 0  # bytes of the pool; it shrinks only when its last graph is dropped
+        self._grown = 0  # bytes of the memory pool, which shrinks only when its last graph is dropped
 
     @property
     def _live(self) -> list[CudaGraph]:
@@ -306,7 +310,7 @@ class CudaGraphs:
         return next((kept.graph for kept in self._live), None)
 
     def add(self, made: CudaGraph) -> None:
-        """Keep a graph.  If an arena then has more than MOST_GRAPHS graphs, drop the least recently launched one."""
+        """Keep a new graph.  If the arena then has more than MOST_GRAPHS graphs, drop the least recently launched graph."""
         self._grown = self.nbytes + made.nbytes
         live = self._live
         for oldest in live[: max(0, len(live) + 1 - MOST_GRAPHS)]:

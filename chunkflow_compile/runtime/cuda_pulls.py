@@ -1,6 +1,7 @@
-"""Pulls on a GPU: one call copies the pieces of a chunk from the GPUs of the other ranks.
+"""Pulls on a GPU: one call of the CUDA runtime copies the pieces of a chunk from the GPUs of the other ranks.
 
-torch has no function for this call.  So ctypes calls it in the CUDA runtime library that torch has loaded.
+This function of the runtime, cudaMemcpyBatchAsync, is not available through torch.  It is therefore called with ctypes, in
+the runtime library that torch has loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 
 from chunkflow_compile.weights.pieces import Pieces
 
-# The first CUDA version whose cudaMemcpyBatchAsync has this signature; in CUDA 12.8 the function has one more argument.
+# The first CUDA version whose cudaMemcpyBatchAsync has the signature that this module uses.  In CUDA 12.8, the function has
+# one more argument.
 _SINCE = 13
 # cudaMemcpySrcAccessOrderStream: the source is read in stream order, as in an ordinary copy.
 _IN_ORDER = 1
@@ -33,12 +35,13 @@ def pull(target: torch.Tensor, source: Pieces) -> None:
     """Enqueue the copies of all pieces of ``source`` into ``target`` (uint8, with the same total bytes) on the current
     stream.
 
-    One call copies the pieces from all other GPUs, and starts these copies on several copy engines at once.  The piece on
-    this GPU is copied by torch, because a copy engine is slower within a GPU (87 GiB/s) than between GPUs (354 GiB/s; NCCL
-    issue 2177).  Raises RuntimeError if the call fails.
+    A single call of the CUDA runtime copies the pieces from all other GPUs, and starts these copies on several copy engines
+    at once.  The piece on this GPU is copied by torch, because a copy engine is slower within a GPU (87 GiB/s) than between
+    GPUs (354 GiB/s; NCCL issue 2177).  Raises RuntimeError if the call fails.
     """
     stream = torch.cuda.current_stream().cuda_stream
-    # before CUDA 13.5, CUDA graphs cannot record the batched call; the default stream never supports it
+    # before CUDA 13.5, CUDA graphs cannot record the batched call; the default stream does not support this call in any
+    # version
     batch = _batch() if stream and not torch.cuda.is_current_stream_capturing() else None
     if batch is None:
         for part, values in source.copies(target):

@@ -1,14 +1,14 @@
 """The streams of a GPU: the caller's stream and a copy stream.
 
-If some weights are in unpinned memory or on the SSD, a separate thread issues all work on the copy stream.  The reason: the
-thread that issues a copy of such a weight may be blocked until the copy stream reaches this copy.  If this thread also
-issued compute, copies and compute would not overlap.  The separate thread sends unpinned bytes through a small pinned ring
-buffer.  If not even this ring buffer can be pinned, the separate thread issues each copy only after the window of the copy
-has opened.
+If some weights are in unpinned memory or on the SSD, a separate thread issues all work on the copy stream.  The reason is
+that a thread that issues a copy of such a weight may be blocked until the copy stream reaches this copy.  If the main thread
+issued these copies, it could not issue compute meanwhile, so copies and compute would not overlap.  The separate thread
+copies unpinned bytes through a small pinned ring buffer.  If even this ring buffer cannot be pinned, the separate thread
+issues each copy only after the window of the copy has opened.
 
 Before the main thread issues a region, it waits until the copies of the region's weights have been issued, but not until
-they are done.  It ends a step only after all copies of the step have been issued.  So the host cannot run as far ahead of
-the GPU as with pinned weights.
+these copies are done.  The main thread ends a step only after all copies of the step have been issued.  So the host cannot
+run as far ahead of the GPU as with pinned weights.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from .torch_cuda import TorchCuda
 class CudaStream:
     """A stream of the GPU.
 
-    ``clock``: the clock that records when the work of this stream begins and ends in measured calls.  ``stream``: the
-    torch.cuda.Stream.  It is None until the first step if this object represents the caller's stream.
+    ``clock``: the clock that, in measured calls, records when the work of this stream begins and ends.  ``stream``: the
+    torch.cuda.Stream.  For the caller's stream, it is None until the first step.
     """
 
     def __init__(self, cuda: TorchCuda, clock: Clock, stream: torch.cuda.Stream | None = None) -> None:
         self.cuda = cuda
         self.clock = clock
         self.stream: Any = stream
-        self._staged: StagedCopies | None = None  # set by stage(): the copy stream whose events this stream waits for
+        self._staged: StagedCopies | None = None  # the copy stream whose events this stream waits for, set by stage()
         self._side = stream is not None
         self._process = os.getpid()
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked from the process that created the stream.  Such a process cannot use the GPU."""
+        """Whether this process was forked from the process that created the stream.  A forked process cannot use the GPU."""
         return os.getpid() != self._process
 
     def follow(self, stream: torch.cuda.Stream) -> None:
@@ -106,8 +106,8 @@ class CudaStream:
         self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
 
     def await_record(self, event: torch.cuda.Event) -> None:
-        """Block until the latest record of ``event`` has been issued.  A wait for the event must be issued after its
-        record."""
+        """Block until the latest record of ``event`` has been issued, because a wait for an event must be issued after the
+        record of the event."""
 
     def end_step(self) -> None:
         """Block until the work of a step has been issued.  Only the thread that issues the step calls this method."""
@@ -120,7 +120,7 @@ class StagedCopies(CudaStream):
     """A copy stream whose work is issued by a separate thread."""
 
     def __init__(self, copies: CudaStream, compute: CudaStream) -> None:
-        """``copies``: the copy stream, which the thread takes over.  ``compute``: the compute stream."""
+        """``copies``: the copy stream that this object replaces.  ``compute``: the compute stream."""
         super().__init__(copies.cuda, copies.clock, copies.stream)
         self._compute = compute
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chunkflow-copies")
@@ -142,8 +142,8 @@ class StagedCopies(CudaStream):
         """Make the copies that are enqueued from here on wait for ``event``, which compute or the stream of reads has just
         recorded.
 
-        Compute may record the same event again before the separate thread issues this wait.  So the wait uses a second
-        event, which is recorded on the compute stream now.
+        The compute stream may record the same event again before the separate thread issues this wait.  So the copies wait
+        for a second event instead, which is recorded on the compute stream now.
         """
         if isinstance(event, HostEvent):
             self._put(partial(event.block, event.recorded))
@@ -157,7 +157,7 @@ class StagedCopies(CudaStream):
                 wait(mark)
             else:
                 mark.synchronize()
-            self._marks.append(mark)  # the event can be reused, because the wait has been issued
+            self._marks.append(mark)  # this event can be used for another wait, because its wait has been issued
 
         self._put(issue)
 
@@ -178,7 +178,8 @@ class StagedCopies(CudaStream):
         """Return a function that blocks until the GPU reaches the latest record of ``event`` on this stream or on the
         compute stream.
 
-        The function waits for a second event at the same point, because ``event`` will be recorded again.
+        The function waits for a second event at the same point, because ``event`` may be recorded again before the function
+        is called.
         """
         mark, issued = self.cuda.event(False), None
         if id(event) in self._records:
@@ -197,14 +198,15 @@ class StagedCopies(CudaStream):
         return block
 
     def await_reads(self, reader: Engine) -> None:
-        """Note that copies wait for events of ``reader``, the thread that reads from the SSD."""
+        """Note that copies wait for events that ``reader`` records.  ``reader``: the engine whose thread reads from the
+        SSD."""
         self._reader = reader
 
     def issued(self) -> None:
         """Block until all work that was enqueued so far has been issued.  Raises ChunkflowError if this work failed.
 
-        In the thread that issues copies and in the thread that reads from the SSD, this method does not block, because that
-        would be a deadlock.  In these threads, it is only called by a finalizer that unpins the memory of another model.
+        In the thread that issues copies and in the thread that reads from the SSD, this method does not block, because
+        blocking would be a deadlock.  These two threads call it only in a finalizer that unpins the memory of another model.
         The copies of that model have already been issued, because every step ends with :meth:`end_step`.
         """
         here = threading.get_ident() == self._thread_id or (self._reader is not None and self._reader.runs_here)
@@ -212,8 +214,8 @@ class StagedCopies(CudaStream):
             _raise_from(self._newest)
 
     def end_step(self) -> None:
-        """Block until the copies of a step have been issued.  Then forget the events that the step has recorded, because
-        Python may give the id of a deleted event to another event.
+        """Block until the copies of a step have been issued.  Then forget the events that the step has recorded.  They are
+        stored by id, and Python may give the id of a deleted event to another event.
 
         Only the thread that issues the step may call this method, :meth:`record` and :meth:`await_record`.
         """
@@ -224,7 +226,7 @@ class StagedCopies(CudaStream):
         try:
             self.issued()
         except ChunkflowError:
-            self._newest = None  # the stream is usable again
+            self._newest = None  # nothing is left to wait for, so the stream is usable again
             raise
         finally:
             super().synchronize()

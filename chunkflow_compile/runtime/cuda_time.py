@@ -1,10 +1,11 @@
-"""Time on a GPU: marks are recorded between pieces of work on the streams.  Their times are read after the GPU has passed
-them.
+"""Times on a GPU: marks are recorded between pieces of work on the streams, and the time of each mark is read after the GPU
+has reached it.
 
-A mark is a timed event.  Events are created in the first passes and then reused: each measured call takes a free *frame*,
-which is a set of events.  The times of a frame are read during a later call, once the GPU has passed its marks.  Each pass
-over the calls of a cycle is measured either as a whole or not at all; this is decided when the pass begins.  The host never
-waits for a free frame: if there is none, the call is not measured, and its whole pass does not count as measured.
+A mark is a timed event.  Events are created in the first passes and then reused.  They are kept in *frames*: a frame is the
+set of all events for one measured call.  The times of a frame are read during one of the next calls, once the GPU has
+reached all marks of the frame.  When a pass over the calls of a cycle begins, it is decided whether all calls of the pass are
+to be measured, or none of them.  The host never waits for a free frame.  If a call finds no free frame, and one more frame
+would exceed MOST_EVENTS, the call is not measured, and the measurements of its pass are dropped.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ import torch
 
 from .device_base import StepEnd, Waited, Watch
 
-# The initial number of frames.  If a whole model is one call, the host is rarely more than one call ahead of the GPU,
-# because the launch queue of a GPU holds about a thousand kernels.
+# The initial number of frames (sets of timed events, one per measured call in flight).  If a whole model is one call, the
+# host is rarely more than one call ahead of the GPU, because the launch queue of a GPU holds about a thousand kernels.
 FRAMES = 4
-# The maximum number of events in all frames together.  It is enough for four passes over 60 blocks.  If the blocks of a
-# model are compiled separately, the host is many calls ahead of the GPU, so more than FRAMES frames are created.
+# The maximum number of events in all frames together.  This number is enough for four passes over 60 blocks.  If the blocks
+# of a model are compiled separately, the host may be many calls ahead of the GPU, so more than FRAMES frames are created.
 MOST_EVENTS = 8192
 
 
 class Frame:
-    """The marks of a call.  ``consecutive``: whether the previous call of the same program was also measured."""
+    """The marks of one measured call: timed events that are reused for other calls.  ``consecutive``: whether the previous
+    call of the same program was also measured."""
 
     def __init__(self, event: Callable[[], torch.cuda.Event]) -> None:
         self._event = event
@@ -40,7 +42,7 @@ class Frame:
         self.consecutive = True
 
     def open(self, stream: torch.cuda.Stream | None, consecutive: bool) -> None:
-        """Begin a call on ``stream``."""
+        """Begin a call on ``stream``, and record its first mark."""
         self._numbers, self._ends, self.consecutive = count(), (), consecutive
         self._reports.clear()
         self.mark(stream)
@@ -54,14 +56,14 @@ class Frame:
         return number
 
     def _grow(self, number: int) -> None:
-        """Create events up to the event with this ``number``."""
+        """Create events until the frame has an event with this ``number``."""
         with self._lock:
             while len(self._events) <= number:
                 self._events.append(self._event())
 
     @property
     def events(self) -> int:
-        """The number of events in the frame.  The present call may use fewer events."""
+        """The number of events in the frame.  The present call may need fewer events."""
         return len(self._events)
 
     def between(self, begin: int, end: int, watch: Watch) -> None:
@@ -91,7 +93,8 @@ class Frame:
         return float(before._events[0].elapsed_time(self._events[0])) / 1e3
 
     def report(self, start: float) -> None:
-        """Report the times of all marks.  ``start``: the time of the first mark, in seconds since the first frame."""
+        """Report the times of all marks.  ``start``: the time of the first mark, in seconds since the first measured call
+        began."""
 
         def at(mark: int) -> float:
             return start + float(self._events[0].elapsed_time(self._events[mark])) / 1e3
@@ -102,7 +105,7 @@ class Frame:
 
 
 class Clock:
-    """Time on the GPU, in seconds since the first frame.
+    """Time on the GPU, in seconds since the first measured call began.
 
     ``event``: a function that creates a timed event.  ``most``: the maximum number of events in all frames together.
     """
@@ -110,20 +113,20 @@ class Clock:
     def __init__(self, event: Callable[[], torch.cuda.Event], most: int = MOST_EVENTS) -> None:
         self._event = event
         self._most = most
-        # The free frames form a queue, so the first calls use one frame after the other and create the events of all frames.
-        # Later calls create events only if the host runs further ahead of the GPU.
+        # The free frames form a queue, so each of the first FRAMES calls takes a different frame, and creates the events of
+        # this frame.  After that, a call creates events only if the host is more than FRAMES calls ahead of the GPU, or if
+        # the call needs more marks than its frame has events.
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._frames = FRAMES
         self._pending: deque[Frame] = deque()
         self.open: Frame | None = None  # the frame of the running call, if it is measured
-        self._newest: tuple[Frame, float] | None = (
-            None  # the latest frame that was read, and the time of its first mark
-        )
-        self.zero = 0.0  # time.monotonic() when the host began the first frame
+        self._newest: tuple[Frame, float] | None = None  # the frame that was read last, and the time of its first mark
+        self.zero = 0.0  # the value of time.monotonic() when the host began the first measured call
         self._lock = threading.RLock()
 
     def begin(self, stream: torch.cuda.Stream, marked: bool, consecutive: bool) -> Frame | None:
-        """Begin a call; return its frame.  Return None if the call is not to be measured or no frame is free.
+        """Begin a call; return the frame for its marks.  Return None if the call is not to be measured, or if no frame is
+        free and none can be created.
 
         ``marked``: whether to measure the call.  ``consecutive``: whether the previous call of the program was measured.
         """
@@ -141,8 +144,8 @@ class Clock:
     def end(
         self, frame: Frame, compute: torch.cuda.Stream | None, lanes: Sequence[torch.cuda.Stream], over: StepEnd
     ) -> None:
-        """End a call.  ``over``: a function to call with the times of the call; :meth:`collect` calls it after the GPU has
-        passed the end of the call."""
+        """End a call.  ``over``: a function that :meth:`collect` calls with the times of the call, after the GPU has reached
+        the end of the call."""
         with self._lock:
             frame.close(compute, lanes, over)
             self.open = None
@@ -157,7 +160,8 @@ class Clock:
         return Frame(self._event)
 
     def collect(self, wait: bool = False) -> None:
-        """Read the frames that the GPU has passed.  ``wait``: whether to wait until the GPU has passed all frames."""
+        """Read each frame whose marks the GPU has reached, and report its times.  ``wait``: whether to wait until the GPU
+        has reached the marks of all frames."""
         with self._lock:
             while self._pending:
                 if wait:
@@ -171,6 +175,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # not earlier, because since() reads this frame
+            self._free.append(before)  # free only now, because since() has read its first mark
         self._newest = frame, start
         frame.report(start)

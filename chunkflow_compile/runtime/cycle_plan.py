@@ -22,10 +22,11 @@ from .call_site import CallKey, CallSite
 from .cuda_graphs import MOST_GRAPHS
 from .variants import without_call_fields
 
-# The maximum number of calls in a cycle.  It is enough for two models of 128 blocks, called twice per step.
+# The maximum number of calls in a cycle.  It is enough for two models of 128 blocks that are called twice per step.
 MOST_CALLS = 512
-# The number of earlier calls with the key of the last call that are tried as the beginning of a cycle.  Several are tried
-# because a step cache skips blocks in some steps, so not every sequence of calls between two calls with this key repeats.
+# A cycle that ends now may have begun at any previous call that has the same key as the last call.  At most this many of
+# these previous calls are tried.  The latest one would not be enough, because a step cache skips blocks in some steps, so the
+# calls since the latest one are not always a whole cycle.
 _TRIES = 4
 
 
@@ -33,9 +34,10 @@ def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...
     """Yield candidates for a cycle that begins now, as tuples of keys.  ``history``: the keys of the latest calls, oldest
     first.
 
-    A candidate begins at an earlier call with the key of the last call, and ends directly before the last call.  It is
-    yielded if the same sequence of calls also came directly before it.  If a candidate consists of repetitions of a shorter
-    sequence, this shorter sequence is yielded instead.  Candidates that begin later are yielded first.
+    A candidate begins at a previous call that has the same key as the last call, and ends directly before the last call.
+    The candidate is yielded if the same sequence of calls also came directly before it.  If the candidate consists of
+    repetitions of a shorter sequence, this shorter sequence is yielded instead.  The candidate that begins latest is tried
+    first.
     """
     end = len(history) - 1
     earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is history[end])
@@ -47,13 +49,14 @@ def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...
 
 
 def _shortest_period(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
-    """Return the shortest sequence of calls that gives ``keys`` when it is repeated."""
+    """Return the shortest sequence of keys that gives ``keys`` when it is repeated."""
     length = len(keys)
     return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
 
 
 def is_rotation(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
-    """Return whether two cycles have the same calls in the same cyclic order.  Their first calls may differ."""
+    """Return whether two cycles consist of the same calls in the same cyclic order.  The first calls of the two cycles may
+    differ."""
     if len(keys) != len(others):
         return False
     return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])
@@ -80,7 +83,7 @@ def fits_budget(cycle: BoundCycle, live_bytes: int, goal: Goal) -> bool:
 
 
 def _unbudgeted(settings: Settings) -> Settings:
-    """Return the settings without the budget and without the fields that may differ between calls."""
+    """Return the settings without the budget, and without the other fields that may differ between the calls of a cycle."""
     settings = without_call_fields(settings)
     return replace(settings, goal=replace(settings.goal, memory=None))
 
@@ -96,7 +99,7 @@ def plan_cycle(
 ) -> BoundCycle:
     """Plan a cycle.  Raises ChunkflowError if there is no plan."""
     with planning(f"{len(keys)} calls that repeat"):
-        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # longer cycles are not captured
+        joined = settings.joined if len(calls) <= MOST_GRAPHS else False  # longer cycles are never CUDA graphs
         cycle = make_cycle(calls, replace(settings, timings=timings, joined=joined))
         return BoundCycle(arena, calls, buffers, settings, cycle, keys=keys, replan_after=replan_after)
 
@@ -123,8 +126,8 @@ def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call]
 
 
 def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
-    """Return the settings of a cycle: the settings of its calls with the largest budget among them.  Return None if the
-    settings of the calls differ in anything except the budget."""
+    """Return the settings of a cycle: the common settings of its calls, with the largest budget of any call.  Return None if
+    the settings of the calls differ in anything except the budget."""
     shared = [_unbudgeted(call.variant.settings) for call in calls]
     if any(settings != shared[0] for settings in shared):
         return None
@@ -136,7 +139,7 @@ def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
 def _outside(calls: Sequence[CallSite]) -> int:
     """Return the bytes on the device that the plan of a cycle does not cover.
 
-    These are the weights of the models that none of the calls reads, and the tables of rows.
+    These bytes belong to tables of rows, and to those weights of the models that no call of the cycle reads.
     """
     left: dict[int, int] = {}
     for call in dict.fromkeys(calls):  # each call is counted once, although it may occur several times in a cycle
@@ -148,10 +151,10 @@ def _outside(calls: Sequence[CallSite]) -> int:
 
 
 def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:
-    """Write the plan and the programs of the cycle to a folder next to the dump folder of a call, if any call has one."""
+    """If any of the ``calls`` has a dump folder, write the plan and the programs of the cycle to a folder next to it."""
     other = next((call.variant.folder for call in calls if call.variant.folder is not None), None)
     if other is not None:
-        with contextlib.suppress(OSError):  # a full disk must not stop the run
+        with contextlib.suppress(OSError):  # a full disk must not stop the model
             cycle.measure_into(_write(cycle, other))
 
 

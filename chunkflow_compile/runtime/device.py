@@ -1,4 +1,4 @@
-"""Devices that are made of host threads, and the choice of a device."""
+"""The devices whose streams are host threads, and the functions that check and create a device."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from .torch_cuda import TorchCuda
 
 
 class _HostDevice(Device):
-    """The base class of devices that are made of host threads.
+    """The base class of the devices whose streams are host threads.
 
     These devices can copy from any host memory, and reading their clock costs almost nothing.  ``port``: the emulated link
-    to the host, or None.  ``peers``: the emulated link to the other ranks; None if this traffic also uses ``port``.
+    to the host, or None.  ``peers``: the emulated link to the other ranks; None if the traffic between ranks also uses
+    ``port``.
     """
 
     def __init__(self, engine: Engine, port: Port | None, peers: Port | None) -> None:
@@ -77,8 +78,8 @@ class _HostDevice(Device):
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
-        # The third argument is True even if the previous step was not measured: at most a few of its copies are still in
-        # flight.
+        # The third argument is True, so the measurement is used, even if the previous step was not measured: at most a few
+        # copies of the previous step are still in flight when this step begins.
         if begun is not None:
             self.compute.run(lambda: over(begun, self.clock.now(), True))
 
@@ -98,9 +99,9 @@ class CpuDevice(_HostDevice):
 
 
 class ThreadsDevice(_HostDevice):
-    """Runs every stream on a separate thread, so the host may enqueue whole steps before any of their work has run.
+    """Runs every stream on a separate thread, so the host may enqueue several steps before any work of these steps has run.
 
-    ``choose``, ``before``: see :class:`Engine`; tests use them to force schedules that could occur on a GPU.
+    ``choose``, ``before``: see :class:`Engine`; tests use both arguments to force schedules that could occur on a GPU.
     """
 
     name = "threads"
@@ -150,12 +151,12 @@ def check_device(given: torch.device | str) -> torch.device:
 
 
 def _why_none() -> str:
-    """Return the reason why torch has no GPU to run on."""
+    """Return the reason why torch cannot use a GPU on this machine."""
     if torch.version.cuda is None and torch.version.hip is None:
         return "is built for the CPU only"
     try:
         torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:  # if the driver is too old, the error names its version
+    except (AssertionError, RuntimeError) as error:  # if the driver is too old, the error contains its version
         return f"finds no GPU or no driver ({str(error).partition('. ')[0].strip()})"
     return "finds no GPU or no driver"
 
@@ -172,15 +173,15 @@ def check_no_capture(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """The properties that all programs of an arena must agree on.  ``threads``: whether every stream runs on its own thread.
-    ``link``: the PCIe link to emulate, or None."""
+    """The properties of a device that must be the same for all programs of an arena.  ``threads``: whether every stream runs
+    on its own thread.  ``link``: the PCIe link to emulate, or None."""
 
     threads: bool = False
     link: LinkEmulation | None = None
 
 
 def check_kind(device: torch.device, kind: DeviceKind) -> None:
-    """Raise ChunkflowError if ``device`` is a GPU and ``kind`` needs devices made of host threads."""
+    """Raise ChunkflowError if ``device`` is a GPU and ``kind`` needs a device whose streams are host threads."""
     if device.type != "cuda":
         return
     if kind.threads:
@@ -192,7 +193,8 @@ def check_kind(device: torch.device, kind: DeviceKind) -> None:
 
 
 def make_device(device: torch.device, kind: DeviceKind) -> Device:
-    """Create the streams for programs that compute on ``device``.  Raises ChunkflowError if this device does not exist."""
+    """Create the :class:`Device` for programs that compute on ``device``.  Raises ChunkflowError if ``device`` does not
+    exist."""
     device = check_device(device)
     if device.type == "cuda":
         return CudaDevice(TorchCuda(device))
@@ -202,7 +204,7 @@ def make_device(device: torch.device, kind: DeviceKind) -> Device:
 
 
 def make_port(link: LinkEmulation) -> Port:
-    """Create the port of this rank for the emulated link.  If ranks share a port, the number of this rank is its rank in the
-    default process group."""
+    """Create the port through which this rank uses the emulated link.  If ranks share a port, the port identifies this rank
+    by its rank in the default process group."""
     rank = dist.get_rank() if dist.is_initialized() and link.shared else 0
     return Port(link, Path(link.shared) if link.shared else None, rank)

@@ -1,4 +1,5 @@
-"""The interface of a device that the executor uses: memory, in-order streams, events that order the streams, and times.
+"""The interface through which the executor uses a device: memory, in-order streams, events that order the streams, and
+measured times.
 
 There are three devices.  ``cpu``, the default, computes on the calling thread, and copies on a second thread that takes the
 role of a copy engine.  ``threads`` has a thread for every stream, including compute, so the host runs ahead of compute as
@@ -30,7 +31,7 @@ from .read_ahead import InRing
 FIRST_STEPS = 16
 EVERY = 17
 
-# A copy to the device: the target and the source (uint8, equal sizes), and the name of the copy for profilers.
+# A copy to the device: its target, its source (both uint8, with equal sizes), and the name that profilers show for it.
 NamedCopy = tuple[torch.Tensor, Bytes | InRing, str]
 
 # A callback that gets the seconds for which a stream stalled.
@@ -60,7 +61,7 @@ class Stream(Protocol):
         profilers of the device show."""
 
     def record(self, event: Any) -> None:
-        """Record the event at this point of the stream."""
+        """Record the event at this point of the stream, after all work that was enqueued before."""
 
     def wait(self, event: Any, waited: Waited | None = None) -> None:
         """Make the work that is enqueued from here on wait for the latest record of ``event``.
@@ -76,20 +77,19 @@ class ReadStream(Stream, Protocol):
     """The stream of reads from the SSD."""
 
     def recover(self) -> None:
-        """Run the work that is enqueued from here on even if earlier work fails.  An error of earlier work is raised only
-        where the host or a stream waits for an event that was recorded before this point."""
+        """Run the work that is enqueued from here on even if work that was enqueued before fails.  An error of the earlier
+        work is then raised only if the host or a stream waits for an event that was also recorded before this point."""
 
 
 class Device:
-    """A device: the memory of an arena, and the streams.  Methods that do nothing here are needed only on a GPU.
+    """A device with the memory and the streams of an arena.  Methods that do nothing in this class are needed only on a GPU.
 
     ``copy``: the stream of copies from the host.  ``pull``: the stream of pulls from other ranks.  ``reads``: the stream of
     reads from the SSD.  ``pull`` and ``reads`` are None until they are first used.
     ``collective``: the stream of collectives; on some devices, this is the same object as ``compute``.  ``completion``: the
-    stream on which collectives complete, so that a collective can start before earlier ones have completed; None if
-    collectives complete on ``collective``.  ``clock``: the clock
-    of the host threads.  ``closed``: whether the streams are closed.  ``records``: whether the device records issued work as
-    a CUDA graph instead of running it.
+    stream on which collectives complete, so that a collective can start before earlier collectives have completed; None if
+    collectives complete on ``collective``.  ``clock``: the clock of the host threads.  ``closed``: whether the streams are
+    closed.  ``records``: whether the device records issued work as a CUDA graph instead of running it.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Device:
 
     @property
     def zero(self) -> float:
-        """The time on ``clock``, in seconds, at which the times of measurements are 0."""
+        """The time on ``clock``, in seconds, from which measured times are counted."""
         return 0.0
 
     def event(self) -> Any:
@@ -126,7 +126,7 @@ class Device:
         return self.pull
 
     def recover(self) -> None:
-        """Run the copies that are enqueued from here on even if earlier copies have failed."""
+        """Run the copies that are enqueued from here on even if copies that were enqueued before have failed."""
 
     def _make_pull(self) -> Stream:
         """Create the stream for pulls."""
@@ -174,8 +174,8 @@ class Device:
         """Drop the reference to the arena's memory.  No work in flight may use this memory."""
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Register ``tensors`` that steps read outside the arena, so that their memory is not reused while a step is in
-        flight."""
+        """Register ``tensors``, which steps read, but which are not in the arena's memory.  The memory of these tensors is
+        then not reused while a step is in flight."""
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Pin a host tensor, so that the copy engine can read it directly; return a function that unpins it.  Raises OSError
@@ -190,7 +190,7 @@ class Device:
         raise NotImplementedError
 
     def copy_all(self, copies: Sequence[NamedCopy], lane: Lane = "copy") -> None:
-        """Enqueue ``copies`` in a lane.  These copies are not timed."""
+        """Enqueue ``copies`` on the stream of a lane.  The times of these copies are not measured."""
         for target, source, name in copies:
             self.lane(lane).run(partial(self.copy_bytes, target, source, lane), None, name)
 
@@ -198,21 +198,23 @@ class Device:
         """Note that a collective has received ``nbytes`` on this rank.  The collective stream runs this method as work."""
 
     def deliver(self) -> None:
-        """Block until all enqueued work has produced its Python objects.  Raises the error that this work raised, if any.
+        """Block until all enqueued work has returned its Python objects, such as the output tensors.  Raises the error that
+        this work raised, if any.
 
-        The contents of tensors may still be in flight, as on a GPU.
+        On a GPU, the values of these tensors may still be computed after this method has returned.
         """
 
     def sync_copies(self) -> None:
-        """Block until all copies of the steps that :meth:`deliver` has waited for are done.  After that, the host may write
-        to the weights that these copies read."""
+        """Block until the copies of all steps that :meth:`deliver` has waited for are done.  Afterwards, the host may
+        overwrite the weights that these copies read."""
 
     def why_not_recorded(self) -> str:
         """Return the reason why no call can be recorded as a CUDA graph on this device; empty if calls can be recorded."""
         return f"only a GPU has them, and this is device {self.name}"
 
     def recording(self, pool: Any) -> contextlib.AbstractContextManager[tuple[Any, Device]]:
-        """Return a context that records a call as a CUDA graph.  It yields the graph and the device to issue the call to.
+        """Return a context that records a call as a CUDA graph.  The context yields the graph, and the device to which the
+        call is to be issued.
 
         ``pool``: a graph whose memory pool the new graph shares, or None to create a pool.  Raises RuntimeError if part of
         the call cannot be recorded.
@@ -237,7 +239,7 @@ class Device:
         return bool(self._left)
 
     def measure(self, passes: int | None) -> None:
-        """Measure the next ``passes`` passes, and no later passes.  With None, :meth:`choose` decides again which passes to
+        """Measure the next ``passes`` passes, and none after them.  With None, :meth:`choose` decides again which passes to
         measure.
 
         To get the measurements, call :meth:`collect` with ``wait=True``.
@@ -247,7 +249,7 @@ class Device:
     def choose(self, step: int, wanted: bool = False) -> bool:
         """Return whether to measure the calls of the pass that begins now.
 
-        ``step``: the number of steps that the program has run before.  ``wanted``: whether times are needed for re-planning.
+        ``step``: the number of steps that the program has run so far.  ``wanted``: whether times are needed for re-planning.
         """
         if self._left is None:
             return wanted or step < FIRST_STEPS or (step - FIRST_STEPS + 1) % EVERY < 2
@@ -255,7 +257,7 @@ class Device:
         return before > 0
 
     def start(self, marked: bool, consecutive: bool) -> Any:
-        """Begin a call of a program; return the argument ``begun`` for :meth:`finish`.  Return None if the call is not
+        """Begin a call of a program; return the value to pass to :meth:`finish` as ``begun``.  It is None if the call is not
         measured.
 
         ``marked``: whether to measure the call (see :meth:`choose`).  ``consecutive``: whether the previous call of the

@@ -1,12 +1,13 @@
 """The executor: issues the verified ops of a call (step.py) to the streams of a device.
 
-The ops of a call are called its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue is
-issued before the step (``Cycle.prologue``).  The streams are ordered only by the events that these ops record and wait for.
-If collectives have separate streams, further events order these streams.  One event makes a collective wait until compute
-has reached the Start op.  One event per collective makes compute wait at the Finish op until the collective has ended.
+The ops of a call form its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue
+(``Cycle.prologue``) is issued before the step: it copies the weights that the arena lacks.  The streams are ordered only by
+the events that the ops of step and prologue record and wait for.  If collectives run on separate streams, the executor
+orders these streams by additional events.  One event makes a collective wait until compute has reached the Start op.  One
+event per collective makes compute wait at the Finish op until the collective has ended.
 
-instructions.py makes the functions that issue the ops.  The executor calls these functions, or launches the call as a CUDA
-graph.
+instructions.py makes the functions that issue the ops.  For each call, the executor either calls these functions or launches
+a CUDA graph of the call.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ class Executor:
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
         self._later: list[Any] = [None] * (len(nodes) - len(placeholders))
-        # the prologues of cold starts and of jumps without stale weights.  They are made when they are first used, because
-        # few calls of a cycle ever need a prologue.
+        # the functions that issue the prologues of cold starts, and of jumps without stale weights (weights that were
+        # written after they were copied).  The functions of a prologue are made when it is first used, because few calls of
+        # a cycle ever need a prologue.
         self._prologues: dict[tuple[bool, Sequence[Lane]], list[Issue]] = {}
         self.instructions = instructions(self.target, cycle.ops[self.call], issued(program))
 
@@ -95,14 +97,14 @@ class Executor:
         """Run one step that computes all rows; return the outputs of each row.  A row is one set of inputs of the traced
         graph.
 
-        In one step, each weight is copied once, and each compute op runs for one row after the other.  The waits before a
-        compute op and the evictions after it are issued once, so the order that was verified for one row holds for all rows.
-        A step with several rows is not measured, and is never a CUDA graph.  The outputs of different rows share no memory.
-        The device holds the intermediate values of all rows at the same time.  The graph must not write to an input that two
-        rows share.
+        A step copies each weight once, and runs each compute op for one row after the other.  The waits before a compute op
+        and the evictions after it are issued once for all rows, so the order of ops that was verified for one row is also
+        safe for several rows.  A step with several rows is not measured, and is never a CUDA graph.  The outputs of
+        different rows share no memory.  The device holds the intermediate values of all rows at the same time.  The graph
+        must not write to an input that two rows share.
 
         ``timed``: whether the times of this step are needed for re-planning.
-        Raises ChunkflowError if a copy or a collective fails; the next call is then a cold start.
+        Raises ChunkflowError if a copy or a collective fails.  After such an error, the next call is a cold start.
         """
         try:
             step = self.enqueue(rows, timed)
@@ -113,12 +115,13 @@ class Executor:
         return step.outputs if len(rows) == 1 else separated(step.outputs)
 
     def copy_again(self, versions: Mapping[str, int]) -> None:
-        """Make the next step copy the weights in ``versions`` again.  A weight is skipped if the arena already contains the
-        given version of its values."""
+        """Make the next step copy the weights in ``versions`` again.  A weight is skipped if the arena already contains this
+        version of the weight."""
         self.rewritten |= versions
 
     def enqueue(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> RunningStep:
-        """Issue one step.  Its outputs are valid after :meth:`Device.deliver`.  More steps may be issued before ``deliver``.
+        """Issue one step.  The outputs of the step are valid after :meth:`Device.deliver`.  More steps may be issued before
+        ``deliver`` is called.
 
         ``rows``, ``timed``: see :meth:`run`.
         """
@@ -156,7 +159,7 @@ class Executor:
                 issue(step)
             step.cost.end_issue(self.device.clock.now() - begin_s)
         number = state.end_call(self._next)
-        # pass the cost only: a reference to the step would keep its values alive
+        # the callback gets only the cost of the step, because a reference to the step would keep its values alive
         over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
         return step
@@ -170,8 +173,8 @@ class Executor:
         return env
 
     def _recorded(self, env: Sequence[Any], measured: bool) -> CudaGraph | None:
-        """Return the CUDA graph to launch for the inputs in ``env``; None if the call is to be issued op by op.  If it is
-        time to record a graph, record it now.
+        """Return the CUDA graph to launch for the inputs in ``env``; None if the call is to be issued op by op.  If a graph
+        of the call is due to be recorded, record it now.
 
         ``measured``: whether the times of regions and collectives are needed, which a graph launch does not provide.
         """
@@ -198,7 +201,7 @@ class Executor:
             graph.drop(why)
 
     def _stale(self) -> set[str]:
-        """Return the names of the weights whose values in the arena's memory are out of date."""
+        """Return the names of the stale weights, whose values in the arena's memory are out of date."""
         return {name for name, version in self.rewritten.items() if self.state.versions.get(name) != version}
 
     def _prime(self, step: RunningStep, stale: Collection[str] | None = None, *, jumps: bool = False) -> None:
@@ -207,11 +210,11 @@ class Executor:
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
         if cold:
-            self.device.recover()  # nothing is lost: a failed copy was for another model, or the prologue repeats it
+            self.device.recover()  # no copy is lost: a failed copy was for another model, or the prologue repeats it
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
-                reads.recover()  # nothing is lost: a failed read was for another model, or the prologue repeats it
+                reads.recover()  # no read is lost: a failed read was for another model, or the prologue repeats it
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)
@@ -259,7 +262,7 @@ class Executor:
         )
 
     def forget(self) -> None:
-        """Wait for work in flight, and discard the contents of the arena, so that the next step is a cold start."""
+        """Wait for work in flight, and discard the contents of the arena.  The next step is then a cold start."""
         self.binding.arena.discard(self.state)
         for stream in self.device.streams:
             with contextlib.suppress(

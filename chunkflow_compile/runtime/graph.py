@@ -1,8 +1,8 @@
 """Compiled graphs: the callables that Dynamo calls.
 
 Dynamo shares a compiled graph between models of one class, so the graph may be called with the parameters of several models.
-The graph has one program per model and size.  A program ends when the placement of its model ends.  The placement owns the
-program; the graph keeps only a weak reference to it.
+The graph has one program per model and input size.  The placement of a model (placed/placement.py) owns the programs of the
+model, which end when the placement ends.  The graph keeps only weak references to its programs.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .wrapped_calls import tuple_getter
 
 _log = logging.getLogger(__name__)
 
-# The key of a program: the ids of the first and the last weight, and the sizes of the call.  Both ids are needed, because
-# blocks may share a weight.
+# The key under which a compiled graph finds a program: the ids of the first and the last weight that a call reads, and the
+# input sizes of the call.  Both ids are needed, because two blocks may share one of these weights.
 _Key = tuple[int, int, Sizes]
 
-# A function that places a model.  Its arguments are the parameters by name, the names of the weights to offload, and a
-# function ``start``.  It moves these weights to host memory and calls ``start`` with the model's arena.  Then it attaches
-# the program that ``start`` returns to the placement of the model.
+# A function that places a model.  Its arguments are the parameters by name, the names of the weights that are to be
+# offloaded, and another function, ``start``.  It moves these weights to host memory, and calls ``start`` with the model's
+# arena.  The program that ``start`` returns is then added to the placement of the model.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
 # A function that gets the parameters of a model by name.  It returns the goal that replan or a pipeline has set for the
@@ -56,8 +56,9 @@ Changed = Callable[[Mapping[str, nn.Parameter]], Goal | None]
 class HostConstants:
     """Device copies of graph inputs that are in CPU memory, such as tables of rotary embeddings.
 
-    The forward of the model would copy these tables to the device in every step.  This class copies each table once, and
-    keeps the copy as long as the table exists.  ``positions``: positions of the tables among the inputs of the graph.
+    Without this class, the forward of the model would copy these tables to the device in every step.  This class copies each
+    table once, and keeps the copy as long as the table exists.  ``positions``: positions of the tables among the inputs of
+    the graph.
     """
 
     def __init__(self, device: torch.device, positions: Sequence[int] = ()) -> None:
@@ -65,7 +66,7 @@ class HostConstants:
         self.positions = tuple(positions)
         self._moved: WeakTensorKeyDictionary = (
             WeakTensorKeyDictionary()
-        )  # table -> its version when copied, and the copy
+        )  # table -> its version when it was copied, and its device copy
 
     def move(self, inputs: list[Any]) -> None:
         """Replace each table in ``inputs`` by its copy on the device.  If a table was written since it was copied, copy it
@@ -84,8 +85,8 @@ class HostConstants:
 
 
 class CompiledGraph:
-    """The callable that AOTAutograd gets.  Its argument is a list of the inputs of the traced graph, which the call
-    empties."""
+    """The callable that the backend gives to AOTAutograd.  Its argument is a list of the inputs of the traced graph; each
+    call empties this list."""
 
     _boxed_call = True
 
@@ -98,8 +99,8 @@ class CompiledGraph:
         tables: HostConstants,
         packs: bool,
     ) -> None:
-        """``place``, ``changed``: see :data:`Place` and :data:`Changed`.  ``tables``: holds device copies of those inputs
-        that are on the host.  ``arena``: the arena that the user passed; None if each model has its own arena.  ``packs``:
+        """``place``, ``changed``: see :data:`Place` and :data:`Changed`.  ``tables``: the device copies of the inputs that
+        are in host memory.  ``arena``: the arena that the user passed; None if each model has its own arena.  ``packs``:
         whether uncompressed weights may be compressed when a program is bound."""
         self.variants = variants
         self._packs = packs
@@ -108,8 +109,9 @@ class CompiledGraph:
         self._changed = changed
         self._arena = arena
         self._programs: weakref.WeakValueDictionary[_Key, SingleCall] = weakref.WeakValueDictionary()
-        # Key: the id of the model's first weight, and the sizes.  The weight's storage is stored, too, because the id may be
-        # reused after the storage is freed.
+        # The active variants, by the id of the model's first weight and the input sizes.  A weak reference to the storage of
+        # this weight is kept with each variant, because Python may give the same id to another object after the weight is
+        # freed.
         self._active: dict[tuple[int, Sizes], tuple[StorageWeakRef, ActiveVariant]] = {}
         self._lock = ProcessLock()
         when_collected(self, _drop_all, self._programs)
@@ -137,7 +139,7 @@ class CompiledGraph:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The program at the sizes for which the graph was compiled, as a tuple."""
+        """A tuple of one program: the program for the input sizes for which the graph was compiled."""
         return (self.variants.first.program,)
 
     @contextlib.contextmanager
@@ -161,14 +163,15 @@ class CompiledGraph:
             refreshed = True
             parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
-                # otherwise another thread has replaced the program in the meantime
+                # if the condition is False, another thread has replaced the program in the meantime
                 if self._programs.get(key) is program and sizes in self.variants:
                     self._renew(key, program, parameters)
 
     def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Plan for the sizes of a call.  The number of plans is limited; if an older plan is dropped, end its programs."""
+        """Plan for the input sizes of a call.  The number of plans is limited.  If an older plan is dropped for the new one,
+        end the programs of the older plan."""
         with self._lock(), awaited(parameters.values()):
-            if self.variants.sizes(inputs) is None:  # another thread may have planned for these sizes in the meantime
+            if self.variants.sizes(inputs) is None:  # another thread may have made this plan in the meantime
                 self.variants.plan(inputs, self._changed(parameters))
                 self._active = {key: kept for key, kept in self._active.items() if key[1] in self.variants}
                 for key, program in [*self._programs.items()]:
@@ -201,10 +204,10 @@ class CompiledGraph:
         self._programs[key] = fresh
 
     def _active_variant(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> ActiveVariant:
-        """Return the active variant of a model at ``sizes``.  Create it if there is none.
+        """Return the active variant of a model for the input ``sizes``.  Create the active variant if there is none.
 
-        Active variants are not kept in a weak dictionary, because its callbacks would run in the garbage collector, where a
-        Ctrl-C is lost.
+        Active variants are not kept in a weak dictionary, because the callbacks of a weak dictionary run in the garbage
+        collector, where a Ctrl-C would be lost.
         """
         first = next(iter(parameters.values()))
         self._active = {key: kept for key, kept in self._active.items() if not kept[0].expired()}
@@ -220,11 +223,11 @@ class CompiledGraph:
     ) -> SingleCall:
         """Make a program for a model whose weights are placed, and bind the program to the memory of ``arena``.
 
-        First, the weights are compressed or sharded as the variant expects.  If some weights cannot be compressed, other
-        regions are lowered.  This happens in two cases: the weights belong to another block or model than the weights for
-        which the variant was lowered, or they were written after it was lowered.  In two other cases, a new plan is made,
-        but nothing is lowered: the ranks do not agree on the weights to shard, or more weights are in files than the plan
-        expects (because the plan was made for another model).
+        First, the weights are compressed or sharded as the variant expects.  If some of these weights cannot be compressed,
+        the regions that read them are lowered again for uncompressed weights.  This can happen if the variant was lowered for
+        the weights of another block or model, or if the weights were written after the variant was lowered.  In two other
+        cases, a new plan is made, but no region is lowered: the ranks do not agree on the weights to shard, or more weights
+        are in files than the plan expects (because the plan was made for another model).
         """
         sources = self._take_sources(active.variant, parameters)
         if sources != active.variant.sources:
@@ -235,13 +238,13 @@ class CompiledGraph:
 
     def _take_sources(self, variant: Variant, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:
         """Compress and shard the weights as ``variant`` expects, as far as possible.  Return the names of the weights that
-        are then compressed or sharded, like :attr:`Variant.sources`.
+        are compressed or sharded afterwards, in the format of :attr:`Variant.sources`.
 
         A compressed weight is decompressed only if several regions read it or the graph returns it.
         """
         for store in _stores(parameters.values()):
             if store.exported:
-                store.sync_external_writes()  # before a program is bound, so that it copies the written values
+                store.sync_external_writes()  # now, before a program is bound: the program then copies the new values
         able, wanted = takes_packed(self.variants.first.cut), variant.packed if self._packs else frozenset()
         buffers = {
             name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None
@@ -259,9 +262,9 @@ def _shard_across_peers(buffers: Mapping[str, HostBuffer], wanted: Collection[st
     """Shard the ``wanted`` weights across the peers of their models, unless they are sharded already.  Return the names of
     all sharded weights.
 
-    Sharding is decided once for all weights that the ranks have placed together: each rank must call this function for these
-    weights, in the same order, even if its ``wanted`` is empty.  A weight that any rank does not want to shard in this call
-    is never sharded, and neither is a weight that is placed later.
+    The decision which weights to shard is made once, for all weights that the ranks have placed together: each rank must
+    call this function for these weights, in the same order, even if its ``wanted`` is empty.  A weight is sharded only if
+    all ranks want to shard it in this call.  A weight that is placed after the decision is never sharded.
     """
     for peers in dict.fromkeys(buffer.store.peers for buffer in buffers.values()):
         todo = {
@@ -281,7 +284,7 @@ def _stores(values: Iterable[Any]) -> list[Store]:
 def awaited(values: Iterable[Any]) -> Iterator[None]:
     """A context for the work that this rank does before the placed weights among ``values`` are sharded.
 
-    The other ranks wait for this work.  If it raises an error, the other ranks raise the same error.
+    The other ranks wait for this work.  If this work raises an error, the other ranks raise the same error.
     """
     with contextlib.ExitStack() as calls:
         for store in _stores(values):
@@ -303,7 +306,7 @@ def on_fakes(mode: Any, graph: GraphModule, inputs: Sequence[Any]) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _drop_all(programs: weakref.WeakValueDictionary[_Key, SingleCall]) -> None:
-    """End all programs of a compiled graph that was garbage-collected (for example after torch._dynamo.reset), because they
-    can never run again."""
+    """End all programs of a compiled graph that was garbage-collected (for example after torch._dynamo.reset), because these
+    programs can never run again."""
     for program in list(programs.values()):
         aside(program.close)

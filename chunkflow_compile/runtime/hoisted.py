@@ -1,8 +1,8 @@
 """Hoisted graphs: a preamble, which runs once for many steps, and a main graph, whose inputs include the preamble's results.
 
-The preamble computes one row of results for each set of slow inputs (graph/hoist.py), and a table keeps the rows (rows.py).
-If the table contains the row for the slow inputs of a step, the step runs only the main graph.  Otherwise, the step first
-runs the preamble.
+The preamble computes one row of results for each set of slow inputs, such as timesteps (graph/hoist.py), and a table keeps
+the rows (rows.py).  If the table contains the row for the slow inputs of a step, the step runs only the main graph.
+Otherwise, the step first runs the preamble.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Preamble:
     """Computes rows and keeps them in tables.  Each model has one table, or one table per block if blocks are compiled
     separately.
 
-    All graphs that are compiled for different sizes of one model share one preamble.
-    ``key``: two preambles with equal keys compute the same rows.  ``hoisted``: names of the weights that only the preamble
-    reads.  ``most_bytes``: the maximum size of each table in bytes.
+    The graphs of a model for different input sizes share one preamble if it computes the same rows for them.
+    ``key``: a value that is equal for two preambles if they compute the same rows.  ``hoisted``: names of the weights that
+    only the preamble reads.  ``most_bytes``: the maximum size of each table in bytes.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Preamble:
     ) -> None:
         """``most_rows``: the maximum number of rows in a table.  ``timesteps``: a function that returns the timesteps of a
         model's schedule, or None if they are not known.  ``share``: a function that is called when a model gets a table.
-        Both functions get the program that computes the rows of the model."""
+        The argument of ``timesteps``, and the last argument of ``share``, is the program that computes the rows of the
+        model."""
         self.key = key
         self._timesteps, self._share = timesteps, share
         self.graph = graph
@@ -68,7 +69,8 @@ class Preamble:
 
     def limit(self, tables: int) -> None:
         """Limit each table of this preamble to an equal share of the memory for rows.  ``tables``: the number of preambles
-        that share this memory, including this one: they read the same weights, for different batch sizes.
+        that share this memory, including this preamble.  These preambles read the same weights, but were compiled for
+        different batch sizes.
         """
         self.most_bytes = max(self._row_bytes, self._bytes_of_all // tables)
         for program in self._programs:
@@ -76,16 +78,18 @@ class Preamble:
                 program.table.rows.trim()
 
     def row(self, inputs: Sequence[Any]) -> Row | None:
-        """Return the row for a call.  Compute it now if the table does not contain it.  ``inputs``: inputs of the preamble.
+        """Return the row for a call.  If the table does not contain the row, compute it now.  ``inputs``: inputs of the
+        preamble.
 
-        Returns None if rows are never reused, so that hoisting should end.  If the row is missing, the rows of the model's
-        other blocks for the same slow inputs are also computed.  If they were computed one by one when each block is called,
-        each block would interrupt the cycle of blocks with a cold start.
+        Returns None if hoisting should end, because rows are never reused.  If the row is missing and blocks are compiled
+        separately, the rows of the model's other blocks for the same slow inputs are computed, too.  If these rows were
+        computed only when each block is called, the preamble of each block would interrupt the cycle of blocks with a cold
+        start.
         """
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
             if program.arena.device.type == "cuda":
-                check_no_capture(program.arena.device)  # reading tensor values on the host would invalidate the capture
+                check_no_capture(program.arena.device)  # to read tensor values on the host would invalidate the capture
             table, counts = self._table_of(program, inputs), program.call.counts
             rows, before = table.rows, table.newest
             if (timesteps := self._timesteps(program)) is not None:
@@ -104,7 +108,7 @@ class Preamble:
         return row
 
     def _compute_ahead(self, weights: Sequence[Any], slow: Sequence[Any]) -> None:
-        """Compute the row for a later call with the slow inputs ``slow``, unless the table already contains it."""
+        """Compute the row for a future call with the slow inputs ``slow``, unless the table already contains this row."""
         inputs = self._with_slow(weights, slow)
         with self.graph.ready(inputs) as program:
             rows = self._table_of(program, inputs).rows
@@ -173,8 +177,8 @@ def _most_bytes(ref: weakref.ref[Preamble]) -> int:
 
 
 def _tables_of_other_blocks(program: SingleCall, newest: Key) -> list[Table]:
-    """Return the tables of the other blocks of the model whose latest call had the key ``newest``: in each step, these
-    blocks get the same slow inputs as the block of ``program``."""
+    """Return the tables of those other blocks of the model whose latest call had the key ``newest``.  These blocks are
+    assumed to get the same slow inputs in each step as the block of ``program``."""
     return [
         table
         for other in program.arena.programs
@@ -190,7 +194,8 @@ def _versions(program: SingleCall) -> tuple[tuple[int, ...], ...]:
 
 
 class HoistedGraph:
-    """The callable that AOTAutograd gets.  It takes the inputs and returns the results of the whole graph."""
+    """The callable that the backend gives to AOTAutograd.  It takes the inputs of the whole graph, and returns the results
+    of the whole graph."""
 
     _boxed_call = True
 
@@ -203,8 +208,9 @@ class HoistedGraph:
         tables: HostConstants,
         whole: Callable[[], CompiledGraph],
     ) -> None:
-        """``graph``: the whole graph.  ``main``: the compiled main graph.  ``tables``: the host constants among the inputs.
-        ``whole``: a function that compiles the whole graph; it is called if hoisting ends."""
+        """``graph``: the whole graph.  ``main``: the compiled main graph.  ``tables``: the inputs that are host constants
+        (:class:`HostConstants`).  ``whole``: a function that compiles the graph without hoisting.  It is called if hoisting
+        ends."""
         self._graph = graph
         self._tables = tables
         self._halves: tuple[Preamble, CompiledGraph] | None = (preamble, main)
@@ -215,8 +221,8 @@ class HoistedGraph:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs of the main graph and of the preamble (or of the whole graph, if hoisting has ended), at the sizes
-        for which they were compiled."""
+        """The programs of the main graph and of the preamble (if hoisting has ended, the programs of the whole graph), at
+        the sizes for which they were compiled."""
         if self._halves is None:
             return () if self._whole is None else self._whole.programs
         preamble, main = self._halves

@@ -1,5 +1,5 @@
-"""The clock of host threads.  The streams of a device, the emulated PCIe link and the emulated SSD use it to measure time
-and to sleep."""
+"""The clock of host threads.  The streams of a device, the emulated PCIe link and the emulated SSD use this clock to measure
+time and to sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exact bits of a call's small inputs, read to the host with as few reads of device memory as possible."""
+"""Gives the host the exact bits of a call's small inputs, with as few transfers from device memory as possible."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# The dtype, shape and bytes of a tensor, or the type and value of another input.  Two such tuples are equal only if both
-# inputs have equal bits.
+# The bits of an input: the dtype, shape and bytes of a tensor, or the type and value of any other input.  Two of these
+# tuples are equal only if both inputs have equal bits.
 Bits: TypeAlias = tuple[Any, ...]
 
 # If the base of a view has at most this many bytes, the whole base is read, so that the bits of all its views are known.
@@ -26,9 +26,10 @@ _ALIGNMENT = 64
 
 @dataclass
 class BitSources:
-    """For each of four ways to find the bits of an input, the number of inputs; and the number of transfers to the host.
+    """Counters of an :class:`InputBits`.  There are four ways to find the bits of an input (see :class:`InputBits`); each of
+    the first four fields counts the inputs for one of these ways.  ``transfers`` counts the transfers to the host.
 
-    If a call also reads the timesteps of an expected schedule, they count as inputs of this call.
+    If a call also reads the timesteps of an expected schedule, these timesteps count as inputs of the call.
     """
 
     same_object: int = 0
@@ -43,9 +44,9 @@ class InputBits:
 
     Values in host memory are read directly.  A device tensor needs no transfer if the same tensor object was read before and
     its ``_version`` and layout have not changed.  A view of a small base tensor needs no transfer if the base was read
-    before and has not changed.  All other tensors of a call are read in one transfer.  Tensors that have been read are held
-    weakly.  Writes that do not increase ``_version``, such as writes through ``.data`` or by a user's kernel, are not
-    noticed.  Inference tensors have no version, so they are read in every call.
+    before and has not changed.  All other device tensors of a call are read in one transfer.  Only weak references to
+    tensors that have been read are kept.  Writes that do not increase ``_version``, such as writes through ``.data`` or by a
+    user's kernel, are not noticed.  Inference tensors have no version counter, so they are read in every call.
 
     ``on_host``: a function that returns whether a tensor is in host memory; tests replace it to run without a device.
     """
@@ -99,7 +100,7 @@ class InputBits:
         """Return the bytes of each tensor, read in one transfer.  For a view of a small base, the whole base is read."""
         bases = [_small_base(tensor) for tensor in tensors]
         wanted = {id(t): t for t in (t if base is None else base for t, base in zip(tensors, bases, strict=True))}
-        # an inference tensor has no version
+        # an inference tensor has no version counter
         states = [None if t.is_inference() else _state(t) for t in (*wanted.values(), *tensors)]
         whole = dict(zip(wanted, self._transfer(list(wanted.values())), strict=True))
         contents = [
@@ -126,15 +127,16 @@ class InputBits:
 
 
 def split(content: bytes, nbytes: int) -> list[bytes]:
-    """Split bytes into elements of ``nbytes`` each."""
+    """Split bytes into elements with ``nbytes`` bytes each."""
     return [content[i : i + nbytes] for i in range(0, len(content), nbytes)]
 
 
 def values_like(like: Any, wanted: Sequence[Bits]) -> list[Any]:
     """Return one input for each entry in ``wanted``, with exactly the bits of this entry.
 
-    The tensors get the layout and the device of ``like``; a single copy moves all of them to the device.  If the layout of
-    ``like`` repeats an element (stride 0) and an entry needs different values there, None is returned for this entry.
+    The returned tensors have the layout and the device of ``like``; a single copy moves all of them to the device.  If the
+    layout of ``like`` repeats an element (stride 0), but an entry has different values for the repeated elements, None is
+    returned for this entry.
     """
     if not isinstance(like, torch.Tensor):
         return [_number_of(bits) for bits in wanted]
@@ -168,7 +170,7 @@ def _number_of(bits: Bits) -> Any:
 
 
 def _state(tensor: torch.Tensor) -> object:
-    """Return a value that is different after the tensor is written or gets other memory (for example by an assignment to
+    """Return a value that changes when the tensor is written, or when it gets other memory (for example by an assignment to
     ``.data``)."""
     return tensor._version, tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype
 
@@ -179,7 +181,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    dense = tensor if plain else _dense(tensor)  # skip _dense if possible: it takes half of this function's time
+    dense = tensor if plain else _dense(tensor)  # _dense is avoided, because it takes half of this function's time
     return ctypes.string_at(dense.data_ptr(), dense.nbytes)
 
 
@@ -200,7 +202,7 @@ def _small_base(view: torch.Tensor) -> torch.Tensor | None:
         return None
     first = _first_element(base, view)
     last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    return base if first >= 0 and last < base.numel() else None  # as_strided may reach beyond the base
+    return base if first >= 0 and last < base.numel() else None  # a view that as_strided made may reach beyond its base
 
 
 def _first_element(base: torch.Tensor, view: torch.Tensor) -> int:

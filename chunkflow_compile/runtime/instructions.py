@@ -39,14 +39,15 @@ from .target import Issue, RunningStep, Target
 
 
 def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] = ()) -> list[Issue]:
-    """Return the functions that issue the ops of a step, in order.
+    """Return the functions that issue the ops of a step, in the order in which they are to be called.
 
-    ``nodes``: each node of the program with its ops (see :func:`issued`); empty if the step consists of transfers only.
+    ``nodes``: the nodes of the program, each with its ops (see :func:`issued`); empty if the step consists of transfers
+    only.
 
-    Each function call takes host time, so adjacent ops are merged into one function: a region and the compute ops after it,
-    adjacent ops of the lanes (copies, records and waits), and adjacent reads.  The copies of one lane between two events are
-    issued together.  If the step computes several rows (see :meth:`Executor.run`), a compute function runs its ops for one
-    row after the other, but Evict ops only for the last row.
+    Each function call takes host time, so one function issues several adjacent ops if possible: a region and the compute ops
+    after it, adjacent ops of the lanes (copies, records and waits), or adjacent reads.  The copies of one lane between two
+    events are issued together.  If the step computes several rows (see :meth:`Executor.run`), a function for compute ops
+    runs its ops for one row after the other; only Evict ops run once, for the last row.
     Raises FindingError if the ops of the nodes differ from the ops of the step.
     """
     if not target.on_drive:
@@ -59,8 +60,9 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
 
 
 def _with_nodes(step: Step, nodes: Iterable[tuple[Node, Step]]) -> Iterator[tuple[Op, Node | None]]:
-    """Yield each op with the node that it comes from.  The node is None for transfers.  If a node has several ops, only its
-    first op and a Run are yielded with the node, the others with None."""
+    """Yield each op with the node that it comes from.  A transfer is yielded with None, because it comes from no node.  If a
+    node has several ops, its first op and its Run op (if it has one) are yielded with the node, and its other ops are yielded
+    with None."""
     work = ((node, [op for op in ops if not _is_transfer(op)]) for node, ops in nodes)
     rest = ((op, node if op is ops[0] or isinstance(op, Run) else None) for node, ops in work for op in ops)
     for op in step:
@@ -80,21 +82,22 @@ def _is_transfer(op: Op) -> bool:
 
 
 class _Compiler:
-    """Makes the functions of a step.  ``issues``: the functions that have been completed."""
+    """Makes the functions that issue a step.  ``issues``: the functions that are complete."""
 
     def __init__(self, target: Target) -> None:
         self.issues: list[Issue] = []
         self._target = target
         self._number = {node.name: i for node, i in target.number.items()}
         self._windows = len(target.program.problem.regions)
-        # the index of the window to which stalls are added: the window of the next region, or the last window
+        # the index of the window to which stalls are added: the window before the next region, or the last window if no
+        # region follows
         self._window = 0
-        self._taken: tuple[int, ...] = ()  # the numbers of the values that the next region is the last to read
+        self._taken: tuple[int, ...] = ()  # the numbers of the values whose last reader is the next region
         self._computes: list[Compute] = []
-        self._picks_and_drops: PicksAndDrops | None = None  # the latest work, if later ops may be added to it
+        self._picks_and_drops: PicksAndDrops | None = None  # the latest work, if ops that follow may be added to it
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
-        self._completed = set[Node]()  # the completions that were added together with the starts of their collectives
+        self._completed = set[Node]()  # completions that _start has already added
 
     def add(self, op: Op, node: Any) -> None:
         """Add an op to the current function.  ``node``: see :func:`_with_nodes`."""
@@ -129,13 +132,14 @@ class _Compiler:
                     self._compute(Compute(poison_work(target, op.weight), once=True))
             case Release():
                 numbers = tuple(self._number[value] for value in op.values)
-                if node is not None:  # this Release comes before the Run of a region
+                if node is not None:  # a Release with a node comes directly before the Run of a region
                     self._taken = numbers
                 else:
                     self._latest_picks_and_drops().drops.extend(numbers)
 
     def _start(self, node: Node, index: int) -> None:
-        """Add the start of a collective, together with its completion if the device has a stream for completions."""
+        """Add the start of a collective.  If the device has a stream for completions, add the completion of the collective
+        as well."""
         target, window = self._target, self._window_of(index)
         completion, completions = None, target.device.completion
         if completions is not None and (found := completion_of(node)) is not None:
@@ -144,7 +148,8 @@ class _Compiler:
         self._issue(start_issue(target, collective_issue(target, node, window), completion, target.ended[index]))
 
     def _finish(self, node: Node | None, index: int) -> None:
-        """Add the finish of a collective.  ``node``: the completion of the collective, or None if there is none to issue."""
+        """Add the finish of a collective.  ``node``: the completion of the collective, or None if no completion is to be
+        issued."""
         target = self._target
         recorded, completion = node in self._completed, None
         if node is not None and not recorded:
@@ -152,12 +157,12 @@ class _Compiler:
         self._issue(finish_issue(target, completion, target.ended[index], recorded))
 
     def _window_of(self, collective: int) -> int:
-        """The index of the window to which the duration of a collective is added: the window before the first region that
-        runs after its end."""
+        """Return the index of the window to which the duration of a collective is added.  This is the window before the
+        first region that runs after the end of the collective."""
         return min(self._target.program.problem.collectives[collective].until, self._windows - 1)
 
     def flush(self) -> None:
-        """Complete the current function, and append it to ``issues``."""
+        """Complete the current function: make it from the ops that were added, and append it to ``issues``."""
         if self._computes:
             self.issues.append(_compute(self._target, self._computes))
         if self._transfers:
@@ -174,7 +179,8 @@ class _Compiler:
         self._picks_and_drops = None
 
     def _latest_picks_and_drops(self) -> PicksAndDrops:
-        """Return the work to which picks or drops can be added.  If the latest work already drops values, begin new work."""
+        """Return the work to which a pick of an output or a drop of a value can be added.  If the latest work already drops
+        values, begin new work."""
         if self._picks_and_drops is None or self._picks_and_drops.drops:
             work = PicksAndDrops()
             self._compute(Compute(work.work()))
@@ -197,7 +203,8 @@ class _Compiler:
 
 
 def _compute(target: Target, computes: Sequence[Compute]) -> Issue:
-    """Return a function that issues several pieces of compute work as one piece.  Only the first piece may be a region."""
+    """Return a function that issues several pieces of compute work as one piece.  Only the first of these pieces may be a
+    region."""
     run, window, name = target.device.compute.run, computes[0].window, computes[0].name
     work = together([each.work for each in computes])
     repeated = [each.work for each in computes if not each.once]
@@ -216,7 +223,7 @@ def _compute(target: Target, computes: Sequence[Compute]) -> Issue:
 
 @dataclass(frozen=True)
 class _Part:
-    """Ops that are issued to a stream together: waits for events, then copies, then records of events."""
+    """Ops that are issued to one stream together: first waits for events, then copies, then records of events."""
 
     stream: StreamName
     waits: list[Any] = field(default_factory=list)
@@ -225,11 +232,11 @@ class _Part:
 
 
 def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
-    """Return a function that issues the ops of the lanes, and the records of compute between them, in as few parts as
-    possible.
+    """Return a function that issues a sequence of ops: ops of the lanes, and between them Record ops of the compute stream.
+    The ops are grouped into as few parts as possible (see :class:`_Part`).
 
-    The order of the ops within each stream does not change.  A record that comes before a wait is also issued before this
-    wait, even if they are on different streams.
+    The order of the ops within each stream does not change.  A record that comes before a wait in ``ops`` is also issued
+    before this wait, even if the record and the wait are on different streams.
     """
     parts, newest = list[_Part](), dict[StreamName, _Part]()
     for op in ops:

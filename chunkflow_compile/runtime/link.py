@@ -1,9 +1,11 @@
-"""An emulated PCIe link: a receive port with limited bandwidth.  Copies and incoming bytes of collectives pass through it.
+"""An emulated PCIe link: a receive port with limited bandwidth.  Copies, pulls and the incoming bytes of collectives pass
+through this port.
 
 Either every rank has its own port, or all ranks of a machine share one port (a root complex) through a file.  A port serves
-its lanes either round-robin, one quantum of bytes at a time, as a bus arbiter does, or one whole transfer after the other,
-in the order of their arrival (fifo).  The port computes when a transfer ends, and the sender sleeps until then, which uses
-no CPU time.
+its lanes (copies, pulls and collectives) in one of two orders.  In round-robin order, it serves one quantum of bytes of each
+lane in turn, as a bus arbiter does.  In fifo order, it serves one whole transfer after the other, in the order of their
+arrival.  The port computes the time when a transfer ends, and the sending thread sleeps until this time; sleeping uses no
+CPU time.
 
 Only the time is emulated; the bytes are really copied and exchanged.
 """
@@ -28,7 +30,7 @@ LaneName = Literal["copy", "collective", "pull"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 # The maximum number of ranks on one machine that can share a port.
 MOST_RANKS = 16
-# A transfer with fewer bytes left counts as ended, because the rest is a rounding error.
+# A transfer counts as ended when at most this many bytes remain, because such a small rest is a rounding error.
 _LEAST_BYTES = 1e-3
 
 
@@ -36,8 +38,8 @@ _LEAST_BYTES = 1e-3
 class _Lane:
     """The current or latest transfer of a lane.
 
-    ``left``: the number of bytes still to carry.  ``arrived``: the position of the transfer in the order of arrival.
-    ``over``: the time in seconds when the last byte arrived.
+    ``left``: the number of bytes that the port must still carry.  ``arrived``: the position of the transfer in the order of
+    arrival.  ``over``: the time in seconds when the last byte of the transfer arrived.
     """
 
     left: float = 0.0
@@ -63,7 +65,8 @@ class Wire:
 
     ``turn``: the index of the lane that is being served.  ``quantum``: the bytes that are left in the current quantum of
     this lane.  ``arrivals``: the number of transfers so far.  ``idle_from``, ``idle_to``: the times in seconds when the last
-    idle period began and ended.  If :meth:`add` credits a transfer with idle time, ``idle_from`` moves forward by this time.
+    idle period began and ended.  If :meth:`add` credits a transfer with part of the idle period, ``idle_from`` moves forward
+    to the end of this part.
     """
 
     emulation: LinkEmulation
@@ -78,9 +81,9 @@ class Wire:
     def add(self, lane: int, nbytes: float, late: float) -> None:
         """Add a transfer of ``nbytes`` to a lane.  A real copy engine would have begun the transfer ``late`` seconds ago.
 
-        So the transfer is credited with the bytes that it would have carried since then: all bytes for the time in which the
-        port was idle, and a fair share of the bytes that other transfers carried.  This share is added to the bytes that the
-        other transfers still have to carry.
+        So the transfer is credited with the bytes that the port would have carried for it since then: the full bandwidth
+        while the port was idle, and a fair share of the bandwidth while other transfers used the port.  The bytes of this
+        share are added to the bytes that the port must still carry for the other transfers.
         """
         rate, added = self.emulation.bandwidth, self.lanes[lane]
         others = [other for other in self.lanes if other.left > 0]
@@ -97,8 +100,8 @@ class Wire:
             added.end(self.now if share else begin + unused)
 
     def advance(self, until: float, lane: int | None = None) -> None:
-        """Carry bytes until the time ``until``.  If ``lane`` is given, stop as soon as the transfer of this lane has
-        ended."""
+        """Carry bytes of the transfers until the time ``until``.  If ``lane`` is given, stop as soon as the transfer of this
+        lane has ended."""
         while self.now < until and (lane is None or self.lanes[lane].left > 0):
             waiting = [i for i, waits in enumerate(self.lanes) if waits.left > 0]
             if not waiting:
@@ -115,7 +118,7 @@ class Wire:
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
             served.carry(amount)
             self.quantum -= amount
-            if single:  # several quanta were served at once; a new transfer waits for the rest of the last one
+            if single:  # several quanta were served at once; a new transfer waits for the rest of the last quantum
                 self.quantum %= self.emulation.quantum
             if served.left <= _LEAST_BYTES:
                 served.end(self.now)
@@ -134,7 +137,7 @@ class Port:
     """The receive port of a rank.
 
     ``file``: if several ranks share the port, the file that contains its state; otherwise None.  ``rank``: the number of
-    this rank among the ranks that share the port.  ``clock``: the clock that senders use to sleep."""
+    this rank among the ranks that share the port.  ``clock``: the clock with which sending threads sleep."""
 
     emulation: LinkEmulation
     file: Path | None = None
@@ -153,8 +156,8 @@ class Port:
     def send(self, lane: LaneName, nbytes: int, since: float | None = None) -> float:
         """Block until ``nbytes`` have arrived; return the time when the last byte arrived, in seconds of the clock.
 
-        ``since``: the time when a copy engine would have begun the transfer; the calling thread may have woken up later.
-        None means now.
+        ``since``: the time when a copy engine would have begun the transfer, although the calling thread may have woken up
+        later.  None means the present time.
         """
         mine = LANES.index(lane) + (0 if self._shared is None else self.rank * len(LANES))
         with self._wire() as wire:
@@ -169,7 +172,7 @@ class Port:
                     over = wire.lanes[mine].over + self.emulation.latency_s
                     break
                 ahead = replace(wire, lanes=[replace(lane) for lane in wire.lanes])
-            ahead.advance(float("inf"), mine)  # transfers that arrive meanwhile can only delay this one
+            ahead.advance(float("inf"), mine)  # transfers that arrive during the sleep can only delay this transfer
             self.clock.sleep(max(0.0, ahead.now - self.clock.now()))
         self.clock.sleep(max(0.0, over - self.clock.now()))
         return over

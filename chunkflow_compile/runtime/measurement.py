@@ -1,4 +1,4 @@
-"""Measured times of steps: for each step as a whole, and for each window of the plan."""
+"""Measured times of steps: the times of each step as a whole, and of each window of the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .device_base import Device
 from .rank_times import RankTimes
 
 SCHEMA = 2
-# The file name of a measurement in the folder of a dump, next to the plan.
+# The name of the file with measured times.  The file is in the folder of a dump, next to the plan.
 MEASURED_FILE = "measured.json"
 # The maximum number of measurements to keep: one hour of steps that take one second each.  Older measurements are dropped.
 KEPT_MEASUREMENTS = 3600
@@ -36,7 +36,7 @@ class WindowSeconds(NamedTuple):
 
     ``compute_s``: the compute time of the region.  ``exposed_s``: the time for which compute stalled before the region
     because weights had not arrived.  ``collective_s``: the duration of the collectives before the region.  ``beside_s``: the
-    part of ``collective_s`` for collectives that overlapped a copy.
+    part of ``collective_s`` that belongs to collectives that overlapped a copy.
     """
 
     compute_s: MutableSequence[float]
@@ -48,15 +48,15 @@ class WindowSeconds(NamedTuple):
 def no_seconds(windows: int) -> WindowSeconds:
     """Return zero seconds for each of ``windows`` windows.
 
-    The columns are arrays instead of lists, because the measurements of an hour of steps with 60 blocks take 30 MB as
-    arrays, but 300 MB as lists.
+    The seconds are stored in arrays instead of lists, because the measurements of an hour of steps with 60 blocks take 30 MB
+    as arrays, but 300 MB as lists.
     """
     zeros = bytes(8 * windows)
     return WindowSeconds(array("d", zeros), array("d", zeros), array("d", zeros), array("d", zeros))
 
 
 class RegionWatch:
-    """Adds the compute time of a region to its window."""
+    """A :class:`Watch` that adds the compute time of a region to its window."""
 
     def __init__(self, windows: WindowSeconds, window: int) -> None:
         self._windows = windows
@@ -71,20 +71,20 @@ class RegionWatch:
 
 
 class StepMeasurement(NamedTuple):
-    """The measurement of one run of a program (a step).  It is a tuple because every measured call creates one, and a
-    dataclass would take longer to create.
+    """The measurement of one run of a program (a step).  The class is a tuple because every measured call creates one, and a
+    dataclass takes longer to create.
 
     ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds for which compute
     stalled because weights had not arrived, including the copies of a cold start.  ``collective_s``: the total seconds of
     collectives and their completions.  ``copy_s``: the total seconds of the copies that ended in the step.  ``alone_s``,
     ``alone_bytes``: seconds and bytes of the copies from the host that overlapped neither a collective nor a pull.
     ``moved_bytes``: bytes of the copies that were issued in the step.  ``pulled_bytes``: the part of ``moved_bytes`` that
-    came from other ranks.  ``primed_bytes``: bytes that the prologue copied before the step; they are not part of
-    ``moved_bytes``.
+    came from other ranks.  ``primed_bytes``: bytes that the prologue copied before the step; ``moved_bytes`` does not
+    include these bytes.
     ``read_s``, ``read_bytes``: seconds and bytes of the reads from the SSD into the ring since the previous step.
     ``idle_s``: seconds from the end of the cycle's previous call to the start of this step; 0 if the previous call was not
     measured.  ``begin_s``: the time when the step started, in seconds of the device's clock.  ``plan``: the digest of the
-    plan under which the step ran: the plan of the program or of a cycle.
+    plan under which the step ran, which is the plan of the program or of a cycle.
     """
 
     step_s: float
@@ -106,8 +106,8 @@ class StepMeasurement(NamedTuple):
 
 
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
-    """Combine the measurements of the calls of a cycle into the measurement of one step.  The time between calls is left
-    out."""
+    """Combine the measurements of the calls of a cycle into the measurement of one step.  The time between the calls is not
+    included."""
     columns = zip(*(call.windows for call in calls), strict=True)
     windows = WindowSeconds(*(list(chain.from_iterable(column)) for column in columns))
     names = [name for name in StepMeasurement._fields if name not in ("windows", "plan", "begin_s")]
@@ -117,14 +117,14 @@ def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians over the warm steps of a program, or over its cold steps if all are cold.
+    """Medians of measured times over the warm steps of a program; over its cold steps if all of its steps are cold.
 
     ``plan``, ``problem``: digests of the plan and of the problem.  ``steps``: the number of steps over which the medians are
     taken.  ``cold``: the number of cold steps (the first step is always cold).
     ``copy_rate``: the rate in bytes/s of the copies from the host that overlapped neither a collective nor a pull; None if
     there were no such copies.  ``drive_rate``: the rate in bytes/s of reads from the SSD; None if there were no reads.
-    ``alone_s``: for each window, the median seconds of its collectives, over the steps in which they overlapped no copy;
-    None if they overlapped a copy in every step.
+    ``alone_s``: for each window, the median seconds of its collectives, over the steps in which these collectives overlapped
+    no copy; None if they overlapped a copy in every step.
     """
 
     plan: str
@@ -146,11 +146,12 @@ class Measured:
         return json.dumps({"schema": SCHEMA, **asdict(self), "windows": self.windows._asdict()}, indent=1) + "\n"
 
     def timings(self) -> Timings:
-        """Return timings to plan from.  They add up to the duration of the step.
+        """Return timings to plan from.  Together, the times of compute and collectives add up to about the duration of the
+        step without stalls.
 
-        The sum of the window medians is smaller than the median of the sums, because in each step some windows take
-        unusually long.  So the window medians are scaled to the median of the sums.  The remaining time of the step (host
-        overhead) is divided equally among the regions.
+        The sum of the medians of all windows is smaller than the median of the sums over all windows, because in each step
+        some windows take unusually long.  So the medians are scaled until their sum equals the median of the sums.  The
+        remaining time of the step (host overhead) is divided equally among the regions.
         """
         windows = self.windows
         rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
@@ -167,7 +168,8 @@ class Measured:
 
     @staticmethod
     def from_json(text: str) -> Measured:
-        """Read the output of :meth:`to_json`.  Raises ChunkflowError if ``text`` is not such output or has another schema."""
+        """Read the output of :meth:`to_json`.  Raises ChunkflowError if ``text`` is not output of :meth:`to_json`, or has
+        another schema."""
         try:
             body: dict[str, Any] = json.loads(text)
             schema = body.pop("schema")
@@ -203,7 +205,7 @@ class CycleTimes:
 
     @property
     def name(self) -> str:
-        """A name of the cycle.  It is equal on all ranks, even if the sizes of their shards differ."""
+        """A name of the cycle.  The name is equal on all ranks, even if their weight shards have different sizes."""
         problem, count = self._cycle.problem, len(self._cycle.calls)
         block = next((r.block for r in problem.regions if r.block), "the model")
         return (
@@ -220,10 +222,10 @@ class CycleTimes:
         return [group for name in names if (group := group_named(name)) is not None]
 
     def add(self, call: int, steps: deque[StepMeasurement], counts: Counts, step: StepMeasurement) -> None:
-        """Keep and count the measurement ``step`` of the call with the number ``call``.  Passes without measurements of all
-        their calls, for example because of a jump, are dropped.
+        """Keep and count the measurement ``step`` of the call with the number ``call``.  A pass is dropped if any of its
+        calls was not measured, for example because of a jump.
 
-        ``steps``, ``counts``: the list of measurements and the counters of the call.  They are arguments because the
+        ``steps``, ``counts``: the list of measurements and the counters of the call.  These are arguments because the
         executor must not keep a reference to the call itself.
         """
         steps.append(step)
@@ -244,7 +246,7 @@ class CycleTimes:
     def timings(self, least: int) -> Timings | None:
         """Return the median times of the warm passes so far, including the times between calls; None if there are fewer than
         ``least`` warm passes."""
-        single = len(self._predicted) == 1  # Skip the first step: it has one-time costs even if it is warm.
+        single = len(self._predicted) == 1  # The first step is skipped: it has one-time costs even if it is warm.
         warm = [calls for calls in list(self.complete)[single:] if not any(call.primed_bytes for call in calls)]
         if len(warm) < least:
             return None
@@ -257,12 +259,13 @@ class CycleTimes:
         return replace(timings, idle_s=tuple(idle))
 
     def due(self, after: int, device: Device) -> Timings | None:
-        """Note that a pass has ended.  If re-planning is due, return the times to re-plan from, which are maxima over all
-        ranks; otherwise return None.
+        """Note that a pass has ended.  If re-planning is due, return the times to re-plan from, as maxima over all ranks;
+        otherwise return None.
 
-        Every ``after`` + 1 complete passes, re-planning is due if at least ``after`` of the passes so far were warm.  This
-        depends only on counts of passes, so ranks that run the same calls re-plan in the same pass.  The exchange of times
-        takes one more pass per process group.  Raises ChunkflowError if another rank does not run this cycle.
+        After every ``after`` + 1 complete passes, it is checked whether at least ``after`` of all passes so far were warm.
+        If they were, re-planning is due.  This rule depends only on counts of passes, so ranks that run the same calls
+        re-plan in the same pass.  To exchange the times with the other ranks takes one more pass per process group.  Raises
+        ChunkflowError if another rank does not run this cycle.
         """
         self._passes_ended += 1
         if self._ranks is None:
@@ -271,7 +274,7 @@ class CycleTimes:
             device.collect(wait=True)
             self._ranks = RankTimes(self.groups, {self.name: self.timings(after)})
         else:
-            device.compute.synchronize()  # after the collectives of the pass, all ranks have posted their times
+            device.compute.synchronize()  # once the collectives of this pass have ended, all ranks have posted their times
             self._ranks.read()
         if self._ranks.missing:
             return None
@@ -279,9 +282,10 @@ class CycleTimes:
         return timings
 
     def save(self, folder: Path) -> None:
-        """Write the medians, if there are any, to the folder of a dump.  Errors of the disk or the device are ignored."""
+        """Write the medians of the measured times, if there are any, to the folder of a dump.  Errors of the disk or the
+        device are ignored."""
         path = folder / MEASURED_FILE
-        part = path.with_suffix(".part")  # renamed below, so that a reader never sees an incomplete file
+        part = path.with_suffix(".part")  # renamed when it is complete, so that no reader sees an incomplete file
         with contextlib.suppress(OSError, ChunkflowError):
             part.write_text(measured(self._cycle.plan, [as_one(calls) for calls in self.complete]).to_json())
             part.replace(path)
@@ -300,14 +304,16 @@ def seconds_of_calls(cycle: Cycle) -> list[float]:
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
     """Return the fraction of the time of compute and collectives that overlaps copies, from 0 to 1.
 
-    During a stall, a copy is in flight.  So stalls are subtracted both from the step time and from the copy time.
+    While compute stalls, a copy is in flight.  So the time of stalls is subtracted both from the step time and from the copy
+    time.
     """
     work_s = step_s - exposed_s
     return min(1.0, max(0.0, copy_s - exposed_s) / work_s) if work_s > 0 else 0.0
 
 
 def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
-    """Return the medians over the ``steps`` that ran under ``plan``.  Cold steps are left out unless all steps are cold.
+    """Return the medians of the times of those ``steps`` that ran under ``plan``.  Cold steps are left out, unless all of
+    these steps are cold.
 
     Raises ChunkflowError if no step ran under ``plan``.
     """

@@ -1,10 +1,11 @@
 """Order: learns in which order the programs of an arena are called, and decides which cycle runs a call.
 
-Each call is recorded by its *key*, which identifies the weights that the regions of the call read.  When the same keys have
-come twice in the same order, these calls are planned as a cycle, which runs from the third pass on.  Ranks that call the
-same programs plan the cycle in the same pass.  A call that is not the expected next call is a *jump*.  The current cycle, or
-another known cycle, then continues at the position of this call.  If no cycle contains the call, its program runs alone
-(single_call.py).  In each case, the weights that the call needs, and that are not yet in the arena, are copied first.
+Each call is recorded by its *key*, which identifies the weights that the regions of the call read.  When a sequence of keys
+has occurred twice in a row, the calls with these keys are planned as a cycle, which runs from the third pass on.  A pass is
+one round through the calls of a cycle.  Ranks that call the same programs plan the cycle in the same pass.  A call that is
+not the expected next call is a *jump*.  After a jump, the current cycle, or another known cycle, continues at the position
+of this call.  If no cycle contains the call, its program runs alone (single_call.py).  Before the call runs, the weights
+that it needs and that are not yet in the arena are copied.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from .executor import Executor
 
 _log = logging.getLogger(__name__)
 
-# The maximum number of regions in a cycle.  It is enough for two models of 128 blocks, called twice per step.  A limit is
-# needed because planning time grows with the number of regions.
+# The maximum number of regions in a cycle.  It is enough for two models of 128 blocks that are called twice per step.  A
+# limit is needed because planning time grows with the number of regions.
 MOST_REGIONS = 4096
 # The maximum number of cycles that an arena remembers.  Each cycle keeps its plan and its programs, but no device memory.
 _MOST_CYCLES = 8
@@ -73,7 +74,8 @@ class Order:
     def _key_of(self, call: CallSite) -> CallKey | None:
         """Return the key of a call; None if the call cannot be part of a cycle, for example because the user gave its plan.
 
-        The key identifies the weights of each region, the compressed weights, and the collectives between regions."""
+        The key determines which weights each region reads, which weights are compressed, and which collectives are between
+        regions."""
         settings, buffers, problem = call.variant.settings, call.buffers, call.program.problem
         chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         chosen = chosen or settings.preamble
@@ -108,7 +110,7 @@ class Order:
             self.current = None
 
     def swap_plan(self, cycle: BoundCycle, again: BoundCycle) -> None:
-        """Replace ``cycle`` by ``again``, the same cycle under another plan, from the next pass on."""
+        """From the next pass on, run ``again`` instead of ``cycle``.  ``again`` is the same cycle under another plan."""
         if cycle in self.cycles:
             runs = cycle is self.current
             again.continue_from(cycle)
@@ -117,14 +119,14 @@ class Order:
             self.current = again if runs else self.current
 
     def advance(self, call: CallSite, key: CallKey) -> tuple[BoundCycle, Executor] | None:
-        """Note that ``call`` is about to run.  Return the cycle that runs the call, and the call's executor in this cycle;
-        None if the call runs alone."""
+        """Note that ``call`` is about to run.  Return the cycle that runs the call, and the executor of the call in this
+        cycle; None if the call runs alone."""
         if (place := self._locate(call, key)) is None:
             return None
         cycle, number = place
         try:
             return cycle, cycle.begin(call, number)
-        except ChunkflowError as error:  # the program of this call can still run alone
+        except ChunkflowError as error:  # not raised: the program of this call can still run alone
             _log.warning("%s calls do not run as a cycle: %s", len(cycle.keys), str(error))
             self._rejected.append(cycle.keys)
             self.forget(cycle)
@@ -180,9 +182,10 @@ class Order:
         return [cycle for cycle in self.cycles if key in cycle.keys]
 
     def _relearn(self, key: CallKey, stays: Callable[[BoundCycle], bool]) -> None:
-        """Forget the cycles that contain ``key``, unless ``stays`` returns True for them.
+        """Forget the cycles that contain ``key``, unless ``stays`` returns True for the cycle.
 
-        If a cycle is forgotten, or no cycle contains the key, clear the history, so that the order is learned from scratch.
+        If a cycle is forgotten, or no cycle contains the key, also clear the history of calls, so that cycles are learned
+        from scratch.
         """
         cycles = self._cycles_with(key)
         gone = [cycle for cycle in cycles if not stays(cycle)]
@@ -196,8 +199,9 @@ class Order:
         """Plan a new cycle that begins with the latest call, whose key is ``key``.  Return None if there is no such cycle.
 
         See :func:`candidate_periods` for the cycles that are tried.  If the current cycle contains the latest call, the new
-        cycle must be longer than the current one.  If it does not contain the call, for example because a block is split
-        into slices at another size, the new cycle may have any length.
+        cycle must be longer than the current one.  If the current cycle does not contain the latest call, the new cycle may
+        have any length.  For example, a block that is split into slices only at some input sizes has another key at these
+        sizes, and the current cycle does not contain this key.
         """
         current = self.current
         if current is not None and len(self.cycles) >= _MOST_CYCLES:
@@ -212,7 +216,8 @@ class Order:
         return None
 
     def latest_calls(self, keys: Sequence[CallKey]) -> list[CallSite] | None:
-        """Return the latest call site for each key; None if a key has no call site, because its program has ended."""
+        """Return the latest call site for each key; None if a key has no call site, because the program of the key has
+        ended."""
         latest = {key: call for call, key in self._calls.items()}
         calls = [latest[key] for key in keys if key in latest]
         return calls if len(calls) == len(keys) else None
@@ -242,14 +247,14 @@ class Order:
             _log.warning(
                 "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
                 len(keys),
-                str(error),  # as text: the traceback of a logged error would keep the arena alive
+                str(error),  # logged as text, because the traceback of the error would keep the arena alive
             )
             return None
         self._add(cycle)
         return cycle
 
     def _add(self, cycle: BoundCycle) -> None:
-        """Remember a cycle.  If there are then too many cycles, forget the oldest ones."""
+        """Remember a cycle.  If the arena then has more than _MOST_CYCLES cycles, forget the oldest cycles."""
         for old in [c for c in self.cycles if c is not self.current][: max(0, len(self.cycles) + 1 - _MOST_CYCLES)]:
             self.forget(old)
         self.cycles.append(cycle)

@@ -1,10 +1,11 @@
 """Measured times of several ranks.  Each rank plans from the maxima over all ranks, so that all ranks run the same plan.
 
-Ranks that share the collectives of a program run it in lockstep.  At the end of a pass, each rank posts its times to the
-store of the process group.  A collective of the next pass completes only after all ranks have begun that pass.  So after
-this collective, all ranks have posted their times, and no rank has to wait.  If the times of a rank are still missing then,
-this rank runs other calls, and the other ranks keep their plans.  If there are several groups, such as the two dimensions of
-a mesh, the maxima over one group are posted to the next group.
+Ranks that share the collectives of a program run the program in lockstep.  At the end of a pass, each rank posts its times
+to the store of the process group.  A collective of the next pass completes only after all ranks have begun the next pass.
+So after this collective, all ranks have posted their times, and no rank has to wait for them.  If the times of a rank are
+still missing at this point, that rank runs other calls than the rest, and the rest of the ranks keep their plans.  If there
+are several groups, such as the two dimensions of a mesh, the maxima over the ranks of one group are posted to the ranks of
+the next group.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from chunkflow_compile.weights.groups import Group, numbers
 
 
 class RankTimes:
-    """Measured times of some cycles, combined over the ranks of several groups.
+    """Measured times of one or more cycles, combined over the ranks of several process groups.
 
     All ranks create a RankTimes for the same cycles in the same order.  ``timings``: name of a cycle -> the maxima of its
-    times over the groups that have been read so far; None if a rank has no times for the cycle yet.  ``missing``: the groups
-    whose times have not been read yet.
+    times over all ranks whose times have been read so far; None if one of these ranks has no times for the cycle yet.
+    ``missing``: the groups whose times have not been read yet.
     """
 
     def __init__(self, groups: Iterable[Group], timings: Mapping[str, Timings | None]) -> None:
         """``timings``: name of a cycle -> the times that this rank has measured, or None.  Raises ChunkflowError if the
-        store cannot be reached."""
+        store of the process group cannot be reached."""
         self.timings = dict(timings)
         self.missing = deque({group.ranks: group for group in groups}.values())
         self._post()

@@ -1,6 +1,6 @@
 """Reading ahead: read weights from the SSD into a ring buffer in host memory.  Copies to the device read from this buffer.
 
-The ops of a step (step.py) determine which bytes are read, when they are read, and to which position in the ring.
+The ops of a step (step.py) determine which bytes are read, when these bytes are read, and to which position in the ring.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from .host_clock import MONOTONIC, HostClock
 
 _log = logging.getLogger(__name__)
 
-# A function that pins host memory, so that the device can read it directly.  It returns a function that unpins this memory.
+# A function that pins host memory, so that the device can read this memory directly.  The function returns a function that
+# unpins the memory.
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 
-# An SSD is reported as slow if, over at least _SURE_S seconds, it reads at less than this share of the rate that the plan
-# expects.
+# An SSD is reported as slow if its rate is less than this share of the rate that the plan expects, measured over at least
+# _SURE_S seconds of reads.
 _SLOW = 1 / 3
 _SURE_S = 1.0
-# A thread that emulates the duration of a read may wake up too late.  The next read is then shortened by this delay, but at
-# most by this many seconds.
+# A thread that emulates the duration of a read by sleeping may wake up too late.  The next read is then shortened by the
+# delay, but at most by this many seconds.
 _LATE_S = 0.005
 
 
@@ -47,7 +48,7 @@ class InRing:
         return self.source.numel()
 
     def values(self) -> torch.Tensor:
-        """Return the bytes as uint8.  They must have been read into the ring before."""
+        """Return the bytes as a uint8 tensor.  The bytes must have been read into the ring before."""
         return self.reader.values(self.source, self.begin)
 
 
@@ -65,23 +66,24 @@ class DriveReader:
         self._warned = False
 
     def expect(self, nbytes: int, rate: float | None) -> None:
-        """Expect each later step to read ``nbytes``.  ``rate``: the expected rate in bytes/s; None if it is not known."""
+        """From now on, expect each step to read ``nbytes``.  ``rate``: the expected rate of these reads in bytes/s; None if
+        it is not known."""
         self._expected = rate
-        # If free host memory is smaller than the bytes of a step, the page cache is bypassed: it would drop each page before
-        # the next step reads it.  With several ranks on one machine, the page cache is always used, because another rank may
-        # just have read the same pages.
+        # If free host memory is smaller than the bytes that a step reads, the page cache is bypassed, because it would drop
+        # each page before the next step reads the page again.  With several ranks on one machine, the page cache is always
+        # used, because another rank may just have read the same pages.
         self._drive.past_cache = host_memory().free < nbytes and local_ranks() < 2
 
     def read(self, source: DriveBytes, begin: int, ring_bytes: int) -> None:
         """Read ``source`` into the ring at the byte position ``begin``.  The stream of reads runs this method as work.
 
-        ``ring_bytes``: the size in bytes of the ring that the program needs.  If the present ring is smaller, it is
-        replaced.  This happens only in the first read after a prologue, when all copies from the old ring have been issued.
-        Raises ChunkflowError if the read fails.
+        ``ring_bytes``: the size in bytes of the ring that the program needs.  If the present ring is smaller, the ring is
+        replaced.  A ring is replaced only in the first read after a prologue, when all copies from the old ring have been
+        issued.  Raises ChunkflowError if the read fails.
         """
         try:
             if self._ring is None or self._ring.bytes.numel() < ring_bytes:
-                self._ring = None  # frees the old ring before the new one is allocated
+                self._ring = None  # this frees the old ring before the new ring is allocated
                 self._ring = _RingMemory(ring_bytes, self._pin)
             self._drive.read(source, self._ring.bytes[begin : begin + slot_bytes(source.numel())])
         except ChunkflowError:
@@ -91,13 +93,14 @@ class DriveReader:
             raise ChunkflowError(f"Reading ahead of the copies failed: {what}") from error
 
     def values(self, source: DriveBytes, begin: int) -> torch.Tensor:
-        """Return the bytes of ``source`` as uint8.  They have been read into the ring at the byte position ``begin``."""
+        """Return the bytes of ``source`` as a uint8 tensor. :meth:`read` has read these bytes into the ring at the byte
+        position ``begin``."""
         assert self._ring is not None, "it is read before"
         return _inside(source, self._ring.bytes[begin:])
 
     def collect(self) -> tuple[float, int]:
         """Return the seconds and the bytes of reads since the last call of this method.  Warns once if the SSD is much
-        slower than expected."""
+        slower than the plan expects."""
         seconds, nbytes = self._drive.seconds, self._drive.nbytes
         slow = self._expected is not None and seconds >= _SURE_S and nbytes < _SLOW * self._expected * seconds
         if slow and not self._warned:
@@ -118,8 +121,8 @@ class DriveReader:
 
 
 def _inside(source: DriveBytes, memory: torch.Tensor) -> torch.Tensor:
-    """Return the part of ``memory`` for the bytes of ``source``.  Files are read in blocks, so ``memory`` begins with the
-    block that contains the first byte of ``source``."""
+    """Return the part of ``memory`` for the bytes of ``source``.  Files are read in whole blocks, so ``memory`` begins with
+    the block that contains the first byte of ``source``."""
     begin = source.offset % BLOCK
     return memory[begin : begin + source.numel()]
 
@@ -159,8 +162,8 @@ class _Drive:
 
 
 class _RingMemory:
-    """Pinned host memory for reads.  It is unpinned when this object is garbage-collected.  ``bytes``: the memory, as
-    uint8."""
+    """Pinned host memory for reads.  The memory is unpinned when this object is garbage-collected.  ``bytes``: the memory,
+    as uint8."""
 
     def __init__(self, nbytes: int, pin: Pin) -> None:
         self.bytes = empty_pages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))

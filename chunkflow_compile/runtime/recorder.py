@@ -1,6 +1,6 @@
 """Recorder: a device whose streams record a call as a CUDA graph.
 
-The ops of the call are issued to the recorder as to any other device, in the form that :func:`forms.captured` returns.
+The ops that :func:`forms.captured` returns for the call are issued to the recorder in the same way as to any other device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .torch_cuda import TorchCuda
 
 
 class _RecordedStream:
-    """A stream whose work is recorded."""
+    """A stream whose work is recorded in a CUDA graph."""
 
     def __init__(self, cuda: TorchCuda, stream: torch.cuda.Stream) -> None:
         self._cuda = cuda
@@ -40,7 +40,7 @@ class _RecordedStream:
 
 
 class _RecordedCompute(_RecordedStream):
-    """The stream of compute and collectives.  During a recording, it is the caller's current stream."""
+    """The stream of compute and collectives.  During a recording, this stream is the current stream of the caller."""
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
         try:

@@ -1,4 +1,5 @@
-"""Tables of rows.  A row contains the results of a preamble; it is found by the bits of the slow inputs."""
+"""Tables of rows.  A row contains the results of a preamble for one set of slow inputs, and is looked up by the bits of
+these inputs."""
 
 from __future__ import annotations
 
@@ -19,15 +20,14 @@ from chunkflow_compile.units import size
 from .input_bits import BitSources, InputBits, values_like
 from .schedules import ExpectedSchedule, Key, UsedKeys, guesses
 
-# After this many misses in a row, the slow inputs are assumed to be different in every call (random noise levels, for
-# example).
+# After this many consecutive misses, the slow inputs are assumed to be different in every call, as random noise levels are.
 _SPENT = 64
 
 
 @dataclass(frozen=True)
 class Row:
-    """The results of the preamble for one set of slow inputs.  They are inputs of the main graph.  ``nbytes``: bytes of
-    memory that the row holds."""
+    """The results of the preamble for one set of slow inputs.  These results are inputs of the main graph.  ``nbytes``:
+    bytes of memory that the row holds."""
 
     values: tuple[torch.Tensor, ...]
     nbytes: int
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Missing:
-    """A row that the table does not contain.  ``inputs``: the slow inputs from which it can be computed."""
+    """A row that a table does not contain.  ``inputs``: the slow inputs from which the row can be computed."""
 
     key: Key
     inputs: list[Any]
@@ -78,11 +78,11 @@ class Rows:
             row = rows.add(missing, [preamble(m.inputs) for m in missing], seconds)
 
     A lookup finds a row only if all bits of all slow inputs and the versions of all hoisted weights are the same as when the
-    row was computed.  After a miss, :meth:`missing` also returns rows that are guessed to be needed later; a wrong guess
-    only costs time.  A row stays alive as long as the caller holds a reference to it, so evicting a row does not free memory
-    that a running step reads.
+    row was computed.  After a miss, :meth:`missing` also returns rows that the next calls are guessed to need.  A wrong
+    guess only costs time.  A row stays alive as long as the caller holds a reference to it, so evicting a row does not free
+    memory that a running step reads.
 
-    ``most_bytes``: a function that returns the size limit in bytes.  It is a function because re-planning may change the
+    ``most_bytes``: a function that returns the size limit in bytes.  A function is used because re-planning may change the
     limit.
     """
 
@@ -127,15 +127,18 @@ class Rows:
         return row
 
     def lacks(self, key: Key, versions: tuple[Any, ...]) -> bool:
-        """Return whether there is no row for ``key``.  No hit or miss is counted.  ``versions``: see :meth:`find`."""
+        """Return whether there is no row for ``key``.  The lookup does not count as a hit or a miss.  ``versions``: see
+        :meth:`find`."""
         self._expire(versions)
         return key not in self._rows
 
     def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int) -> list[Missing]:
-        """Return the rows to compute after a miss: first the row of the call, then as many guessed rows as fit in the table.
+        """Return the rows to compute after a miss: first the row of the call, then guessed rows, as many as fit in the
+        table.
 
-        ``row_bytes``: the size of each row in bytes.  If there has been no hit since rows were last guessed, the maximum
-        number of guesses is halved.  The least recently used rows are evicted now to free memory for the new rows.
+        ``row_bytes``: the size of each row in bytes.  The maximum number of guessed rows is halved each time that rows are
+        guessed, until the next hit resets it.  The least recently used rows are evicted now, to free memory for the new
+        rows.
         """
         most = self._most_bytes()
         self._check(row_bytes, most)
@@ -159,7 +162,7 @@ class Rows:
         most = self._most_bytes()
         self._check(rows[0].nbytes, most)
         added = list(zip(missing, rows, strict=True))
-        for wanted, row in reversed(added):  # in reverse, so that the guesses for the latest steps are evicted first
+        for wanted, row in reversed(added):  # in reverse: the row that is expected to be needed last is evicted first
             if (old := self._rows.pop(wanted.key, None)) is not None:
                 self._nbytes -= old.nbytes
             self._rows[wanted.key] = row
@@ -175,15 +178,15 @@ class Rows:
         self._evict(self._most_bytes())
 
     def drop(self) -> None:
-        """Drop all rows.  The keys of earlier calls are kept as guesses, so that one pass can recompute all rows of a
+        """Drop all rows.  The keys of previous calls are kept as guesses, so that one pass can recompute all rows of a
         generation."""
         self._rows.clear()
         self._nbytes = 0
 
     @property
     def spent(self) -> bool:
-        """Whether hoisting should end.  After many misses in a row, the slow inputs are assumed to be different in every
-        call."""
+        """Whether hoisting should end.  This is the case after ``_SPENT`` consecutive misses: the slow inputs are then
+        assumed to be different in every call."""
         return self._misses_since_hit >= _SPENT
 
     @property
@@ -222,24 +225,24 @@ class Rows:
 
 
 class Table:
-    """The rows of one model, or of one block if blocks are compiled separately, and the function that computes them.
+    """The rows of one model, or of one block if blocks are compiled separately, and the function that computes these rows.
 
-    ``newest``: the key of the latest call.
+    ``newest``: the key of the latest call, that is, the bits of its slow inputs.
     """
 
     def __init__(
         self, rows: Rows, weights: Sequence[Any], compute: Callable[[Sequence[Any], Sequence[Any]], None]
     ) -> None:
         """``weights``: the inputs of the preamble, with None for each slow input.  ``compute``: a bound method that takes
-        ``weights`` and a list of slow inputs, and computes the row for these inputs if it is missing.  The table keeps only
-        weak references to the weights and to the object of the method."""
+        ``weights`` and a list of slow inputs, and computes the row for these inputs if the row is missing.  The table keeps
+        only weak references to the weights and to the object to which the method is bound."""
         self.rows = rows
         self.newest: Key | None = None
         self._compute = weakref.WeakMethod(compute)
         self._weights = [None if value is None else TensorWeakRef(value) for value in weights]
 
     def compute_ahead(self, slow: Sequence[Any]) -> None:
-        """Compute the row for a later call with the slow inputs ``slow``.  Do nothing if the model no longer exists."""
+        """Compute the row for a future call with the slow inputs ``slow``.  Do nothing if the model no longer exists."""
         weights = [None if ref is None else ref() for ref in self._weights]
         gone = any(value is None and ref is not None for value, ref in zip(weights, self._weights, strict=True))
         if not gone and (compute := self._compute()) is not None:
@@ -247,10 +250,10 @@ class Table:
 
 
 def _with_inputs(keys: Sequence[Key], key: Key, inputs: Sequence[Any]) -> list[Missing]:
-    """Return a missing row for each of the guessed ``keys``.  Its slow inputs have exactly the bits in the key.
+    """Return one :class:`Missing` for each of the guessed ``keys``.  The slow inputs in it have exactly the bits in the key.
 
-    ``key``, ``inputs``: the key and the slow inputs of the present call.  Inputs with equal bits are reused.  A guessed key
-    is left out if :func:`values_like` cannot make one of its inputs.
+    ``key``, ``inputs``: the key and the slow inputs of the present call.  If a guessed key has the same bits as ``key`` for
+    an input, the present input is reused.  A guessed key is left out if :func:`values_like` cannot make one of its inputs.
     """
     made: dict[Key, list[Any] | None] = {guess: list(inputs) for guess in keys}
     for position, value in enumerate(inputs):

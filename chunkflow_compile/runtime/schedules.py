@@ -1,4 +1,5 @@
-"""Guess the slow inputs of the next calls.  A wrong guess costs time, but never changes a result."""
+"""Guesses of the slow inputs (such as the timestep) of the next calls.  A wrong guess costs time, but never changes a
+result."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from torch.utils.weak import TensorWeakRef
 
 from .input_bits import Bits, split
 
-# The bits of all slow inputs of a call, in the order of the inputs.
+# The key of a row: the bits of all slow inputs of a call, in the order of the inputs.
 Key: TypeAlias = tuple[Bits, ...]
 
-# The maximum number of keys of earlier calls that are kept.  It is enough for two generations of 50 steps, or for one
+# The maximum number of keys of previous calls that are kept.  It is enough for two generations of 50 steps, or for one
 # generation of 50 steps with two prompts.
 _MOST_KEYS = 128
 
@@ -33,18 +34,18 @@ def later_then_earlier(values: Sequence[Any], index: int) -> list[Any]:
 
 
 def keys_with(key: Key, position: int, elements: list[bytes]) -> list[Key]:
-    """Return one key for each of ``elements``.  It equals ``key``, except that all elements of the tensor at ``position``
-    have this value."""
+    """Return one key for each value in ``elements``.  This key differs from ``key`` only in the tensor at ``position``, whose
+    elements are all equal to the value."""
     dtype, shape, _ = key[position]
     return [with_value(key, position, (dtype, shape, element * shape.numel())) for element in elements]
 
 
 class ExpectedSchedule:
-    """The timesteps of a scheduler, in each *form* in which diffusers pipelines pass timesteps to a model (for example
-    divided by 1000).
+    """The timesteps of a scheduler, in each *form* in which diffusers pipelines pass timesteps to a model (for example, as
+    they are, or divided by 1000).
 
     Only a weak reference to the tensor of timesteps is kept.  The forms are computed on the device of this tensor, because
-    CUDA implements a division by 1000 as a multiplication by 1 / 1000, which may round differently than on the CPU.
+    results may be rounded differently on the CPU: CUDA implements a division by 1000 as a multiplication by 1 / 1000.
     """
 
     def __init__(self) -> None:
@@ -53,15 +54,15 @@ class ExpectedSchedule:
         self._forms: dict[torch.dtype, list[list[bytes]]] = {}
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        """From now on, guess from these timesteps.  Do nothing if this tensor is already expected and was not written in the
-        meantime."""
+        """From now on, guess keys from these ``timesteps``.  Do nothing if keys are already guessed from this tensor, and it
+        was not written in the meantime."""
         version = 0 if timesteps.is_inference() else timesteps._version
         if self._timesteps is None or self._timesteps() is not timesteps or version != self._version:
             self._timesteps, self._version, self._forms = TensorWeakRef(timesteps), version, {}
 
     def unread(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the forms of the timesteps in the dtypes of ``inputs``, as one tensor per dtype.  Dtypes whose forms have
-        been read before are left out."""
+        """Return the timesteps in all forms, as one tensor for each dtype that occurs among ``inputs``.  A dtype is left out
+        if the bits of its tensor have been read before."""
         timesteps = None if self._timesteps is None else self._timesteps()
         if timesteps is None:
             return []
@@ -75,11 +76,12 @@ class ExpectedSchedule:
             self._forms[dtype] = [elements[i * count : (i + 1) * count] for i in range(forms)]
 
     def guesses(self, key: Key, position: int) -> list[Key]:
-        """If the present value at ``position`` is a timestep in some form, return one key for each other timestep: ``key``
-        with this timestep, in the same form, at ``position``.  Later timesteps come first.
+        """If the present value at ``position`` is a timestep in some form, return one key for each of the other timesteps.
+        In each of these keys, one of the other timesteps, in the same form, replaces the present value; the rest is as in
+        ``key``.  The keys for the timesteps after the present one come first.
 
-        If the present value occurs in several forms, the form in which it has the lowest index is used.  For example, 0 may
-        be the last timestep, or the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
+        If the present value occurs in several forms, the form in which it occurs earliest in the schedule is used.  For
+        example, 0 may be the last timestep, or it may be the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
         """
         dtype, *shape, content = key[position]
         forms = self._forms.get(dtype, [])
@@ -92,8 +94,8 @@ class ExpectedSchedule:
 
 
 def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # The models that get each form: ``cast``: Wan, SD3, HunyuanVideo.  ``scaled``: FLUX, FLUX.2, Qwen-Image, LongCat-Image,
-    # whose pipelines cast the timesteps before they divide.  ``inverted``: Z-Image.
+    # Wan, SD3 and HunyuanVideo get the form ``cast``.  FLUX, FLUX.2, Qwen-Image and LongCat-Image get ``scaled``; their
+    # pipelines cast the timesteps before they divide.  Z-Image gets ``inverted``.
     with torch.no_grad():
         t = timesteps.detach().reshape(-1)
         cast = t.to(dtype)
@@ -103,8 +105,8 @@ def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class UsedKeys:
-    """The keys of the latest calls, oldest first.  When rows are dropped, the keys are kept, so that the schedules of
-    earlier generations stay known."""
+    """The keys of the latest calls, oldest first.  When rows are dropped, their keys are kept here, so that the schedules of
+    previous generations stay known."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[Key, None] = OrderedDict()
@@ -117,11 +119,12 @@ class UsedKeys:
 
     def guesses(self, key: Key, has_row: Callable[[Key], bool]) -> list[Key]:
         """Return keys that are equal to ``key`` except for one input, such as the timestep.  This input takes the values
-        that it had in an earlier generation.
+        that it had in a previous generation.
 
-        Only an input whose present value was used before is varied, so the text of a new prompt, for example, is not varied.
-        If there are several such inputs, the input with the most values in the earlier generation is varied.  Later
-        generations are tried first, until one of them gives a key for which there is no row yet.
+        An input is varied only if its present value was used before.  The text of a new prompt, for example, is not varied.
+        If this leaves several inputs, the input that had the most values in the previous generation is varied.  Previous
+        generations are tried from the most recent one backwards, until the values of one of them give a key that has no row
+        yet.
         """
         used = [old for old in self._keys if _form(old) == _form(key)]
         positions = [i for i, value in enumerate(key) if any(old[i] == value for old in used)]
@@ -160,11 +163,12 @@ def guesses(
     used: UsedKeys,
     has_row: Callable[[Key], bool],
 ) -> Iterator[Key]:
-    """Yield the keys of calls that are likely to follow the call with this ``key``, nearest first.
+    """Yield the keys of calls that are likely to follow the call with this ``key``, in the order in which they are expected.
 
-    The values of an input in later calls are guessed from three sources.  The first source is the base tensor of which the
-    input is one element (``bases``: see :meth:`InputBits.elements_of_base`).  The second source is the scheduler's
-    timesteps.  The calls of earlier generations are used only if the first two sources yield nothing.
+    The values that an input will have in these calls are guessed from three sources.  If the input is one element of a base
+    tensor, the first source is this tensor (``bases``: see :meth:`InputBits.elements_of_base`).  The second source is the
+    timesteps of the scheduler (``expected``).  The third source is the calls of previous generations (``used``), but only if
+    the first two sources yield nothing.
     """
     known = False
     for position, value in enumerate(inputs):

@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 class SingleCall(BoundCycle):
-    """A program that can run alone: a cycle of one call.  It ends when the placement of its model ends.
+    """A program that can run alone: a cycle of one call.  The program ends when the placement of its model ends.
 
-    ``call``: the call site.  ``key``: the key of the call; None if the call never runs in another cycle.  ``order``: the
-    object that decides which cycle runs the call.  ``title``: the name of the program in error messages.  ``started``: the
-    value of time.monotonic() when this object was created.  ``closed``: whether the program has ended.  ``table``: if the
-    program is a preamble, the table of rows that it has computed; otherwise None.
+    ``call``: the call site.  ``key``: the key of the call; None if the call cannot be part of a longer cycle.  ``order``:
+    the object that decides which cycle runs the call.  ``title``: the name of the program in error messages.  ``started``:
+    the value of time.monotonic() when this object was created.  ``closed``: whether the program has ended.  ``table``: if
+    the program is a preamble, the table of the rows that the program has computed; otherwise None.
     """
 
     closed = False
@@ -64,8 +64,8 @@ class SingleCall(BoundCycle):
         """Register this program with the arena and its order, and bind it to the arena's memory.  The caller holds the
         arena's lock.
 
-        If the device does not have enough memory, or if this program and another one are not safe in one arena, the program
-        is removed from the arena.  Raises ChunkflowError in both cases.
+        Raises ChunkflowError if the device does not have enough memory, or if this program cannot safely share the arena
+        with another program.  In both cases, the program is removed from the arena.
         """
         variant = self.variant
         if variant.verified:
@@ -108,7 +108,8 @@ class SingleCall(BoundCycle):
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The latest measured steps of the call, alone or in cycles, oldest first.  Waits for steps in flight."""
+        """The measurements of the latest steps of the call, oldest first.  They include steps that were part of a cycle.
+        Waits for steps in flight."""
         if not self.closed:
             self.arena.streams.collect(wait=True)
         return tuple(self.call.measured)
@@ -181,16 +182,16 @@ class SingleCall(BoundCycle):
         self.times.complete.extend(other.times.complete)
 
     def close(self) -> None:
-        """Wait for work of this program in flight, free its memory, and remove it from the arena.
+        """Wait for work of this program in flight, free the memory of the program, and remove the program from the arena.
 
-        Cycles that contain weights of this program are also unbound; other cycles stay bound.
+        Cycles that contain weights of this program are also unbound; all other cycles stay bound.
         """
         with self.arena.lock():
             if not self.closed:
                 try:
                     for cycle in (self, *self.order.cycles_of(self.call)):
                         self.arena.release(cycle)
-                finally:  # do this also after a Ctrl-C
+                finally:  # this must also happen after a Ctrl-C
                     self.closed, self._weights, self.table = True, [], None
                     self.order.remove(self.call)
                     self.call.drop_weights()
@@ -208,8 +209,8 @@ def _shape(value: Any) -> str:
 def bind_program(call: CallSite, arena: Arena) -> SingleCall:
     """Make a program for a call site, and bind the program to the memory of an arena.
 
-    Raises ChunkflowError if the device does not have enough memory, or if this program and another one are not safe in one
-    arena.
+    Raises ChunkflowError if the device does not have enough memory, or if this program cannot safely share the arena with
+    another program.
     """
     variant = call.variant
     check_kind(arena.device, variant.kind)
@@ -227,14 +228,14 @@ def order_of(arena: Arena) -> Order | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
-    """Note that a weight no longer exists.  The next call ends the programs that need it; this function does not, because it
-    runs in the garbage collector."""
+    """Note that a weight no longer exists.  The programs that need the weight are ended by the next call, not by this
+    function, because this function runs in the garbage collector."""
     if (arena := ref()) is not None:
         arena.lose_weight()
 
 
 def _replan_if_due(cycle: BoundCycle) -> None:
-    """Re-plan a cycle from measured times, if this is due at the end of a pass."""
+    """If a pass has ended and re-planning is due, re-plan the cycle from measured times."""
     try:
         if (timings := cycle.timings_due()) is not None:
             replan({cycle: timings}, by_itself=True)
@@ -248,12 +249,13 @@ def replan(
     """Re-plan cycles.  The new plans are verified, and apply from the next pass on.  The caller holds the locks of the
     arenas.
 
-    ``cycles``: cycle -> the times to plan from, which are maxima over all ranks that run the cycle; None keeps the times
-    from which the cycle was planned.  ``goal``: the new goal; None keeps the goal of each cycle.  ``settings``: other
-    settings to change, by name.  ``by_itself``: whether the re-planning is automatic.  If so, a new plan that places all
-    weights as before is ignored, and an error when a new plan is started is logged instead of raised.  Raises
-    ChunkflowError, and changes nothing, if no plan meets the goal.  If the budget is too small for several programs, the
-    BudgetError of the program with the largest minimum is raised.
+    ``cycles``: cycle -> the times to plan from, as maxima over all ranks that run the cycle.  None instead of times means
+    the times from which the cycle was planned before.  ``goal``: the new goal; None keeps the goal of each cycle.
+    ``settings``: other settings to change, by name.  ``by_itself``: whether the re-planning is automatic.  In this case, a
+    new plan that places all weights as before is ignored, and an error that occurs when a new plan is started is logged
+    instead of raised.
+    Raises ChunkflowError, and changes nothing, if no plan meets the goal.  If the budget is too small for several programs,
+    the BudgetError of the program with the largest minimum budget is raised.
     """
     swaps, remade = list[partial[None]](), dict[tuple[Variant, Timings | None], Variant]()
     short: BudgetError | None = None  # the error of the program with the largest minimum budget

@@ -1,9 +1,10 @@
-"""Streams and events on host threads.  A stream is a thread with a FIFO queue; it runs behind the host, as a GPU does.
+"""Streams and events on host threads.  A stream is a thread with a FIFO queue.  As on a GPU, work is enqueued by the host
+and runs later.
 
 Events work as in CUDA: ``record`` marks a point of a stream, and ``wait`` makes another stream wait for the mark that was
-the latest *when the host called wait*.  After a failure, a stream runs no more work, but it still reaches its marks, so that
-no thread waits forever; threads that wait for these marks raise the error.  ``synchronize`` raises the error once and makes
-the stream usable again.
+the latest *when the host called wait*.  After a failure, a stream runs no more work.  It still reaches its marks, so that no
+thread waits forever; each thread that waits for one of these marks raises the error of the stream.  ``synchronize`` raises
+the error once and makes the stream usable again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .device_base import Waited, Watch
 from .host_clock import MONOTONIC, HostClock
 
-# The maximum time in seconds for which an exiting process waits for its streams.  Their work may hang, for example in a
-# collective after another rank has died.
+# The maximum time in seconds for which an exiting process waits for its streams.  A limit is needed because the work of a
+# stream may hang, for example in a collective after another rank has died.
 EXIT_SECONDS = 5.0
 
 _T = TypeVar("_T")
@@ -35,8 +36,8 @@ Choose = Callable[[Sequence[str]], str]
 
 
 class Bell:
-    """A condition variable that uses only simple locks, because a Ctrl-C inside threading.Condition could leave it locked
-    forever.
+    """A condition variable that uses only simple locks, because a Ctrl-C inside a threading.Condition could leave the
+    condition locked forever.
 
     ``now``: a function that returns the current time in seconds.
     """
@@ -47,8 +48,8 @@ class Bell:
         self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
 
     def ring(self) -> None:
-        """Wake each waiting thread whose function ``ready`` now returns True.  This method calls ``ready`` itself, because
-        waking a thread in vain would cost more."""
+        """Wake each waiting thread whose function ``ready`` now returns True.  The thread that rings calls ``ready``,
+        because waking a thread in vain would take longer."""
         with self.lock:
             for waiter, ready in list(self._waiting.items()):
                 if ready():
@@ -59,7 +60,7 @@ class Bell:
     def wait_for(self, ready: Callable[[], bool], take: Callable[[], _T]) -> _T:
         """Wait until ``ready`` returns True; then call ``take`` and return its result.
 
-        ``ready`` is called immediately and after every :meth:`ring`.  Both functions are called under the lock.
+        ``ready`` is called immediately and after every :meth:`ring`.  Both functions are called while the lock is held.
         """
         while True:
             with self.lock:
@@ -72,19 +73,19 @@ class Bell:
 
 
 class HostEvent:
-    """An event between host threads.  ``recorded``: the number of marks recorded so far.  ``reached``: the number of the
-    latest mark that was reached."""
+    """An event between host threads.  Each record of the event on a stream is a *mark*, and marks are numbered from 1.
+    ``recorded``: the number of marks so far.  ``reached``: the number of the latest mark that a stream has reached."""
 
     def __init__(self, bell: Bell) -> None:
         self.recorded = 0
         self.reached = 0
-        self.reached_at = 0.0  # seconds of the device's clock
+        self.reached_at = 0.0  # when the latest mark was reached, in seconds of the device's clock
         self.error: BaseException | None = None
         self._bell = bell
 
     def mark(self) -> int:
         """Make a new mark; return its number.  The host calls this method when it enqueues the mark on a stream.  When the
-        stream reaches the mark, it calls :meth:`reach` with this number."""
+        stream reaches the mark, the stream calls :meth:`reach` with the number of the mark."""
         self.recorded += 1
         return self.recorded
 
@@ -94,7 +95,8 @@ class HostEvent:
             self._bell.ring()
 
     def block(self, mark: int) -> None:
-        """Block the calling thread until ``mark`` is reached.  Raises ChunkflowError if the stream failed before."""
+        """Block the calling thread until the mark with the number ``mark`` is reached.  Raises ChunkflowError if the stream
+        failed before it reached this mark."""
         self._bell.wait_for(lambda: self.reached >= mark, self.check)
 
     def check(self) -> None:
@@ -106,10 +108,11 @@ class HostEvent:
 class _Item:
     """An entry in the queue of a stream.
 
-    ``run``: the work, or None.  It is a function of the time when the work could have begun, and is skipped if the stream
-    has failed.  ``awaits``: an event, and the number of the mark that must be reached before the work runs; or None.
-    ``end``: a function that is called after the work, also if the work was skipped; its argument is the error of the stream,
-    or None.  ``enqueued``: the time when the host enqueued this entry, in seconds of the device's clock.
+    ``run``: None, or the work: a function whose argument is the time when the work could have begun.  It is not called if
+    the stream has failed.  ``awaits``: None, or an event and the number of one of its marks; the work runs only after a
+    stream has reached this mark.  ``end``: None, or a function that is called after the work, even if the work was skipped;
+    its argument is the error of the stream, or None.  ``enqueued``: the time when the host enqueued this entry, in seconds
+    of the device's clock.
     """
 
     run: Callable[[float], None] | None = None
@@ -124,10 +127,10 @@ class _Item:
 class Engine:
     """The streams of a device that run on host threads.  One lock guards the queues of all streams.
 
-    Each stream has its own thread.  If ``choose`` is given, a single thread runs all streams, and ``choose`` selects which
-    stream runs next, so that a schedule can be reproduced.  While the engine is paused (:meth:`pause`), the host can enqueue
-    any amount of work before any of it runs.  ``streams``: the streams by name.  ``before``: a function that is called
-    before each piece of work with the name of the stream.
+    By default, each stream has its own thread.  If ``choose`` is given, a single thread runs all streams, and ``choose``
+    selects the stream that runs next.  Tests can thus reproduce a schedule.  While the engine is paused (:meth:`pause`), the
+    host can enqueue work, but no work runs.  ``streams``: the streams by name.  ``before``: a function that is called before
+    each piece of work; its argument is the name of the stream.
     """
 
     def __init__(
@@ -181,8 +184,8 @@ class Engine:
             self.bell.ring()
 
     def end(self) -> None:
-        """Let the threads end once their queues are empty.  Does not wait for them, because the garbage collector may call
-        this method."""
+        """Let the threads end once their queues are empty.  This method does not wait for the threads, because the garbage
+        collector may call it."""
         if os.getpid() != self._process:
             return  # a forked child does not have the threads, and the lock may have been held during the fork
         with self.bell.lock:
@@ -213,20 +216,20 @@ class Engine:
                     if item.awaits is None and self._before is not None:
                         self._before(stream.name)
                     item.run(max(stream.since, item.enqueued))
-            except BaseException as error:  # noqa: BLE001  (raised in the thread that waits)
+            except BaseException as error:  # noqa: BLE001  (the waiting thread raises it again)
                 stream.failure = _explained(stream.name, error)
             finally:
                 if item.end is not None:
                     item.end(stream.failure)
-                del item, taken  # otherwise they would keep the work alive until the next item comes
+                del item, taken  # these variables would keep the work alive until the next item comes
         with self.bell.lock:
             self._running -= 1
             if not self._running:
-                atexit.unregister(self.close)  # the registration would keep the engine alive
+                atexit.unregister(self.close)  # atexit would otherwise keep the engine alive
 
     def _ready(self, share: Sequence[str]) -> bool:
-        """Return whether the thread that runs the streams ``share`` can go on: it can run an item, or it can end because no
-        more items will come."""
+        """Return whether the thread that runs the streams ``share`` can continue: either it can run an item, or it can end
+        because no more items will come."""
         over = self._closed and not any(self.streams[name].items for name in share)
         return over or bool(not self._paused and self._able(share))
 
@@ -243,7 +246,7 @@ class Engine:
 
 
 class CallingStream:
-    """The calling thread as a stream.  Work is finished when ``run`` returns."""
+    """A stream that runs its work on the calling thread.  The work is finished when ``run`` returns."""
 
     def __init__(self, clock: HostClock = MONOTONIC) -> None:
         self._now = clock.now
@@ -267,8 +270,9 @@ class CallingStream:
 class ThreadStream:
     """A stream whose work runs on a thread of its engine.
 
-    ``items``: the queue.  ``since``: the time when the running work could have begun; the thread may have woken up later.
-    ``ended``: the time when the running work ended on the emulated link; None if the work ends when it returns.
+    ``items``: the queue.  ``since``: the time when the running work could have begun, although the thread may have woken up
+    later.  ``ended``: the time at which the running work counts as ended, see :meth:`end_work`; None if the work ends when
+    its function returns.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -291,7 +295,7 @@ class ThreadStream:
         self._put(_Item(run))
 
     def end_work(self, at: float) -> None:
-        """Let the running work count as ended at the time ``at``, although it has not returned yet."""
+        """Let the running work count as ended at the time ``at``, although its function has not returned yet."""
         self.ended = at
 
     def record(self, event: HostEvent) -> None:
@@ -307,8 +311,8 @@ class ThreadStream:
         self._put(_Item(run, awaits=(event, event.recorded)))
 
     def recover(self) -> None:
-        """Run the work that is enqueued from here on even if earlier work fails.  An error of earlier work is raised only in
-        threads that wait for marks from before this point."""
+        """Make the stream run all work that is enqueued after this call, even if earlier work fails.  An error of the
+        earlier work is then raised only in threads that wait for a mark that was enqueued before this call."""
 
         def forget(_: BaseException | None) -> None:
             self.failure = None
@@ -319,7 +323,7 @@ class ThreadStream:
         over = threading.Lock()
         over.acquire()
         self._put(_Item(end=lambda _: over.release()))
-        over.acquire()  # see Bell for the reason why this is a simple lock
+        over.acquire()  # a simple lock is used for the reason that Bell explains
         failure, self.failure = self.failure, None
         if failure is not None:
             raise ChunkflowError(str(failure)) from failure
@@ -340,7 +344,8 @@ def _watched(work: Callable[[], None], watch: Watch | None, now: Callable[[], fl
 
 
 def _in_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap work so that it runs in the caller's autograd modes, because torch has separate modes for each thread."""
+    """Wrap work so that it runs in the autograd modes of the caller.  Without the wrapper, it would run in the modes of the
+    stream's thread."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run() -> None:

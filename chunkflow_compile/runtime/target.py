@@ -1,4 +1,4 @@
-"""The target of a call: the memory and the streams that its ops use.  Also the state of a running step."""
+"""The target of a call (the memory and the streams that the ops of the call use), and the state of a running step."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Cost:
 class RunningStep:
     """One run of a program.
 
-    ``env``: the values of the program's nodes, indexed by node number.  ``cost``: the cost of the run; it is complete only
-    after the times of the run are known.  ``number``: the number of the run.  ``earlier``: if the run computes several rows,
-    the values of all rows except the last row, whose values are in ``env``.
+    ``env``: the values of the program's nodes, indexed by node number.  ``cost``: the cost of the run, which is complete
+    only after the times of the run are known.  ``number``: the number of the run.  ``earlier``: if the run computes several
+    rows, the values of all rows except the last row, whose values are in ``env``.
     """
 
     env: list[Any]
@@ -110,7 +110,7 @@ class Target:
         self.events = events
         self.poison = poison
         self.traffic = Traffic()
-        pulled = program.plan.pulled  # the copy of a pulled weight reads the SSD itself
+        pulled = program.plan.pulled  # a pulled weight is not read ahead: its copy reads the SSD itself
         self.on_drive = frozenset(
             n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
         )
@@ -118,15 +118,15 @@ class Target:
         self.read_bytes = sum(nbytes for _, nbytes in read)
         self._ring_bytes = max((op.ring + slot_bytes(nbytes) for op, nbytes in read), default=0)
         if pulled:
-            device.lane("pull")  # created now, because a step must not create streams
+            device.lane("pull")  # this creates the stream of pulls now, because a step must not create streams
         self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         self.started, self.in_flight = device.event(), device.event()
         # one event per collective, because several collectives may be in flight
         self.ended = [device.event() for _ in program.problem.collectives]
 
     def copy(self, op: Copy) -> NamedCopy:
-        """Return the target, the source and the name for a Copy op.  The op may copy several adjacent chunks of a weight at
-        once."""
+        """Return the target, the source and the name of the copy for a Copy op, which may copy several adjacent chunks of a
+        weight at once."""
         slot, span = self.binding.slots[op.weight], self._span(op)
         if op.window is None:
             return slot[span], self.binding.hosts[op.weight][span], f"keep {op.weight}"
@@ -138,7 +138,7 @@ class Target:
 
     def read(self, op: Read) -> tuple[Callable[[], None], None, str]:
         """Return the arguments of :meth:`Stream.run` for a Read op.  If the weight was written after planning, it has left
-        the SSD, and the work does nothing."""
+        the SSD, and the returned work does nothing."""
         source, name = self.binding.hosts[op.weight][self._span(op)], f"read {op.weight}[{op.first}:{op.end}]"
         if op.weight not in self.on_drive:
             return _no_work, None, name

@@ -17,17 +17,18 @@ class Owner(Protocol):
     """The interface of a program or a cycle whose weights are in the memory of an arena."""
 
     def unbind(self) -> None:
-        """Wait for work in flight, then drop every reference to the arena's memory, so that this memory can be freed."""
+        """Wait for work in flight.  Then drop every reference to the arena's memory, so that this memory can be freed."""
 
 
 class Tenant(Owner, Protocol):
     """The interface of a program that runs in an arena, alone or as part of cycles.
 
-    ``budget``: a pair: the id of the program's model, and the maximum bytes of offloaded weights that this model may have on
-    the device (None means no limit).  If the program does not limit the arena at all, the property is None instead of a
-    pair.  ``reads``: ids of the weights that the program reads; programs that read the same weights have the same ids.
-    ``stale``: whether a weight of the program was dropped, moved or stored in other memory, so that the program can never
-    run again.
+    ``budget``: an id of the program's model, and the maximum bytes that the offloaded weights of this model may occupy on
+    the device (None means no limit), as a pair.  If the program does not limit the memory of the arena, ``budget`` is None
+    instead of a pair.
+    ``reads``: ids of the weights that the program reads; programs that read the same weights have the same ids.
+    ``stale``: whether the program can never run again, because one of its weights was dropped, moved or stored in other
+    memory.
     """
 
     @property
@@ -43,7 +44,7 @@ class Tenant(Owner, Protocol):
     def stale(self) -> bool: ...
 
     def close(self) -> None:
-        """End the program, which can then never run again."""
+        """End the program.  Afterwards, the program can never run again."""
 
 
 class Tenants:
@@ -69,14 +70,14 @@ class Tenants:
         self._refs = [ref for ref in self._refs if ref() is not program]
 
     def prune(self) -> bool:
-        """Forget programs that were garbage-collected; return whether any program is left."""
+        """Forget the programs that were garbage-collected; return whether any program is left."""
         self._refs = [ref for ref in self._refs if ref() is not None]
         return bool(self._refs)
 
     def prove(self, program: Program) -> None:
         """Verify a program together with each program of the arena.  Each pair of modules is verified only once.
 
-        Raises FindingError if two of the programs are not safe in one arena.
+        Raises FindingError if two programs cannot safely share an arena.
         """
         mine = program.module
         for other in (tenant.program for tenant in self.programs):
@@ -87,9 +88,9 @@ class Tenants:
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
     def close_stale(self) -> None:
-        """End the programs of which a weight was dropped (for example because an adapter was deleted).  Ending them frees
-        their other weights."""
-        stale: dict[tuple[int, ...], bool] = {}  # Cached, because several programs read the same weights.
+        """End each program that reads a dropped weight, for example a weight of a deleted adapter.  When a program ends, its
+        other weights are freed, too."""
+        stale: dict[tuple[int, ...], bool] = {}  # a cache, because several programs read the same weights
         for program in self.programs:
             if program.reads not in stale:
                 stale[program.reads] = program.stale

@@ -43,8 +43,8 @@ class TorchCuda:
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which ``stream`` is the current stream."""
-        # When the context torch.cuda.stream ends, it selects the previous GPU of the thread (by default GPU 0) again, and
-        # thereby initializes this GPU.
+        # When the context torch.cuda.stream ends, it selects the previous GPU of the thread (by default GPU 0) again, which
+        # initializes this previous GPU.  So if another GPU is current, the stream's GPU is selected first.
         here = torch.cuda.current_device() == stream.device_index
         return torch.cuda.stream(stream) if here else self._on_other(stream)
 
@@ -54,7 +54,7 @@ class TorchCuda:
             yield
 
     def event(self, timed: bool) -> torch.cuda.Event:
-        """Return a new event.  Recording a ``timed`` event takes longer."""
+        """Return a new event.  Recording takes longer for a ``timed`` event than for other events."""
         return _kept_by_children(torch.cuda.Event(enable_timing=timed))
 
     def profiled(self) -> bool:
@@ -63,7 +63,7 @@ class TorchCuda:
         return self._traced or torch.autograd.profiler._is_profiler_enabled
 
     def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a context.  Profilers show ``name`` for the work that is enqueued inside this context."""
+        """Return a context.  For work that is enqueued inside this context, profilers show ``name``."""
         named: contextlib.AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
         return named
 
@@ -76,13 +76,13 @@ class TorchCuda:
         torch.cuda.empty_cache()
 
     def record_stream(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Mark ``memory`` as used by ``stream``.  After the memory is freed, the allocator reuses it only when the work that
-        was enqueued on ``stream`` before is done."""
+        """Mark ``memory`` as used by ``stream``.  After the memory is freed, the allocator does not reuse it before
+        ``stream`` has done all work that had been enqueued by the time of freeing."""
         _kept_by_children(memory).record_stream(stream)
 
     def abandon(self, memory: torch.Tensor) -> None:
-        """Leak ``memory`` on purpose, so that it is never freed.  After a failure of the GPU, torch would abort the process
-        when it frees the memory."""
+        """Leak ``memory`` on purpose, so that it is never freed.  If torch freed memory after a failure of the GPU, it would
+        abort the process."""
         _keep_for_ever(memory)
 
     def staging(self, nbytes: int) -> torch.Tensor:
@@ -98,13 +98,13 @@ class TorchCuda:
             target.copy_(source, non_blocking=True)
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        """Pin the pages of a host tensor; return a function that unpins them.  Raises OSError if that fails."""
+        """Pin the pages of a host tensor; return a function that unpins these pages.  Raises OSError if pinning fails."""
         return register(host, self._device)
 
     def free(self) -> int:
         """Wait for work in flight, empty torch's caches, and return the free memory of the device in bytes."""
         torch.cuda.synchronize(self._device)
-        # cuBLAS keeps a workspace per stream.  If it were allocated during a capture, it would be in the graph pool, where
+        # cuBLAS keeps a workspace per stream.  A workspace that is allocated during a capture is in the graph pool, where
         # the next graph may overwrite it.
         core.free_cublas_workspaces()
         torch.cuda.empty_cache()
@@ -114,9 +114,9 @@ class TorchCuda:
     def capturing(
         self, shares: torch.cuda.CUDAGraph | None
     ) -> Iterator[tuple[torch.cuda.CUDAGraph, Mapping[Lane, torch.cuda.Stream]]]:
-        """A context that records the work that is enqueued on the current stream as a CUDA graph.
+        """A context in which work that is enqueued on the current stream does not run, but is recorded in a CUDA graph.
 
-        It yields the graph and the streams that record the copies of each lane.
+        The context yields the graph, and for each lane the stream on which the copies of this lane are recorded.
         ``shares``: a graph whose memory pool the new graph shares, or None to create a pool.
         Raises RuntimeError if part of the work cannot be recorded; the streams remain usable.
         """
@@ -146,8 +146,8 @@ class TorchCuda:
 
 # torch assigns the 32 streams of a pool round-robin.  If every arena took a new stream, some arena would get the same stream
 # as the caller or NCCL, and copies would silently queue in front of compute.  torch has one pool per priority.  The caller
-# and NCCL use priority 0, NCCL with is_high_priority_stream and symmetric memory use priority -3, and FSDP uses priority -1.
-# No part of torch uses priority -2, so the lanes use it.  The priority of a stream has no effect on copies.
+# and NCCL use priority 0.  Priority -3 is used by NCCL if is_high_priority_stream is set, and by symmetric memory.  FSDP uses
+# priority -1.  No part of torch uses priority -2, so the lanes use it.  The priority of a stream has no effect on copies.
 _PRIORITY = -2
 
 
@@ -173,7 +173,8 @@ def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -
     try:
         graph.capture_end()
     except RuntimeError:
-        # otherwise torch 2.11 would continue to allocate from the graph pool and never free its memory
+        # without this, torch 2.11 would continue to allocate from the graph pool, and would never free the memory of the
+        # pool
         with contextlib.suppress(RuntimeError):
             core.end_pool(device.index, pool)
         raise
@@ -184,8 +185,8 @@ def _keep_for_ever(owner: object) -> None:
 
 
 class _Token:
-    """An object that lives as long as the event or the memory to which it is attached.  Weak references refer to the token,
-    because torch 2.11 never clears a weak reference to an event."""
+    """An object that is attached to an event or to memory, and that is freed together with it.  Weak references refer to the
+    token instead of the event, because torch 2.11 never clears a weak reference to an event."""
 
 
 @cache
@@ -203,27 +204,28 @@ def _tokens() -> weakref.WeakValueDictionary[int, _Token]:
 
 def _kept_by_children(owner: Object) -> Object:
     """Prevent forked children from freeing ``owner``, a GPU event or GPU memory; return ``owner``.  A forked child cannot
-    use the GPU, so torch would abort the child when it frees ``owner``."""
+    use the GPU, so torch would abort the child if the child freed ``owner``."""
     token: Any = _Token()
     owner.__dict__["chunkflow_token"] = _tokens()[id(owner)] = token
     return owner
 
 
-# A flag of cudaHostRegister: the memory is pinned for every device.  The read-only flag is not used, because load_state_dict
-# writes to this memory, possibly from a GPU.
+# A flag of cudaHostRegister: the memory is pinned for every device.  The flag for read-only memory is not set, because
+# load_state_dict writes to the pinned memory, possibly from a GPU.
 _PORTABLE = 1
 
 
 def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
-    """Pin exactly the bytes of a host tensor; return a function that unpins them.  Raises OSError if that fails.
+    """Pin exactly the bytes of a host tensor; return a function that unpins these bytes.  Raises OSError if pinning fails.
 
-    This function calls the CUDA runtime that torch has loaded: the CUDA bindings of another package may need a newer driver.
+    The bytes are pinned by the CUDA runtime that torch has loaded, because the CUDA bindings of another package may need a
+    newer driver.
     """
     if host.is_pinned():  # pinning it again would be a CUDA error
         return lambda: None
     address, nbytes, process = host.data_ptr(), host.numel() * host.element_size(), os.getpid()
     runtime = torch.cuda.cudart()
-    with torch.cuda.device(device):  # otherwise a thread that has not used a GPU yet would initialize GPU 0
+    with torch.cuda.device(device):  # without this, a thread that has not used a GPU yet would initialize GPU 0
         _check(runtime.cudaHostRegister(address, nbytes, _PORTABLE), device)
 
     def undo() -> None:
@@ -238,7 +240,8 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
 def _check(error: Any, device: torch.device) -> None:
     if int(error) == 0:
         return
-    # the runtime would report the error again at the next kernel launch, so launch a kernel here to clear it
+    # the CUDA runtime would report this error again at the next kernel launch, so a kernel is launched here to clear the
+    # error
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
     raise OSError(f"CUDA error {int(error)}, {torch.cuda.cudart().cudaGetErrorString(error)}")

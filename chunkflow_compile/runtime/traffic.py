@@ -1,4 +1,4 @@
-"""Traffic: the transfers over PCIe into a rank, and which of them overlapped no other transfer."""
+"""Traffic: records the transfers over PCIe into a rank, and finds the copies that overlapped no other transfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNKNOWN = float("inf")
 
 
 class Copied(NamedTuple):
-    """Sums over copies that have ended.
+    """Sums over a number of copies that have ended.
 
     ``seconds``, ``nbytes``: total seconds and bytes of all copies.  ``alone_s``, ``alone_bytes``: total seconds and bytes of
     the copies from the host that overlapped neither a collective nor a pull.
@@ -58,19 +58,21 @@ class Transfer:
 class Traffic:
     """The transfers of a program.
 
-    Copies, pulls, collectives and calls of :meth:`drain` come from four different threads.
+    Up to four threads use this object: one thread each for copies, pulls and collectives, and the thread that calls
+    :meth:`drain`.
     """
 
     def __init__(self) -> None:
         self._counted = 0
         self._lanes: dict[Lane, deque[Transfer]] = {lane: deque() for lane in LANES}
         self._collectives: deque[Transfer] = deque()
-        # collectives and pulls that have ended but may have overlapped copies that are still in flight
+        # collectives (``_drained``) and pulls (``_pulled``) that have ended, but may have overlapped copies that are still
+        # in flight
         self._drained: deque[Transfer] = deque()
         self._pulled: deque[Transfer] = deque()
 
     def copy(self, nbytes: int, lane: Lane = "copy") -> Transfer:
-        """Return the record of a copy that is about to run in a lane."""
+        """Return the record of a copy that is about to run on the stream of a lane."""
         return Transfer(self._lanes[lane], nbytes)
 
     def collective(self, windows: WindowSeconds, window: int) -> Transfer:
@@ -107,7 +109,7 @@ class Traffic:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of all copies that have ended."""
+        """The total bytes of all copies that have ended."""
         copies = (copy for lane in self._lanes.values() for copy in list(lane))
         return self._counted + sum(copy.nbytes for copy in copies if copy.end < _UNKNOWN)
 
@@ -133,8 +135,8 @@ def _sums(copies: Sequence[Transfer]) -> tuple[float, int]:
 
 
 def _overlaps(transfers: Sequence[Transfer], others: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
-    """Yield a pair for each of ``transfers``: the transfer, and whether it overlaps any of ``others``.  Both sequences must
-    be in order of time."""
+    """Yield a pair for each of ``transfers``: the transfer, and whether it overlaps any of ``others``.  The transfers of
+    each sequence must be in order of time."""
     position = 0
     for transfer in transfers:
         while position < len(others) and others[position].end <= transfer.begin:

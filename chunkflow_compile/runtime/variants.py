@@ -1,4 +1,4 @@
-"""Variants: the results of compiling one graph, one per input size and goal."""
+"""Variants: the results of compiling a graph.  There is one variant for each pair of an input size and a goal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packed
 from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
+from chunkflow_compile.passes.graph.symbolic_sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.pipeline import Stage
 from chunkflow_compile.passes.planning import Settings
@@ -26,13 +26,13 @@ from .cuda_graphs import CudaGraphsWanted
 from .device import DeviceKind
 from .wrapped_calls import LoweredRegion
 
-# The maximum number of sizes whose plans are kept.  If there are more, the least recently used plan is dropped.  The number
-# is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  For each size, a plan is kept, and also a
-# program per block if blocks are compiled separately.
+# The maximum number of input sizes whose plans are kept.  If there are more sizes, the least recently used plan is dropped.
+# This number is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  For each size, a plan is kept,
+# and also a program per block if blocks are compiled separately.
 KEPT_SIZES = 32
 
-# The maximum number of goals for which a graph keeps variants.  If there are more, the oldest variant is dropped.  Models of
-# one class share a graph, and each of them may have its own goal.
+# The maximum number of goals for which a graph keeps variants.  If there are more goals, the oldest variant is dropped.
+# Models of one class share a graph, and each of them may have its own goal.
 KEPT_GOALS = 4
 
 Sizes = tuple[int, ...]
@@ -46,12 +46,13 @@ class Variant:
 
     ``cut``, ``settings``: the cut graph and the settings that the program was made from.  The goal in the settings contains
     the names of the compressed weights and of the sharded weights.
-    ``make``: a function that runs the passes on another cut graph (``pieces``) or with other settings, all given as keyword
-    arguments.  It returns the last stage and the folder of the dump.
-    ``lower``: a function that lowers the regions of a program.  Its second argument is a dict from region keys to lowered
-    code that can be reused.
+    ``make``: a function that runs the passes again.  Its keyword arguments are another cut graph (``pieces``) or other
+    settings.  It returns the last stage and the folder of the dump.
+    ``lower``: a function that lowers the regions of a program.  Its second argument is a mapping: region key -> lowered code
+    that can be reused.
     ``replan_after``: the number of warm steps after which the program is re-planned from measured times; 0 means never.
-    ``folder``: the folder that measurements are written to, or None.  ``kind``: the kind of device.
+    ``folder``: the folder that measurements are written to, or None.  ``kind``: the :class:`DeviceKind` that the programs
+    need.
     ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option with this name.
     ``pin_bytes``: the maximum bytes of host memory to pin; None means as many as the machine allows.
     ``notes``: sentences for the user about the compilation.
@@ -101,7 +102,8 @@ class Variant:
         return "verify" not in self.settings.disabled
 
     def remade(self, **settings: Any) -> Variant:
-        """Return the variant for other settings.  Regions are compiled again only if the new goal compresses other weights.
+        """Return the variant for other settings.  Regions are compiled again only if the new goal compresses other weights
+        than this variant.
 
         Raises ChunkflowError if no plan meets the settings.
         """
@@ -121,7 +123,8 @@ class Variant:
         return replace(variant, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
 
     def reading(self, names: frozenset[str]) -> Variant:
-        """Return the variant for the case that the weights ``names`` are in files.  It is planned again, but not compiled.
+        """Return the variant for the case that the weights ``names`` are in files.  The program is planned again, but no
+        region is compiled.
 
         Returns this variant unchanged in three cases: the plan already expects all weights in ``names`` to be in files, the
         program is planned as part of a cycle, or the user gave the plan.  In the last two cases, the plan may expect some of
@@ -154,10 +157,10 @@ class Variant:
 
 @dataclass(eq=False)
 class ActiveVariant:
-    """The holder of the variant that the next call of one model runs.  The holder outlives the programs of the model.
+    """Holds the variant that the next call of one model runs.  This object outlives the programs of the model.
 
-    ``by_itself``: whether the variant was chosen by automatic re-planning (``replan_after``), not by the user.  If so, an
-    error when the variant is started is logged instead of raised.
+    ``by_itself``: whether the variant was chosen by automatic re-planning (``replan_after``), not by the user.  In this
+    case, an error that occurs when the variant is started is logged instead of raised.
     """
 
     variant: Variant
@@ -172,7 +175,8 @@ class ActiveVariant:
         self.variant = replace(variant, replan_after=0)
 
     def adapt(self, variant: Variant) -> None:
-        """Make the next call run ``variant``, which has the same goal but fits the current sources of the weights."""
+        """Make the next call run ``variant``.  It has the same goal as the present variant, but fits the current sources of
+        the weights."""
         self.variant = variant
 
 
@@ -181,7 +185,8 @@ class VariantCache:
     one variant."""
 
     def __init__(self, first: Variant, traced: Traced, goal: Goal) -> None:
-        """``first``: the variant at the sizes for which the graph was compiled.  ``goal``: the goal given by the options."""
+        """``first``: the variant for the input sizes for which the graph was compiled.  ``goal``: the goal given by the
+        options."""
         self.first = first
         self._goal = goal
         self._firsts = {first.settings.goal: first}
@@ -190,11 +195,11 @@ class VariantCache:
         position = {node: i for i, node in enumerate(inputs)}
         self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
         values = hints(traced.graph)
-        begun = tuple(values.get(name, -1) for name in self._symbols)  # -1: the size depends on data
+        begun = tuple(values.get(name, -1) for name in self._symbols)  # -1 stands for a size that depends on data
         self._variants = {begun: {**self._firsts}}
         self._same = {begun: begun}
         self._clock = itertools.count()
-        self._used = {begun: next(self._clock)}  # not an OrderedDict, because other threads read it
+        self._used = {begun: next(self._clock)}  # not an OrderedDict, because other threads read this dict
 
     @property
     def graph(self) -> GraphModule:
@@ -202,8 +207,8 @@ class VariantCache:
         return self._traced.graph
 
     def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
-        """Return the key of the variants for a call with ``inputs``; None if there is no variant for the sizes of these
-        inputs yet."""
+        """Return the key under which the variants for a call with ``inputs`` are kept; None if there is no variant for the
+        sizes of these inputs yet."""
         if not self._symbols:
             return ()
         same = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
@@ -212,7 +217,8 @@ class VariantCache:
         return same
 
     def plan(self, inputs: Sequence[Any], changed: Goal | None) -> None:
-        """Plan for the sizes of a call, and drop the least recently used plan if more than KEPT_SIZES plans are kept.
+        """Make a plan for the sizes of a call.  If there are then more than KEPT_SIZES plans, drop the least recently used
+        plan.
 
         ``changed``: the goal that ``replan`` or a pipeline has set for the model, or None.  Raises ChunkflowError if no plan
         meets the goal.
@@ -234,8 +240,8 @@ class VariantCache:
 
     def variant(self, sizes: Sizes, changed: Goal | None, **form: frozenset[str]) -> Variant:
         """Return the variant for ``sizes``, which :meth:`sizes` has returned.  ``changed``: see :meth:`plan`.  ``form``: the
-        names of the compressed weights (``pack``) and of the sharded weights (``peers``).  Raises ChunkflowError if no plan
-        meets the goal."""
+        keyword arguments ``pack`` (the names of the compressed weights) and ``peers`` (the names of the sharded weights).
+        Raises ChunkflowError if no plan meets the goal."""
         goal = self._goal.aimed_at(changed)
         return _variant_for(
             replace(goal, pack=form.get("pack", goal.pack), peers=form.get("peers", goal.peers)), self._variants[sizes]
@@ -246,7 +252,7 @@ class VariantCache:
 
 
 def _variant_for(goal: Goal, variants: dict[Goal, Variant]) -> Variant:
-    """Return the variant for a goal.  If there is none yet, make it from the variant for another goal."""
+    """Return the variant for a goal.  If there is no such variant yet, make it from the variant for another goal."""
     if goal not in variants:
         variant = next(iter(variants.values())).remade(goal=goal, plan=None)
         if len(variants) >= KEPT_GOALS:

@@ -1,5 +1,5 @@
-"""Wrappers for the code of regions and collectives.  They clone outputs that are stored in a slot, detect writes of a region
-to weights, and explain errors of a collective."""
+"""Wrappers for the code of regions and collectives.  The wrappers clone outputs that are stored in a slot, detect that a
+region writes to a weight, and explain errors of a collective."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from chunkflow_compile.passes.graph.slice_graphs import Slice
 from chunkflow_compile.weights.bytes import same_bits
 from chunkflow_compile.weights.undeclared import declares
 
-# The lowered code of a region, in torch's boxed calling convention: it gets its inputs in a list, empties this list, and
-# drops each input after the last use of the input.
+# The lowered code of a region.  It follows torch's boxed calling convention: the code gets its inputs in a list, empties
+# this list, and drops each input after the last use of the input.
 LoweredRegion = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -29,10 +29,10 @@ def owning(
     """Wrap a region so that its outputs own their memory.
 
     If an op does not change its input (w * 1), Inductor may return the input itself as an output.  So an output may be
-    stored in the memory of one of ``values``, the copies of weights on the device.  It is then cloned, because the next
-    weight in the slot, or new values of a resident weight, would overwrite it.  The first call determines which outputs must
-    be cloned.  It then calls ``settled`` with the function to use for later calls.  This function is the region itself if no
-    output must be cloned.
+    stored in the memory of one of ``values``, the copies of weights on the device.  Such an output is cloned, because the
+    next weight in the slot, or new values of a resident weight, would overwrite it.  The first call determines which outputs
+    must be cloned.  It then calls ``settled`` with the function for all further calls.  If no output must be cloned, this
+    function is the region itself.
     """
     memory = frozenset(value.untyped_storage()._cdata for value in values)
 
@@ -57,7 +57,7 @@ def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Ten
     """Wrap the lowered code of a region that is split into slices: the wrapper runs the code for one slice after the other.
 
     ``values``: tensors with the shapes, strides and dtypes of the whole outputs.  Each call allocates the outputs, except
-    those that the region writes into one of its inputs.
+    the outputs that the region writes into one of its inputs.
     """
     fresh = [value for value, (_, over) in zip(values, slicing.writes, strict=False) if over is None]
     parts = [*slicing.inputs, *(part for part, over in slicing.writes if over is None)]
@@ -84,8 +84,8 @@ def _part(value: torch.Tensor, part: Slice, call: int) -> torch.Tensor:
 def separated(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
     """Return the outputs of several rows, such that the outputs of different rows share no memory.
 
-    Outputs that share memory with another row are cloned.  They are views of a constant, or of an input that is the same
-    tensor in several rows.
+    An output that shares memory with an output of another row is cloned.  Such an output is a view of a constant, or of an
+    input that is the same tensor in several rows.
     """
     memory = [{o.untyped_storage()._cdata for o in outputs if isinstance(o, torch.Tensor)} for outputs in rows]
     counts = Counter(chain.from_iterable(memory))
@@ -106,8 +106,8 @@ def undeclared(region: GraphModule) -> list[str]:
 def checked(region: LoweredRegion, weights: Mapping[str, torch.Tensor], ops: Sequence[str]) -> LoweredRegion:
     """Wrap a region that calls ``ops``.  These ops may write to ``weights``, the device copies of offloaded weights.
 
-    After the first call, the wrapper compares these copies with their values before the call.  If they differ, it restores
-    the old values and raises ChunkflowError.
+    After the first call, the wrapper compares these copies with their values before the call.  If a copy has changed, the
+    wrapper restores the old values and raises ChunkflowError.
     """
     unseen = dict(weights)
 
@@ -153,8 +153,8 @@ def explained(function: Callable[..., Any], name: str, received: Callable[[], No
 
 
 def tuple_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that gets a sequence and returns its elements at ``positions``.  For several positions, the function
-    is a single call into C."""
+    """Return a function that gets a sequence and returns the elements at ``positions`` as a tuple.  For several positions,
+    this function is implemented in C."""
     if len(positions) > 1:
         return itemgetter(*positions)
     if not positions:

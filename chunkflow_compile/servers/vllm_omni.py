@@ -148,7 +148,7 @@ def _declare_collectives() -> None:
     """Declare the ops of ``ulysses_a2a_permute`` as all-to-alls: they are kernels that read the GPU memory of other ranks."""
     from vllm_omni.diffusion.distributed import a2a_permute
 
-    from chunkflow_compile.passes.graph.declared import register_collective
+    from chunkflow_compile.passes.graph.declared_collectives import register_collective
 
     for op in (a2a_permute.ulysses_qkv_fwd, a2a_permute.ulysses_o_rev):
         register_collective(op, "all-to-all")

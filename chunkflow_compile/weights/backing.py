@@ -32,10 +32,10 @@ class Where(Enum):
 
 
 class Backing:
-    """Private memory of this process.  The subclasses are for other types of storage.
+    """Storage in private memory of this process.  The subclasses implement the other types of storage.
 
     ``host``: the tensor with the weight's values.  ``stored``: the tensor that is copied to the device; it differs from
-    ``host`` if the values are ``compressed``.  ``bytes``: the file range that ``host`` maps, or None if the values are
+    ``host`` if the values are ``compressed``.  ``bytes``: the file range that ``stored`` maps, or None if the bytes are
     in memory.
     """
 
@@ -52,7 +52,7 @@ class Backing:
 
     @property
     def file_bytes(self) -> DriveBytes | None:
-        """The file range that is copied to the device, or None if memory is copied."""
+        """The file range from which the bytes are copied to the device, or None if they are copied from memory."""
         return self.bytes if self.where is Where.FILE else None
 
     @property
@@ -66,7 +66,7 @@ class Backing:
     def make_private(self, name: str, lazily: bool = False) -> Backing:
         """Copy the bytes to private memory at the same address, and return the new backing.
 
-        The caller makes sure that nothing reads the weight meanwhile.  ``name``: the weight's name, for errors.
+        The caller makes sure that nothing reads the weight meanwhile.  ``name``: the weight's name, for error messages.
         ``lazily``: if host memory is short, allocate each page only when it is written.
         Raises ChunkflowError if the bytes do not fit in host memory.
         """
@@ -77,9 +77,9 @@ class Backing:
         return view.detach()
 
     def settle(self) -> bool:
-        """Return whether writes that no version counter records may have changed the values since the last call of this
-        method.  Writes to a tensor of a state_dict are an example.  The base class returns True, because such writes to
-        private memory cannot be detected."""
+        """Return whether the values may have changed since the last call of this method through writes that no version
+        counter records, such as writes to a tensor of a state_dict.  The base class returns True, because such writes
+        to private memory cannot be detected."""
         return True
 
 
@@ -105,8 +105,8 @@ class SharedMemory(Backing):
                 cause = error.strerror or str(error)
         if not lazily:
             raise ChunkflowError(_no_memory(self.host, cause))
-        # The private mapping keeps all of the shared memory allocated.  If mmap fails, the memory stays shared, which is
-        # correct until the weight is written.
+        # This private mapping keeps all of the shared memory allocated.  If mmap fails, the pages stay shared; the
+        # values are then correct as long as no rank writes them.
         map_over(self.host, self._descriptor, self._offset)
         return Backing(self.host)
 
@@ -123,8 +123,8 @@ class SharedMemory(Backing):
         return pages.view(view.dtype).as_strided(view.shape, view.stride(), begin)
 
     def leave(self) -> None:
-        """Unmap the pages of this weight, which must not be in use any more.  The pages of the other weights in the
-        same mapping stay."""
+        """Unmap the pages of this weight.  They must not be in use any more.  The pages of other weights in the same
+        mapping stay mapped."""
         map_over(self.host, None)
 
 
@@ -137,7 +137,7 @@ class FileSlice(Backing):
         self.bytes = in_file
         self._file = in_file.file
         self._version = host._version
-        self._written = False  # True after a write that no version counter recorded
+        self._written = False  # whether a write was found that no version counter recorded
 
     @property
     def where(self) -> Where:

@@ -19,8 +19,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between host tensors (uint8, equal sizes) on the calling thread alone.
 
-    Like a copy engine, this takes no threads from compute, whereas Tensor.copy_ would also use the intra-op threads.
-    The copy runs without the GIL.
+    The copy takes no threads away from compute, whereas Tensor.copy_ would also use the intra-op threads.  It runs
+    without the GIL.
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
@@ -75,7 +75,7 @@ def as_array(host: torch.Tensor) -> Any:
 def part_of(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """View the contiguous tensor ``whole`` with the dtype, shape, strides and offset of ``view``.
 
-    ``view`` belongs to another tensor, which has the same number of bytes as ``whole``.
+    ``view`` is a view of another tensor, which has as many bytes as ``whole``.
     """
     if view.dtype == whole.dtype and view.shape == whole.shape and view.stride() == whole.stride():
         return whole
@@ -91,8 +91,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def ordinary(tensor: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-    """Return ``tensor``, or a contiguous copy if it is not dense or is an inference tensor, which has no version
-    counter.
+    """Return ``tensor``, or a contiguous copy if ``tensor`` is not dense or is an inference tensor.  Inference tensors
+    have no version counter.
 
     ``read``: a function that returns the values of ``tensor``; None if ``tensor`` itself contains its values.
     """

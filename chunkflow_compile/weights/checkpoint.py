@@ -1,8 +1,8 @@
-"""Weights that are still in their checkpoint: ``from_pretrained`` maps the file and reads nothing until a page is
-touched.
+"""Weights whose values are still in their checkpoint file.  ``from_pretrained`` maps the file, and the kernel reads a
+page only when it is first accessed.
 
-Several threads read such a weight from the file directly into its new pages.  A copy through the mapping would instead
-fault in the pages of the file one by one, and leave them in the page tables of this process.
+Several threads read the values of such a weight from the file directly into new host memory.  A copy through the
+mapping would instead fault in the pages of the file one by one, and leave them in the page tables of this process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Mappings:
         self._files: dict[str, WeightFile] = {}
 
     def part(self, tensor: torch.Tensor) -> DriveBytes | None:
-        """Return the file range that is mapped as the memory of a dense host tensor.
+        """Return the file range to which the memory of a dense host tensor is mapped.
 
         Returns None if the tensor is not a mapping of a file, if it was written, or if the file was replaced.
         Raises ChunkflowError if the file was truncated and no longer contains this range, because reading such a
@@ -86,8 +86,8 @@ class Mappings:
         return DriveBytes(self._files[mapping.path], offset, nbytes)
 
     def _as_mapped(self, path: str) -> tuple[int, int] | None:
-        """Return the device and inode numbers of a file as /proc/self/maps reports them.  On btrfs, and on overlayfs with
-        old kernels, they differ from the numbers that stat reports."""
+        """Return the device and inode numbers of a file as /proc/self/maps reports them.  On btrfs, and on overlayfs
+        with old kernels, these numbers differ from the numbers that stat reports."""
         if path not in self._numbers:
             self._numbers[path] = None
             with (
@@ -117,7 +117,7 @@ class CheckpointReader:
         """Read a file range with elements of ``dtype`` into a dense host tensor, and cast them to the dtype of that
         tensor.
 
-        Raises ChunkflowError if the file is replaced, truncated or modified meanwhile, or if the read fails.
+        Raises ChunkflowError if the file is replaced, truncated or modified during the read, or if the read fails.
         """
         count, size = target.numel(), dtype.itemsize
         step = BLOCK // size
@@ -150,7 +150,7 @@ class CheckpointReader:
                 return
             # a weight may begin at any byte of a checkpoint
             if values.data_ptr() % dtype.itemsize:
-                # memmove, because the two may overlap
+                # the two ranges may overlap, which is allowed because ``copy_host_bytes`` uses memmove
                 copy_host_bytes(buffer[: block.nbytes], values)
                 values = buffer[: block.nbytes]
             cast_on_this_thread(target, values.view(dtype))
@@ -172,8 +172,8 @@ def _mapped() -> Iterator[_Mapping]:
 
 
 def _written(address: int, nbytes: int) -> bool:
-    """Whether any page of a private mapping was written, so that its bytes may differ from the file.  Also True if the
-    kernel does not report which pages were written."""
+    """Whether any page of a private mapping was written.  The bytes of such a page may differ from the file.  Also True
+    if the kernel does not report which pages were written."""
     first, last = address // PAGE, (address + nbytes - 1) // PAGE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
@@ -183,5 +183,5 @@ def _written(address: int, nbytes: int) -> bool:
     if len(raw) != 8 * (last - first + 1):
         return True
     entries = torch.frombuffer(raw, dtype=torch.int64)
-    held = (entries < 0) | (entries & _SWAPPED != 0)  # the highest bit is set if the page is present
+    held = (entries < 0) | (entries & _SWAPPED != 0)  # negative if the highest bit is set: the page is present
     return bool((held & (entries & _OF_FILE == 0)).any())

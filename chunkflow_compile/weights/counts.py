@@ -11,8 +11,8 @@ class Counts:
 
     ``cold_starts``: calls that began with empty slots or out of cycle order, and so first had to copy the weights that
     a warm call finds in its slots.  ``off_cycle``: calls out of cycle order.
-    ``moved_bytes``: bytes of all copies issued, including those for cold starts.  ``fetched_bytes``: bytes copied for ops
-    outside programs.
+    ``moved_bytes``: bytes of all copies issued, including the copies for cold starts.  ``fetched_bytes``: bytes copied
+    for ops outside programs.
     ``launches``: calls that ran as one CUDA graph.  ``captures``: captures of CUDA graphs.  ``capture_s``: seconds
     spent on these captures.
     ``row_hits``: calls whose row was in the table of hoisted values.  ``row_misses``: calls whose row had to be
@@ -42,7 +42,7 @@ class Counts:
     collective_s: float = 0.0
 
     def add_program(self) -> None:
-        """Count a program that was bound."""
+        """Count a program that was started for the model."""
         self.programs += 1
 
     def add_call(self, moved_bytes: int, primed_bytes: int) -> None:
@@ -52,7 +52,7 @@ class Counts:
         self.cold_starts += primed_bytes > 0
 
     def add_jump(self) -> None:
-        """Count a call that entered a cycle at an unexpected place."""
+        """Count a call out of cycle order (a jump)."""
         self.off_cycle += 1
 
     def add_measured(self, *, seconds: float, predicted_s: float, stalled_s: float, collective_s: float) -> None:
@@ -68,11 +68,11 @@ class Counts:
         self.fetched_bytes += nbytes
 
     def add_row_hit(self) -> None:
-        """Count a call that found its row."""
+        """Count a call whose row of hoisted values was in the table."""
         self.row_hits += 1
 
     def add_row_miss(self) -> None:
-        """Count a call whose row had to be computed."""
+        """Count a call whose row of hoisted values had to be computed."""
         self.row_misses += 1
 
     def add_row_fill(self, seconds: float) -> None:

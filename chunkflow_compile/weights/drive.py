@@ -36,7 +36,7 @@ class Scratch:
     """A file without a name to which weights are written.  Each weight begins at a page boundary."""
 
     def __init__(self, descriptor: Descriptor, where: str) -> None:
-        """``where``: the location of the file, for errors."""
+        """``where``: the location of the file, for error messages."""
         self.where = where
         self.file = WeightFile(descriptor, f"the scratch file {where}")
         self._end = 0
@@ -63,7 +63,8 @@ class Scratch:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
     def keep(self, weight: torch.Tensor) -> FileSlice:
-        """Append a dense host tensor to the file, and return its part of the file.  Raises as :meth:`write`."""
+        """Append a dense host tensor to the file, and return its part of the file.  Raises the same errors as
+        :meth:`write`."""
         begin, self._end = self._end, self._end + whole_pages(weight.nbytes)
         self.write(begin, weight)
         return self.kept(begin, weight)
@@ -87,7 +88,7 @@ class Scratch:
 
 
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:
-    """Choose the weights to leave on the SSD, so that the others take at most ``budget`` bytes of host memory.
+    """Choose the weights to leave on the SSD, so that the other weights take at most ``budget`` bytes of host memory.
 
     ``weights``: names and bytes in the order of the model.  The chosen weights are spread evenly over the model,
     because the SSD is read throughout a step.

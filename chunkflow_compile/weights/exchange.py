@@ -11,8 +11,8 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.private_torch import core
 
-# Attributes of a HostWeight that belong to its values.  All other attributes were set by the user and stay with the
-# tensor.
+# Attributes of a HostWeight that are exchanged together with its values.  All other attributes, such as attributes set
+# by the user, stay with the tensor.
 STATE = {"host", "buffer", "kind", "_is_param"}
 
 
@@ -20,9 +20,9 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange type, values and attributes of two tensors, so that every reference to ``tensor`` sees the content of
     ``other``.
 
-    Works like torch.utils.swap_tensors, but also accepts tensors that have weak references in Python (user code may
-    hold some).  Attributes that users have set on ``tensor`` stay on ``tensor``.  The exchange is one call into C, so
-    Ctrl-C cannot interrupt it halfway.
+    Works like torch.utils.swap_tensors, but also accepts tensors to which weak references exist in Python, because user
+    code may hold such references.  Attributes that users have set on ``tensor`` stay on ``tensor``.  The exchange is
+    one call into C, so Ctrl-C cannot interrupt it halfway.
     Raises ChunkflowError if the values cannot be swapped because C++ code, such as a profile, holds a weak reference to
     a tensor.
     """
@@ -39,7 +39,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     try:
         try:
             deque(map(partial.__call__, steps), maxlen=0)
-        except RuntimeError:  # the first step failed; garbage may hold the weak reference
+        except RuntimeError:  # the first step failed; an object that is garbage already may hold the weak reference
             gc.collect()
             deque(map(partial.__call__, steps), maxlen=0)
     except RuntimeError as error:

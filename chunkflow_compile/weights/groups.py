@@ -23,12 +23,12 @@ from .limits import local_ranks
 _log = logging.getLogger(__name__)
 
 # Seconds between two polls for the value of a rank; the value may take minutes to arrive.  The store is polled because
-# no other thread can use it during TCPStore.wait, and Ctrl-C has no effect then.
+# no other thread can use it during TCPStore.wait, and Ctrl-C has no effect during such a wait.
 _PAUSE_S = 0.02
-# After this many seconds of waiting, the log names the missing ranks, and :meth:`Group.posted` checks whether they will
-# still post.
+# After this many seconds of waiting, the log names the missing ranks, and :meth:`Group.posted` checks whether these
+# ranks will still post a value.
 LOGGED_S = 5.0
-# The JSON that replaces a value when its rank withdraws it.
+# The JSON text that replaces a posted value when the rank that posted it withdraws it.
 _WITHDRAWN = "null"
 
 # Backends whose process groups have real ranks, that is, processes that can all reach the store.
@@ -57,8 +57,8 @@ class Group:
     def post(self, what: str, value: Any) -> str:
         """Publish a JSON-serialisable value for the other ranks, and return the key to pass to :meth:`posted`.
 
-        ``what``: the purpose of the value.  The n-th value that a rank posts for a purpose belongs to the n-th values
-        of the other ranks for this purpose.
+        ``what``: the purpose of the value.  The n-th value that a rank posts for a purpose is matched with the n-th value
+        that each other rank posts for it.
         Raises ChunkflowError if the store cannot be reached.
         """
         with reached():
@@ -74,9 +74,9 @@ class Group:
         """Return rank -> posted value for the ranks that have posted a value.  A withdrawn value is None.
 
         Wait at most ``seconds`` for the other ranks.  ``absent``: a function that takes the missing ranks, and returns
-        whether one of them will never post; if so, the wait ends.  It is first called after LOGGED_S seconds.  If a
-        rank is still missing at the end, this rank withdraws its value, and its next post replaces the withdrawn value.
-        Raises as :meth:`post`.
+        whether one of them will never post; if so, the wait ends.  ``absent`` is first called after LOGGED_S seconds.
+        If another rank is still missing when the wait ends, the calling rank withdraws its own value, and the next
+        value that it posts replaces the withdrawn one.  Raises the same errors as :meth:`post`.
         """
         keys, began, logged = {rank: f"{key}/{rank}" for rank in self.ranks}, time.monotonic(), False
         with reached():
@@ -103,8 +103,8 @@ class Group:
         """Record that this rank places a model of class ``model`` without other ranks, so that ranks that wait for this
         one stop waiting.
 
-        ``asks``: the arguments with which this rank called ``offload``, for errors on the other ranks.  Errors of the
-        store are ignored, because this rank does not need it.
+        ``asks``: the arguments with which this rank called ``offload``, for error messages on the other ranks.  Errors
+        of the store are ignored, because this rank does not need the store.
         """
         place = _unshared_key(model, self.rank)
         with contextlib.suppress(StoreEnded), reached():
@@ -112,11 +112,12 @@ class Group:
             self.store.add(f"{place}/count", 1)
 
     def find_unshared(self, model: str, ranks: Collection[int]) -> tuple[int, dict[str, Any]] | None:
-        """Find the first of ``ranks`` that has placed models of class ``model`` without other ranks more often than
-        this rank.
+        """Find the first rank in ``ranks`` with more unshared placements of models of class ``model`` than the calling
+        rank.  A placement is unshared if the rank places the model without other ranks.
 
-        Returns the rank and the arguments that it passed to ``offload``, or None.  If there is such a rank, this rank's
-        count is set to the count of that rank, so that the next call does not find the same placements.
+        Returns None if there is no such rank, and otherwise the rank and the arguments that it passed to ``offload``.
+        The calling rank's count is then set to the count of the returned rank, so that the next call does not find the
+        same placements.
         """
         with reached():
             mine = self._count(_unshared_key(model, self.rank))
@@ -142,13 +143,13 @@ class Group:
 
 def _unshared_key(model: str, rank: int) -> str:
     """Return the store key under which a rank counts the models of one class that it has placed without other ranks.
-    Ranks that are in different groups use the same key."""
+    The key does not depend on the process group."""
     return f"chunkflow/apart/{hashlib.sha256(model.encode()).hexdigest()[:16]}/{rank}"
 
 
 @contextlib.contextmanager
 def reached() -> Iterator[None]:
-    """A context for calls to a store, which turns a RuntimeError into StoreEnded."""
+    """A context for calls to a store.  It turns a RuntimeError into StoreEnded."""
     try:
         yield
     except RuntimeError as error:
@@ -202,10 +203,13 @@ def ranks_of(name: str) -> tuple[int, ...]:
 
 
 def ranks_together() -> int:
-    """Return how many ranks run a model at the same time.  These are the ranks on this machine if the launcher provides
-    their number, otherwise all ranks of the default process group, or all ranks that a fake process group emulates."""
+    """Return how many ranks run a model at the same time.
 
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # planning only
+    With a fake process group, these are all ranks that it emulates.  Otherwise they are the ranks on this machine if
+    the launcher provides their number, or else all ranks of the default process group.
+    """
+
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # for planning only
         return dist.get_world_size()
     group = group_of()
     return local_ranks(1 if group is None else len(group.ranks))
@@ -226,7 +230,7 @@ def _resolved(name: str) -> Any:
     return dist.distributed_c10d.__dict__["_resolve_process_group"](name)
 
 
-@functools.cache  # once per process
+@functools.cache  # so that the reason is logged once per process
 def _say_why_none() -> None:
     """If this machine runs several ranks, log why they do not share weights by default."""
     if (several := local_ranks()) < 2:
@@ -238,7 +242,8 @@ def _say_why_none() -> None:
 
 
 def _real_backend(group: Any) -> Any:
-    """Return a backend of a group that has real ranks, or None.  A group may have one backend per device type."""
+    """Return a backend of a process group that connects real ranks (see ``_REAL``), or None.  A group may have one
+    backend per device type."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError):  # the group has no backend for this device
             backend = group._get_backend(torch.device(device))

@@ -7,8 +7,9 @@ casting.
 * ``load_state_dict(assign=True)`` adopts the given tensors as host memory.
 * ``.to()``, ``.half()`` and all other functions that use ``_apply`` leave the values in host memory.  A change of the
   device is only recorded, and converted values are stored in host memory again.
-* In a layer with diffusers' layerwise casting, whose hook calls ``.to()`` before and after forward, forward uses a cast
-  copy, and the weight is unchanged.  Dynamo can trace this replacement; in a program, the cast runs on the device.
+* In a layer with diffusers' layerwise casting, a hook calls ``.to()`` before and after forward.  Forward then uses a
+  cast copy of the weight, and the weight itself is unchanged.  Dynamo can trace how the copy replaces the weight; in a
+  program, the cast runs on the device.
 
 :class:`Guards` attaches these hooks to the modules of the model and removes them again.
 """
@@ -50,7 +51,7 @@ class Guards:
         self._store = store
         self._moved = moved
         self._handles: list[RemovableHandle] = []
-        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak, because an adapter may be removed
+        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak, because an adapter module may be removed
 
     def add(self) -> None:
         """Guard the modules of the model that are not guarded yet."""
@@ -121,8 +122,8 @@ class _Apply:
         return self._module
 
     def _cast(self, fn: Callable[[torch.Tensor], torch.Tensor], hook: Any) -> bool:
-        """Replace the weights of a layer by cast copies before forward, and the copies by the weights after forward.
-        Return False if ``fn`` is neither the cast before forward nor the cast after it."""
+        """Before forward, replace the weights of a layer by cast copies; after forward, put the weights back.  Return
+        False if ``fn`` is neither the cast before forward nor the cast after it."""
         held = self._module._parameters
         dtype = fn(torch.empty(0, dtype=hook.storage_dtype)).dtype
         if dtype not in (hook.compute_dtype, hook.storage_dtype):
@@ -144,8 +145,8 @@ class _Apply:
         return True
 
     def _keep_writes(self, hook: Any) -> None:
-        """If the user has changed a cast copy, store its values in the weight.  Convert all weights to the storage
-        dtype of the hook."""
+        """If the user has changed a cast copy, store its values in the weight.  Convert the other weights to the
+        storage dtype of the hook."""
         for name, weight in self._stored.items():
             copied: Any = self._module._parameters[name]
             if self._cast_versions.get(name) != _version(copied):
@@ -158,7 +159,8 @@ class _Apply:
 
 
 def _nothing() -> None:
-    """Do nothing.  A copy of a model uses this function as ``moved``: it has no programs before its first call."""
+    """Do nothing.  A copy of a model uses this function as ``moved``, because the copy has no programs before its first
+    call."""
 
 
 def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -15,24 +15,26 @@ The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are of on
 * FILE_WRITTEN: the same mapping after a write through a tensor of a state_dict; the written pages are private to this
   process.
 
-The bytes of a packed weight are in ``HostBuffer.stored``, in pages of one of the first three types.  Its ``host`` is
-address space without pages; see ``packed.py``.  A write opens the pages of ``host`` and packs the new values.  If the
-new values do not fit in the packed form, the weight is OWN and unpacked from then on.
+The bytes of a packed weight are in ``HostBuffer.stored``, in pages of one of the first three types.  The ``host`` of a
+packed weight is address space without pages; see ``packed.py``.  A write opens the pages of ``host`` and packs the new
+values.  If the new values do not fit in the packed form, the weight is OWN and unpacked from then on.
 
-:class:`WeightLoader` chooses the initial type.  Later, the bytes can only move to OWN.  They keep their address, so
-that views remain valid.  ``make_private`` moves them before a write, before pages that may change are pinned, and when
-a shared weight is restored.  A weight that is given other memory (``p.data = ...``) gets a new HostBuffer.
+:class:`WeightLoader` chooses the initial type.  After that, the bytes can only move to OWN pages.  They keep their
+address, so that views remain valid.  ``make_private`` moves the bytes before a write, before the pages of a written
+mapping are pinned or read by programs, and when a shared weight is restored.  A weight that is given other memory
+(``p.data = ...``) gets a new HostBuffer.
 
 The following copies of the values may exist.  Each copy is written only by the code that creates it:
 
 * Pieces on the devices of the ranks of a node, one per rank (``pieces``), until the weight is written on this rank.
-  This rank does not read them while the weight may be written through a tensor of a state_dict.
+  This rank does not read the pieces while the weight may be written through a tensor of a state_dict.
 * On the device of this rank, either a resident copy (``resident``), which is refreshed when ``version`` has changed, or
   slots of an arena, which are filled in each step.
 * For an op outside programs, a temporary copy that only this op reads.  For a packed weight, even an op on the CPU gets
   such a copy.
-* In a state_dict, tensors that share the memory itself (``exported``); :meth:`HostBuffer.settle` detects writes to
-  them.  For SHARED pages, these tensors are copy-on-write mappings, and writes to them do not reach the model.
+* In a state_dict, tensors that share the memory of the weight itself (``exported``); :meth:`HostBuffer.settle` detects
+  writes to them.  For SHARED pages, these tensors are copy-on-write mappings, and writes to them do not reach the
+  model.
 """
 
 from __future__ import annotations
@@ -82,10 +84,10 @@ class HostBuffer:
     writes to the host tensor itself.
     ``names``: all names of the weight in the model.  ``origin``: the device of the weight before it was offloaded.
     ``grad``: the gradient of the weight before it was offloaded, or None.
-    ``fill``: if a module computes the values, a function that writes them before each call; otherwise None.
-    ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``: whether pieces are kept
-    although a write was counted.  They are not read until :meth:`regain_pieces` finds that they still have the values
-    of the weight.
+    ``fill``: a function that computes the values and writes them before each call of a program; None for a weight whose
+    values are not computed.  ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``:
+    whether pieces are kept although a write was counted.  Such pieces are not read until :meth:`regain_pieces` finds
+    that they still have the values of the weight.
     ``backing``: the storage of the bytes.  ``form``: the form of the bytes.  The pages of a compressible weight contain
     no other data.
     """
@@ -113,7 +115,7 @@ class HostBuffer:
         self._uses = MemoryUses()
         self._store: Store | None = None
         self._token: Callable[[], WeightToken | None] = lambda: None
-        self._writes: torch.Tensor | None = None  # a tensor that has only the version counter of the weight
+        self._writes: torch.Tensor | None = None  # a tensor that shares the version counter of the weight
         self._resident_copy = ResidentCopy()
         self._pins = Pins()
 
@@ -139,11 +141,12 @@ class HostBuffer:
         self._uses.count_own(self.host, weight.host)
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage that only a weight with the host tensor ``view`` uses."""
+        """Whether the memory is a whole storage, and only this buffer and the weight whose host tensor is ``view`` use
+        it."""
         return self._uses.is_only(self.host, view)
 
     def leave(self) -> None:
-        """Remove this buffer from its store: its weight is in no placed model any more."""
+        """Remove this buffer from its store, because its weight is no longer part of a placed model."""
         self._store, self.pieces, self.keeps_pieces = None, None, False
         if (token := self.token) is not None:
             token.leave_store()
@@ -154,8 +157,8 @@ class HostBuffer:
 
     @property
     def store(self) -> Store:
-        """The store of the placed model.  Use this only for a buffer from :func:`buffer_of`, which returns no buffer
-        without a store."""
+        """The store of the placed model.  Use this only for a buffer from :func:`buffer_of`, which returns only buffers
+        that have a store."""
         assert self._store is not None
         return self._store
 
@@ -204,15 +207,15 @@ class HostBuffer:
     @property
     def bytes(self) -> Bytes:
         """The bytes that programs copy.  If the weight is on the SSD and its mapping was written, it is first moved to
-        private memory; if that fails, raises as :meth:`write`."""
+        private memory; if the move fails, raises the same errors as :meth:`write`."""
         if self.backing.where is Where.FILE_WRITTEN:
             self.make_private()
         return self.bytes_now
 
     @property
     def bytes_now(self) -> Bytes:
-        """The bytes that programs copy.  Unlike ``bytes``, this never moves the weight.  Drops outdated pieces, unless
-        ``keeps_pieces`` is set."""
+        """The bytes that programs copy.  Unlike ``bytes``, this property never moves the weight.  Drops outdated
+        pieces, unless ``keeps_pieces`` is set."""
         if (pieces := self.pieces) is not None and pieces.version == self.version:
             return pieces
         if not self.keeps_pieces:
@@ -230,18 +233,18 @@ class HostBuffer:
 
     @property
     def on_device(self) -> torch.Tensor | None:
-        """The copy on the store's device that programs read, or None if there is none with the current values."""
+        """The copy on the store's device that programs read, or None if no copy has the current values."""
         return self._resident_copy.at(self.version)
 
     def resident(self, stagings: GpuStagings, arena: object) -> torch.Tensor:
         """Return a copy of the values on the store's device.  All programs that read the weight as resident share this
         copy.
 
-        ``arena``: the arena of these programs; no step may be running in it.  An outdated copy is updated in place if
-        no program of another arena reads it.
+        ``arena``: the arena of the programs that are about to read the copy; no step may be running in this arena.  An
+        outdated copy is updated in place if no program of another arena reads it.
         """
 
-        version = self.version  # read before the values: a write during the copy makes the copy outdated
+        version = self.version  # read before the values, so that a write during the copy makes the copy outdated
         self._resident_copy.add_reader(arena)
         if (current := self._resident_copy.at(version)) is not None:
             return current
@@ -282,13 +285,15 @@ class HostBuffer:
         return part_of(backing.read(self.name), view)
 
     def copy(self, view: torch.Tensor) -> torch.Tensor:
-        """Return the values of a view of the host tensor in separate memory.  Raises as :meth:`values`."""
+        """Return a copy, in separate memory, of the values in a view of the host tensor.  Raises the same errors as
+        :meth:`values`."""
         values = self.values(view)
         whole = values.untyped_storage().nbytes() == view.nbytes
         return values if whole and not share_storage(values, view) else values.clone()
 
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a view of the values for a state_dict.  Writes to it are writes to the weight; see :meth:`settle`.
+        """Return a view of the values for a state_dict.  Writes to the view are writes to the weight; see
+        :meth:`settle`.
 
         If other ranks read the memory, return a copy instead.  Raises ChunkflowError if the copy does not fit in host
         memory.
@@ -320,14 +325,14 @@ class HostBuffer:
         self._changed()
 
     def expose(self) -> None:
-        """Record that code compiled by another backend uses the memory.  Writes by such code change only the
-        ``_version`` of the weight."""
+        """Record that code compiled by another backend uses the memory.  The only trace of a
+        write by such code is the ``_version`` of the weight itself."""
         if not self.exposed:
             self.exposed = True
             self._changed()
 
     def _changed(self) -> None:
-        """Replace the state object of the weight, which programs compare to detect changes."""
+        """Replace the state object of the weight.  Programs compare state objects to detect changes of a weight."""
         if (token := self.token) is not None:
             token.change()
             if self._store is None:  # checked last, because another thread may remove the buffer from the store
@@ -357,7 +362,7 @@ class HostBuffer:
         """If tensors of a state_dict may have been written since the last call, count that as one write to the weight.
 
         Pieces are kept until :meth:`regain_pieces`, because the values may turn out to be unchanged.
-        Returns whether programs may have copied outdated values.  Raises as :meth:`write`.
+        Returns whether programs may have copied outdated values.  Raises the same errors as :meth:`write`.
         """
         self.keeps_pieces = True
         changed = self.backing.settle()
@@ -409,8 +414,8 @@ class HostBuffer:
         """Pack the values and free their memory; views remain valid.  Returns whether the weight is packed now.
 
         Packing fails if the values do not fit in the packed form, if another tensor or array uses the memory (such as a
-        tensor of a state_dict), or if host memory is too short to hold both forms during packing.  Pauses programs as
-        :meth:`write`.
+        tensor of a state_dict), or if host memory is too short to hold both forms during packing.  Like :meth:`write`,
+        this pauses the model's programs.
         """
         if self.form is not Form.COMPRESSIBLE:
             return self.compressed
@@ -433,7 +438,7 @@ class HostBuffer:
         return self.compressed
 
     def unpack(self, leaving: bool = False, lazily: bool = False) -> None:
-        """Unpack the weight permanently, at the same address.  Pauses programs as :meth:`write`.
+        """Unpack the weight permanently, at the same address.  Like :meth:`write`, this pauses the model's programs.
 
         ``leaving``: whether the weight is about to leave the store.  ``lazily``: whether to allocate the memory even if
         host memory is short.
@@ -473,30 +478,31 @@ class HostBuffer:
     def is_lent(self) -> bool:
         """Whether a view of unpacked values is in use, such as an array made from a tensor of a state_dict.
 
-        Always False if the weight is only a part of its storage, because the other parts have their own users.
+        Always False if the weight is only a part of its storage, because users of the other parts would be counted,
+        too.
         """
         return not self.compressed and self._uses.has_views(self.host)
 
     def on_storage_replaced(self) -> None:
-        """Warn before a tensor in host memory replaces this weight, if the weight is on the SSD and the weights of the
-        model will exceed their limit on host memory."""
+        """Warn if the weight leaves the SSD, and the weights of the model then exceed their limit on host memory.  Call
+        this before the weight gets a tensor in host memory as its new storage."""
         if self._store is not None and self.backing.file_bytes is not None:
             how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
 
     def make_private(self, lazily: bool = False) -> None:
-        """Move the weight to private memory at the same address.  No copy may read the weight meanwhile.
+        """Move the weight to private memory at the same address.  No copy may read the weight during the move.
 
-        ``lazily``: if host memory is short, allocate each page only when it is written.  Raises ChunkflowError as
+        ``lazily``: if host memory is short, allocate each page only when it is written.  Raises the same errors as
         :meth:`write`.
         """
         if (before := self.backing.where) is Where.OWN:
             return
         self.check()
         if before is Where.SHARED:
-            # a device would go on reading the pages that were at this address when it was pinned
+            # a device would go on reading the pages that were at this address when the memory was pinned
             self.unpin()
-            # programs then pin the weight again, even if the move below fails
+            # this makes programs pin the weight again, even if the move below fails
             self.count_write()
         self._set_backing(self.backing.make_private(self.name, lazily))
         if before is not Where.SHARED and self._store is not None:
@@ -542,7 +548,7 @@ class HostBuffer:
         self._pins.unpin()
 
     def sync_copies(self) -> None:
-        """Wait for copies from the host memory that were enqueued by steps that have already returned."""
+        """Wait for all copies that read the host memory and that earlier steps have enqueued."""
         self._pins.sync_copies()
 
 

@@ -63,8 +63,8 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
 
 
 def give_free_memory_back() -> None:
-    """Return freed memory from the allocator to the system.  After a model was loaded, the allocator may hold freed
-    memory of half the size of the model."""
+    """Return freed memory from the allocator to the system.  After a model was loaded, the freed memory that the
+    allocator holds may be half as large as the model."""
 
     with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

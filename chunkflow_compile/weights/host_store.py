@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
-    """Do nothing: no program runs on the model."""
+    """Do nothing.  This is the default of ``end_programs``, for a model on which no program runs."""
 
 
 @dataclass(eq=False)
@@ -44,14 +44,14 @@ class HostStore:
     """The offloaded weights of the model ``root``, whose programs run on ``device``.  The store lives as long as the
     model.
 
-    ``quiet``: a function that returns a context for writes to weights; no program of the model runs in this context.
-    ``end_programs``: a function that ends the programs; their next calls start them again.  ``pins``: whether to pin
-    host memory; False after pinning has failed once.  ``counts``: counters of the model's programs.  ``exported``:
-    tensors of state_dicts, or their storages, that share the memory of weights.
+    ``quiet``: a function that returns a context for writes to weights; while the context is active, no program of the
+    model runs.  ``end_programs``: a function that ends the programs; their next calls start them again.  ``pins``:
+    whether to pin host memory; False after a weight could not be pinned.  ``counts``: counters of the model's programs.
+    ``exported``: tensors of state_dicts, or their storages, that share the memory of weights.
     ``bound``: the limit on host memory for the weights, in bytes, or None.
     ``rank_and_count``: the index of this rank among the ranks that share the weights, and the number of these ranks;
-    None if the weights are not shared.  ``agreed_pin_bytes``: the bytes that each of these ranks may pin, or None.
-    ``peers``: the ranks that keep pieces of weights for each other, or None.
+    None if the weights are not shared.  ``agreed_pin_bytes``: the bytes that each of the ranks that share the weights
+    may pin, or None.  ``peers``: the ranks that keep pieces of weights for each other, or None.
     """
 
     _root: weakref.ref[nn.Module]
@@ -151,7 +151,8 @@ class HostStore:
         grad, origin = tensor.grad, tensor.device
         weight = like(tensor, HostWeight(buffer.host, self.device, buffer))
         self._adopt(names, weight, buffer.host, origin, grad)
-        # last, and in one call, so that Ctrl-C leaves either an ordinary tensor or a weight of this store
+        # this is the last step, and a single call into C, so that Ctrl-C leaves either an ordinary tensor or a weight
+        # of this store
         become(tensor, weight)
 
     def _adopt(
@@ -211,11 +212,11 @@ class HostStore:
         """Count weights as written if a tensor of a state_dict shares their memory, or has shared it since the last
         call of this method.
 
-        Such a weight may have been written through a pointer, a NumPy array or a collective, which no version counter
-        records.  A weight is not counted if the kernel reports that its pages were not written; see
-        :meth:`HostBuffer.settle`.  Warns once if such tensors are still in use.  After no tensor shares the memory of a
-        weight any more, for example after a model was saved, programs read the pieces of the weight again, provided
-        that the pieces have the values of the weight.
+        Such a weight may have been written through a pointer, a NumPy array or a collective.  No version counter
+        records such writes.  A weight is not counted if the kernel reports that its pages were not written; see
+        :meth:`HostBuffer.settle`.  Warns once if such tensors are still in use.  When no tensor shares the memory of a
+        weight any more (usually after the model was saved), programs read the pieces of the weight again, provided that
+        the pieces have the values of the weight.
         Raises ChunkflowError if there is not enough memory for the written values.
         """
 
@@ -250,12 +251,13 @@ class HostStore:
             )
 
     def expect_eager_reads(self) -> None:
-        """Disable the warning about eager ops that fetch weights: parts of the model run eagerly on purpose."""
+        """Disable the warning about eager ops that fetch weights, because parts of the model run eagerly on purpose."""
         self.warned = True
 
     @contextlib.contextmanager
     def reads_meant(self) -> Iterator[None]:
-        """A context for conversions of weights by the user: ops outside programs read weights without a warning."""
+        """A context for conversions of weights by the user.  In this context, ops outside programs read weights without
+        a warning."""
         warned, fetched, self.warned = self.warned, self.counts.fetched_bytes, True
         try:
             yield

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from chunkflow_compile.private_torch import core
 
 from .bytes import is_same_view, ordinary, share_storage
-from .declared import on_fetched, written_by
+from .declared_writes import on_fetched, written_by
 from .exchange import STATE
 from .host_buffer import HostBuffer
 from .tracing import FETCH, OURS, traces_for_us, tracing_backend
@@ -34,12 +34,13 @@ _aten = torch.ops.aten
 _VIEWS = {_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
 # Ops whose results need the conjugate or negative bit, which a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
-# All attributes of a HostWeight.  Unlike the others, "token" stays with the tensor when its values are exchanged.
+# The attributes that a HostWeight itself defines.  Those in STATE are exchanged together with the values of the tensor;
+# "token" stays with the tensor.
 _OWN = {*STATE, "token"}
 
 
 class HostWeight(torch.Tensor):
-    """A weight on ``device`` whose values are in ``host``, a plain tensor on the CPU.
+    """A weight on ``device`` whose values are in ``host``, an ordinary tensor on the CPU.
 
     ``host``: the values; for a packed weight, only their address range.  ``buffer``: the memory, shared by all views of
     the weight.  ``kind``: the class of the tensor that the HostWeight replaces.
@@ -102,7 +103,7 @@ class HostWeight(torch.Tensor):
         return HostWeight(host, device)
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would trace this as a frame of its own where a model runs in parts
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would trace this function as a separate frame if a model runs in parts
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -123,7 +124,7 @@ class HostWeight(torch.Tensor):
             return on_copies(cls, func, args, kwargs)
         written = [x for x in written_by(func, args, kwargs) if isinstance(x, HostWeight)]
         with contextlib.ExitStack() as held:
-            # in this order, so that two threads never deadlock
+            # the weights are locked in this order, so that two threads never deadlock
             for weight in sorted(written, key=lambda w: w.buffer.order):
                 held.enter_context(weight.buffer.write())
             if written and func is _aten.copy_.default:
@@ -135,8 +136,8 @@ class HostWeight(torch.Tensor):
 
     @property
     def writes(self) -> int:
-        """A number that changes with every write to the values: by an op on this weight or on another view of it, to
-        the host tensor, or by compiled code."""
+        """A number that changes with every write to the values, whether an op writes to this weight, to another view of
+        it or to the host tensor, or compiled code writes to the weight."""
         return self.buffer.written + self.host._version + self._version
 
     def fetch(self) -> torch.Tensor:
@@ -170,14 +171,14 @@ class HostWeight(torch.Tensor):
         return self.host
 
     def _alias(self, host: torch.Tensor) -> Any:
-        """Wrap ``host``, the result of a view op, as a weight.  Its buffer is the same if ``host`` is a view, and a new
-        one if the op has copied the values, which some view ops do."""
+        """Wrap ``host``, the result of a view op, as a weight.  The new weight has the buffer of this weight if
+        ``host`` is a view of its memory, and a new buffer if the op has copied the values, as some view ops do."""
         same = share_storage(host, self.host)
         return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
-        """Convert the weight.  The result is a HostWeight if the device is the same, and an ordinary tensor if it
-        differs."""
+        """Convert the dtype, the memory format or the device of the weight, like the op ``_to_copy``.  The result is a
+        HostWeight if the device stays the same, and otherwise an ordinary tensor."""
         device = kwargs.get("device")
         target = self.device if device is None else with_index(torch.device(device))
         if target == self.device or target.type == "cpu":
@@ -232,8 +233,9 @@ class HostWeight(torch.Tensor):
         self.buffer = HostBuffer(self.host, name=self.buffer.name)
 
     def _state(self) -> dict[str, Any]:
-        """Return the attributes that belong to the replaced class.  An ordinary parameter has none, because its copies
-        do not keep attributes."""
+        """Return the attributes to set on a copy of this weight: all attributes that HostWeight itself does not define.
+        If this weight replaces an ordinary parameter, there are none, because copies of a parameter do not keep its
+        attributes, either."""
         if self.kind in (torch.Tensor, nn.Parameter, nn.Buffer):
             return {}
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
@@ -345,12 +347,13 @@ class HostWeight(torch.Tensor):
         raise AttributeError(refusal(self, "__cuda_array_interface__"))  # so that hasattr returns False
 
 
-# Two getters for code that looks for changes of many weights in every call.  Both raise AttributeError for a tensor
-# that is in no store.  ``mark_of`` returns an object that is replaced when a weight changes.  Two types of changes do
-# not replace it: changes that ``host._version`` records, and, if the buffer is ``exposed``, changes that the weight's
-# own ``_version`` records.
+# Two getters for code that looks for changes of many weights in every call.  ``mark_of`` returns the state object of a
+# weight (see ``weight_token.py``), which is replaced when the weight changes.  Two types of changes do not replace it:
+# changes that ``host._version`` records, and, if the buffer is ``exposed``, changes that the weight's own ``_version``
+# records.  ``mark_of`` raises AttributeError for a tensor that is in no store.
 mark_of = attrgetter("token.state")
-# ``state_of`` returns the buffer, its form, and the three counters whose sum is ``writes``.
+# ``state_of`` returns the buffer of a weight, the form of its bytes, and the three counters whose sum is ``writes``.
+# It raises AttributeError for a tensor that is not a HostWeight.
 state_of = attrgetter("buffer", "buffer.form", "buffer.written", "host._version", "_version")
 
 

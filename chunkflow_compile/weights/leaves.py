@@ -19,8 +19,8 @@ from .host_weight import HostWeight
 def stream_inside() -> bool:
     """Whether the inner tensors of a tensor subclass can be offloaded.
 
-    False before torch 2.13: AOTAutograd there unwraps the subclasses among the inputs of each call, and not the
-    subclasses that it found during tracing.
+    False before torch 2.13, because earlier versions of AOTAutograd unwrap the inputs that are subclasses when compiled
+    code is called, instead of the inputs that were subclasses during tracing.
     """
     return TorchVersion(torch.__version__) >= "2.13"
 
@@ -32,7 +32,7 @@ def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the inner objects of a tensor subclass, at any depth.  They may be other objects than tensors, such as the
+    """Yield the inner objects of a tensor subclass, at any depth.  Some of them may not be tensors, such as the
     DeviceMesh of a DTensor.  For an ordinary tensor, yield the tensor itself."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
@@ -52,10 +52,10 @@ def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def align(root: nn.Module) -> None:
-    """Give each tensor subclass of a model the device and the storage offset of its inner tensors.
+    """Give each instance of a tensor subclass in a model the device and the storage offset of its inner tensors.
 
-    A DTensor has the storage offset of its shard.  torch cannot trace a DTensor whose offset is outdated because its
-    shard was moved.
+    A DTensor has the storage offset of its shard.  After the shard was moved, this offset may be outdated, and torch
+    cannot trace a DTensor with an outdated offset.
     """
     for _, tensor in tensors_of(root):
         inside = [leaf for _, leaf in leaves(tensor)]

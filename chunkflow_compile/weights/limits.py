@@ -18,8 +18,8 @@ from chunkflow_compile.units import parse_bytes, size
 # is used: /proc/meminfo there shows less memory than the machine can get.
 VARIABLE = "CHUNKFLOW_HOST_MEMORY"
 
-# Host memory to leave free, as a share of the total and in bytes: for the kernel, the page cache, and the rest of the
-# pipeline.
+# Host memory to leave free for the kernel, the page cache, and the rest of the pipeline: RESERVED_SHARE of the total,
+# but at least LEAST_RESERVED bytes.
 RESERVED_SHARE = 0.05
 LEAST_RESERVED = 1 << 30
 # A cgroup v1 without a limit reports a number near 2**63.
@@ -28,8 +28,8 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class HostMemory:
-    """``total``: the memory of the machine, or the limit of the control group that leaves the least free memory, in
-    bytes.
+    """``total``: the memory of the machine or the limit of a control group of this process, in bytes, whichever leaves
+    less memory free.
     ``free``: bytes that this process may still take, including page cache that can be dropped.
     ``limit``: the file that contains the limit of that group, or the environment variable that states ``total``; None
     if ``total`` is the memory that the machine reports."""
@@ -47,7 +47,7 @@ class HostMemory:
 
     @property
     def reserve(self) -> int:
-        """Bytes that must be neither pinned nor filled."""
+        """Bytes that must stay free, so that they are neither pinned nor filled with weights."""
         return max(LEAST_RESERVED, int(RESERVED_SHARE * self.total))
 
 
@@ -98,7 +98,8 @@ def no_room(nbytes: int) -> str | None:
     """Return why ``nbytes`` do not fit in host memory now, or None if they do.  The kernel would kill a process that
     exceeds a limit.
 
-    After the allocation, the reserve must still be free, or ``nbytes`` if the reserve is larger.
+    After the allocation, the reserve must still be free.  If ``nbytes`` is less than the reserve, it is enough that
+    another ``nbytes`` are free after the allocation.
     """
     memory = host_memory()
     reserve = min(memory.reserve, nbytes)
@@ -166,8 +167,8 @@ def _limit(group: Path) -> tuple[Path, int] | None:
 
 
 def _used(group: Path) -> int:
-    """Return the bytes that a group uses, without its page cache, which the kernel can drop.  The active list of pages
-    counts as cache, too, because a page that is read twice becomes active."""
+    """Return the bytes that a group uses, without its page cache, which the kernel can drop.  Active file pages count
+    as cache, too, because a page of a file becomes active when it is read twice."""
     name, total = ("memory.current", "")
     if not (group / name).exists():
         name, total = "memory.usage_in_bytes", "total_"

@@ -52,17 +52,17 @@ class WeightLoader:
         shards: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """``device``: the device on which programs run.  ``weights``: all weights of the move, with their names.
-        ``dtype_of``: returns the dtype to load a weight with.  ``pages``: whether each weight gets separate pages.
-        ``node``: the ranks with which to share the weights, or None; all of them move the weights of the same model.
-        ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the weights to pack now.
-        ``packable``: the names of the weights that may be packed later.
+        ``dtype_of``: a function that returns the dtype with which to load a weight.  ``pages``: whether each weight
+        gets separate pages.  ``node``: the ranks with which to share the weights, or None; all of them move the weights
+        of the same model.  ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the
+        weights to pack now.  ``packable``: the names of the weights that may be packed later.
         ``shards``: name -> an id of the part of the weight that this rank has; ranks share a weight only if they have
         the same part.
 
         Raises ChunkflowError if the weights do not fit in host memory.
         """
         self._cpus = near_cpus(device)
-        # if memory is short, keep the checkpoint out of the page cache
+        # if memory is short, read the checkpoint without the page cache
         direct = host_memory().free < 2 * sum(w.nbytes for _, w in weights)
         self._reader = CheckpointReader(direct, self._cpus)
         self._shards = shards or {}
@@ -141,8 +141,8 @@ class WeightLoader:
         return self._weights[name].part is not None
 
     def placed(self, name: str, tensor: torch.Tensor) -> HostBuffer:
-        """Return the host memory of a shared weight after all ranks have written their weights.  If this rank has other
-        values than the rank that wrote them, this rank gets private memory.
+        """Return the host memory of a shared weight after all ranks have written their weights.  If the values on this
+        rank differ from the values that were written, this rank gets private memory.
 
         Raises ChunkflowError if private memory does not fit.
         """
@@ -188,8 +188,8 @@ class WeightLoader:
         return HostBuffer(kept.host, kept, compressible=weight.name in self._packable)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the threads, free shared pages that no weight uses, and close the node.  ``error``: the reason if the
-        move has failed, or None."""
+        """End the threads, free shared pages that no weight uses, and close the node.  ``error``: the error with which
+        the move has failed, or None."""
         if self._node is not None:
             self._node.close(error)
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -236,8 +236,8 @@ class WeightLoader:
         return packed
 
     def _pack(self, packed: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
-        """Pack a weight that ranks share.  If the values do not fit in the packed form, mark the memory for the other
-        ranks."""
+        """Pack a weight that ranks share.  If the values do not fit in the packed form, mark the shared memory, so that
+        the other ranks know."""
         if not pack_into(packed, self._filled(weight, values), self._cpus):
             mark_unfit(packed)
 
@@ -281,5 +281,6 @@ class WeightLoader:
 
 
 def keep_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the tensor: a ``DtypeOf`` with which each weight keeps its dtype."""
+    """Return the dtype of the tensor.  As the ``DtypeOf`` of a loader, this function lets each weight keep its
+    dtype."""
     return tensor.dtype

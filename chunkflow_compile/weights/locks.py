@@ -15,8 +15,8 @@ class ProcessLock:
     """A reentrant lock, used as ``with lock():``.  A forked child gets a new lock, because the thread that holds the old
     one may not exist there.
 
-    The call returns an RLock, whose ``__enter__`` is in C.  In an ``__enter__`` in Python, Ctrl-C between two lines
-    could leave the lock held.
+    The call returns an RLock, whose ``__enter__`` is implemented in C.  In an ``__enter__`` that is written in Python,
+    Ctrl-C between two lines could leave the lock held.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class ProcessLock:
 
 
 def when_collected(owner: object, work: Callable[..., object], *args: Any) -> weakref.finalize[..., Any]:
-    """Call ``work`` when the garbage collector frees ``owner``.  It is not called when the process exits, which frees
-    everything anyway."""
+    """Call ``work`` when the garbage collector frees ``owner``.  ``work`` is not called when the process exits, because
+    the exit frees everything anyway."""
     undone = weakref.finalize(owner, work, *args)
     undone.atexit = False
     return undone
@@ -42,7 +42,7 @@ def aside(work: Callable[[], None]) -> None:
     """Run the work of a finalizer on a separate thread, because the work waits for locks and streams, and the garbage
     collector may call a finalizer in any thread.
 
-    Does nothing while the process exits, which frees everything anyway.
+    Does nothing while the process exits, because the exit frees everything anyway.
     """
     if threading.main_thread().is_alive():
         threading.Thread(target=work, name="chunkflow-close").start()

@@ -158,10 +158,11 @@ def open_pages(host: torch.Tensor) -> None:
 def own_memory(host: torch.Tensor, owned: set[int]) -> None:
     """Move a tensor in a mapping to private memory, with the same bytes at the same address, so that views remain valid.
 
-    This is also needed for a private mapping of a file, because the kernel drops its written pages when the file is
-    truncated.  ``owned``: addresses of pages that are already private.  The tensor's first and last page, which it may
-    share with other tensors, are added to the set.  If the first or the last page is already in the set, it is left in
-    place, because a device may be reading it.  Raises OSError if the kernel reports an error; nothing has changed then.
+    A private mapping of a file must be moved, too, because the kernel drops the written pages of the mapping when the
+    file is truncated.  ``owned``: addresses of pages that are already private.  The tensor's first and last page, which
+    it may share with other tensors, are added to the set.  If the first or the last page is already in the set, it is
+    left in place, because a device may be reading it.  Raises OSError if the kernel reports an error; nothing has
+    changed then.
     """
     first, last = (address - address % PAGE for address in (host.data_ptr(), host.data_ptr() + host.nbytes - 1))
     begin, end = first + PAGE * (first in owned), last + PAGE * (last not in owned)

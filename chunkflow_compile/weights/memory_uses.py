@@ -1,4 +1,4 @@
-"""Uses of the memory of a weight by programs, views, arrays and ops of other threads."""
+"""Detection of the users of a weight's memory: programs, views, arrays, and ops of other threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class MemoryUses:
         self._own = _own(host, view)
 
     def lend(self, host: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of ``host`` for programs (uint8), in a separate storage, so that they do not count as a view."""
+        """Return the bytes of ``host`` for programs (uint8), in a separate storage, so that the result does not count
+        as a view of the memory."""
         place = as_array(host)
         self._lent[id(place)] = place
         return torch.frombuffer(place, dtype=torch.uint8)
@@ -39,7 +40,8 @@ class MemoryUses:
         return _is_whole(host) and core.storage_uses(host) > self._own
 
     def is_only(self, host: torch.Tensor, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage that only the buffer and a weight with the host tensor ``view`` use."""
+        """Whether the memory is a whole storage, and only the buffer and the weight whose host tensor is ``view`` use
+        it."""
         return _is_whole(host) and core.storage_uses(host) <= _own(host, view) and not self._lent
 
 
@@ -50,8 +52,8 @@ def _is_whole(host: torch.Tensor) -> bool:
 def _own(host: torch.Tensor, view: torch.Tensor) -> int:
     """Return how many of the references that ``core.storage_uses`` counts are from the buffer and from its weight.
 
-    These are the two host tensors, the tensors of which they are views, and the storage object that
-    ``core.storage_uses`` creates itself.
+    They are the references from the two host tensors, from the tensors of which these are views, and from the storage
+    object that ``core.storage_uses`` itself creates.
     """
     tensors = (host, view, host._base, view._base)
     return 1 + len({id(tensor) for tensor in tensors if tensor is not None})

@@ -24,7 +24,7 @@ from .rounds import RankFailed, Rounds, cause_of, failed, process_of
 
 _log = logging.getLogger(__name__)
 
-# The key under which ranks post in the store of their group when they place a model.
+# The purpose (see :meth:`Group.post`) of the values that ranks post when they place a model.
 _PLACING = "placing"
 
 
@@ -64,7 +64,7 @@ def node_of(
     """Return the ranks of this machine that share weights with this rank, or None if there are no others; see
     :func:`group_to_share_in`.
 
-    ``asks``, ``model``: as in :func:`rendezvous`.  Raises ChunkflowError as :func:`group_to_share_in` and
+    ``asks``, ``model``: as in :func:`rendezvous`.  Raises the same errors as :func:`group_to_share_in` and
     :func:`rendezvous`.
     """
     if (group := group_to_share_in(share, device)) is None:
@@ -89,7 +89,7 @@ def rendezvous(
     ``near``: a text that identifies the NUMA node; only ranks that pass the same text share with each other.  ``asks``:
     arguments of ``offload``, by name, that must be equal on all ranks.  ``model``: the class of the model that is
     placed.  Raises ChunkflowError, which names the ranks, if some ranks do not call this before the timeout, pass
-    different ``asks``, or place a model of this class on their own.
+    different ``asks``, or place a model of this class without the other ranks.
     """
     place = {"machine": _machine(), "namespace": _pid_namespace(), "near": near}
     key = group.post(_PLACING, {**place, "process": process_of(os.getpid()), "asks": asks or {}})

@@ -1,7 +1,8 @@
 """Weights whose bytes are packed without loss, in about twelve bits per value; see ``passes/packing.py``.
 
 The host tensor of such a weight is *address space without pages*.  It has the shape, the strides, the storage and the
-version of the values, so that a view of it is a view of the weight, but accessing its memory is a segmentation fault.
+version of the values, so that a view of it is a view of the weight, but accessing its memory causes a segmentation
+fault.
 A reader gets the values in a temporary tensor.  A writer first *opens* the pages, that is, makes them accessible and
 unpacks the values into them, and *closes* them afterwards.
 
@@ -65,9 +66,9 @@ class Packed(Backing):
         self._writer: tuple[int, int] | None = None
         # held while values are read or packed, and while pages are closed
         self._lock = ProcessLock()
-        # False while values are packed, and after that was interrupted
+        # False while values are packed, and after the packing was interrupted
         self._whole = True
-        # the storage of the tensors of a state_dict, which are on the open pages
+        # the storage that the tensors of a state_dict share; its memory is the open pages
         self._exported: weakref.ref[torch.UntypedStorage] | None = None
 
     @staticmethod
@@ -117,8 +118,8 @@ class Packed(Backing):
             return self.host.clone()
 
     def exported(self, name: str) -> torch.Tensor:
-        """Return the values at the address of the weight, for a state_dict.  Writes to them are writes to the weight; see
-        :meth:`settle`.
+        """Return the values at the address of the weight, for a state_dict.  Writes to the result are writes to the
+        weight; see :meth:`settle`.
 
         The values are stored in a scratch file on the SSD, or in host memory if that file cannot be created.  Pages
         that are written become private memory.  Raises ChunkflowError if the values do not fit in host memory either.
@@ -174,7 +175,7 @@ class Packed(Backing):
         with _ordinary_mode():
             if not written_pages(flat_bytes(self.host)):
                 return False
-            # too little memory to compare the values, but enough to pack them
+            # there is too little memory to compare the values, so they count as changed and are packed again
             if no_room(self.host.nbytes) is not None:
                 return True
             return not same_bits(unpacked("a weight", self.stored, self.host), self.host)
@@ -235,7 +236,7 @@ class Packed(Backing):
         """Turn the open pages into private memory of this process, at the same address, when the weight is unpacked
         permanently."""
         if self._exported is not None:
-            # without memory, the pages stay mapped to the scratch file, which no other process can change
+            # if memory is short, the pages stay mapped to the scratch file, which no other process can change
             with contextlib.suppress(OSError):
                 own_memory(self.host, set())
 
@@ -258,8 +259,8 @@ def packed_like(weight: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(name: str, packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the values of a weight in new host memory.  ``name``: the weight's name, for errors.  ``like``: a tensor
-    with the shape and dtype of the weight.
+    """Return the values of a weight in new host memory.  ``name``: the weight's name, for error messages.  ``like``: a
+    tensor with the shape and dtype of the weight.
 
     Raises ChunkflowError if the values do not fit in host memory.
     """
@@ -277,7 +278,7 @@ def mark_unfit(packed: torch.Tensor) -> None:
 
 
 def fits(packed: torch.Tensor) -> bool:
-    """Whether memory for packed values was filled, and not marked by :func:`mark_unfit`."""
+    """Whether the memory contains packed values; False if they did not fit (see :func:`mark_unfit`)."""
     return int(packed[-1]) != _DO_NOT_FIT
 
 
@@ -301,8 +302,8 @@ def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] =
 
 @contextlib.contextmanager
 def _threads(numel: int, cpus: frozenset[int] = frozenset()) -> Iterator[Run]:
-    """A context that yields a function like ``map``, for packing or unpacking ``numel`` values.  It uses several
-    threads, or the calling thread if there are few values."""
+    """A context that yields a function like ``map``, for packing or unpacking ``numel`` values.  The yielded function
+    uses several threads, or only the calling thread if there are few values."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), -(-numel // _SERIAL))
     with _ordinary_mode():
         if threads < 2:

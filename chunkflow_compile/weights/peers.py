@@ -3,8 +3,9 @@ pulls the other pieces from the other ranks.
 
 The ranks shard the weights of a program together, when the program is called for the first time on each rank.  Each
 rank reports which weights its plan shards, or why it cannot continue, and all ranks shard the same weights.  After
-that, no rank waits for another rank's weights.  Pieces on host devices are shared memory.  For GPUs, torch exports the
-memory to other processes, and frees it only after all of these processes have dropped it.
+that, no rank waits for another rank's weights.  If the ranks run on the CPU, the pieces are in shared memory.  If they
+run on GPUs, torch exports the memory of the pieces to the other processes, and frees it only after all of these
+processes have dropped it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from .rounds import Left
 _log = logging.getLogger(__name__)
 
 # Seconds that a rank waits for the others in :meth:`Peers.shard`.  Loading and encoding take equally long on each rank,
-# so all ranks usually make their first call at about the same time.  A rank that is later than this, and has not
-# reported that it compiles, may be processing another request or none; the other ranks then continue without pieces.
+# so all ranks usually make their first call at about the same time.  A rank that has not made its first call by then,
+# and has not reported that it compiles, may be processing another request or none; the other ranks then continue
+# without pieces.
 _PATIENCE_S = 60.0
 # Maximum bytes of a field that describes GPU memory.  A CUDA handle has 64 bytes, or more for memory in expandable
 # segments.
@@ -108,8 +110,8 @@ class Peers:
     def close(self, error: BaseException | None = None) -> None:
         """Stop sharding weights.
 
-        The memory of the pieces is freed when no rank uses them any more.  On a GPU, torch then frees it the next time
-        it checks.  ``error``: the reason why this rank could not place the model, or None; the other ranks raise it.
+        The memory of the pieces is freed when no rank uses them any more; on a GPU, when torch next checks for such
+        memory.  ``error``: the reason why this rank could not place the model, or None; the other ranks raise it.
         """
 
         with contextlib.suppress(ChunkflowError):  # raised if a rank has ended
@@ -131,9 +133,9 @@ class Peers:
 
         All ranks call this with the weights of the same program.  ``wanted``: the weights that the plan of this rank
         shards.
-        A weight whose values differ between ranks, or that is packed on some ranks only, is not sharded on any rank.  If
-        the ranks call different programs, or one of them has not called its model for a minute, no weight is sharded from
-        then on.
+        A weight whose values differ between ranks, or that is packed on some ranks only, is not sharded on any rank.
+        If the ranks call different programs, or one of them does not call this within a minute of the others, no weight
+        is sharded from then on.
         Raises ChunkflowError, on all ranks, if a rank fails in its first call, runs out of memory, or has ended.
         """
         if not (self._node.takes_part or self._node.forked):
@@ -326,8 +328,8 @@ def _mapped(file: Descriptor, nbytes: int) -> torch.Tensor:
 
 
 def _leave(node: Node, pending: set[str]) -> None:
-    """Notify the other ranks that the model of this rank was dropped.  Runs on another thread, because the garbage
-    collector calls this."""
+    """Notify the other ranks that the model of this rank was dropped.  The notification is sent from another thread,
+    because the garbage collector calls this function."""
 
     def leave() -> None:
         with contextlib.suppress(ChunkflowError):

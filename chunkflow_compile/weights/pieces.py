@@ -44,8 +44,8 @@ class Pieces:
 
     @cached_property
     def parts(self) -> tuple[PiecePart, ...]:
-        """The parts of the range.  They start with the part of the rank after this one, so that not all ranks pull from
-        the same rank at the same time."""
+        """The parts of the range, in the order in which this rank copies them.  The part that the next rank holds comes
+        first, so that not all ranks pull from the same rank at the same time."""
         ranks = len(self.held)
         return tuple(parts(self.begin, self.end, self.nbytes, ranks, (self.place + 1) % ranks))
 

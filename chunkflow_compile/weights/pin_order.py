@@ -17,8 +17,9 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
     directly.
 
     ``budget``: the limit on pinned bytes per store; None for as much as the machine allows.
-    Ranks that share memory all pin the same weights: those at the beginning of ``buffers``, up to the limit.  Each rank
-    starts with a different weight, because the kernel may fail to pin pages that two ranks pin at the same time.
+    Ranks that share memory all pin the same weights: the weights at the beginning of ``buffers``, up to the limit.
+    Each rank starts with a different weight, because the kernel may fail to pin pages that two ranks pin at the same
+    time.
     """
     shared = [buffer.store.rank_and_count for buffer in buffers if buffer.store.rank_and_count is not None]
     place, ranks = min(shared) if shared else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
@@ -33,6 +34,6 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
             buffer.pin(device, buffer not in without)
             pinned(buffer.nbytes)
     for buffer in todo:
-        if buffer in without and buffer.store.pins:  # ``pins`` is False after the first weight of each store
+        if buffer in without and buffer.store.pins:  # True once per store, because the call sets ``pins`` to False
             buffer.store.disable_pinning(buffer, allowances[buffer.store].why)
     return all(buffer.pinned or isinstance(buffer.bytes_now, Pieces) for buffer in buffers)

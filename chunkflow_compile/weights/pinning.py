@@ -15,8 +15,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .locks import when_collected
 
-# Seconds to wait before a second try to pin pages that another rank may be pinning at this moment: the time to pin a
-# large weight.
+# Delay in seconds before pinning is retried once, because another rank may be pinning the same pages.  It is about the
+# time that pinning a large weight takes.
 _RETRY_S = 0.2
 
 
@@ -54,8 +54,8 @@ class Pins:
     def pin(self, host: torch.Tensor, device: HostReader, owner: object, again: bool) -> None:
         """Pin the memory until ``owner`` is freed.  Raises OSError on failure.
 
-        ``again``: whether to try a second time after a failure, because the pages cannot be pinned while another rank
-        pins them.
+        ``again``: whether to try a second time after a failure.  This helps if the first try failed because another
+        rank was pinning the same pages at that moment.
         """
 
         # a finalizer, so that pages are unpinned before they are unmapped even if a model is dropped without restore
@@ -67,7 +67,7 @@ class Pins:
             self._unpin = None
 
     def sync_copies(self) -> None:
-        """Wait for copies from the host memory that were enqueued by steps that have already returned."""
+        """Wait for all copies that read the host memory and that earlier steps have enqueued."""
         for device in self._copied_by:
             device.sync_copies()
 

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 # Seconds until a bar is shown.  Small models are moved in less time and need no bar.
 DELAY_S = 1.0
-# Seconds between two updates of the time in a line.
+# Seconds between two updates of the elapsed time that a line shows.
 TICK_S = 1.0
-# Without a terminal, a phase that takes longer than QUIET_S is announced in a line, which is repeated every EVERY_S.
-# Both are in seconds.
+# Without a terminal, a phase of a command that takes longer than QUIET_S seconds is announced by a line.  The line is
+# printed again every EVERY_S seconds until the phase ends.
 QUIET_S, EVERY_S = 2.0, 10.0
 
 
@@ -108,7 +108,8 @@ def _ticking(tick: Callable[[], object]) -> Iterator[None]:
 
 
 class Lines:
-    """Progress as plain lines: one line for a phase that takes QUIET_S or longer, and another one every EVERY_S.
+    """Progress as plain lines: one line for a phase that takes QUIET_S seconds or longer, and another line after every
+    EVERY_S seconds.
 
     ``now``: a clock, in seconds.
     """
@@ -124,7 +125,7 @@ class Lines:
         self.tick()
 
     def tick(self) -> None:
-        """Print a line if one is due; called as time passes."""
+        """Print a line if it is time for one.  During a phase, this method is called every TICK_S seconds."""
         now = self._now()
         if now - self._told >= (EVERY_S if self._phase == self._announced else QUIET_S):
             self._told, self._announced = now, self._phase

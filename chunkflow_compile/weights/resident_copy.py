@@ -10,16 +10,16 @@ from .staging import GpuStagings
 
 
 class ResidentCopy:
-    """The copy of a weight on the device that all programs with this weight as a resident share.  It is freed when no
-    program uses it any more."""
+    """The copy of a weight on the device.  All programs that keep this weight resident share the copy.  It is freed
+    when no program uses it any more."""
 
     def __init__(self) -> None:
-        # the version of the values in the copy, and the copy
+        # the version of the values in the copy, and a weak reference to the copy
         self._copy: tuple[int, weakref.ref[torch.Tensor]] | None = None
         self._arenas: weakref.WeakSet[object] = weakref.WeakSet()  # the arenas of the programs that use the copy
 
     def at(self, version: int) -> torch.Tensor | None:
-        """Return the copy, or None if there is none with the values of this version."""
+        """Return the copy if it has the values of this version, and otherwise None."""
         held, ref = self._copy or (None, None)
         return None if ref is None or held != version else ref()
 
@@ -44,5 +44,5 @@ class ResidentCopy:
         return renewed
 
     def drop(self) -> None:
-        """Let later programs use a new copy."""
+        """Forget the copy, so that programs that start from now on get a new one."""
         self._copy = None

@@ -32,13 +32,13 @@ from .groups import LOGGED_S, Group, StoreEnded, numbers, reached
 _log = logging.getLogger(__name__)
 
 
-# Seconds between two polls of a round: initial and maximum.
+# Initial and maximum number of seconds between two polls of a round.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 # Seconds between two checks that the processes of missing ranks still run.
 _LIVENESS_S = 0.2
 # The types of a rank's record in a round, and of the decision of a round.
 _NOTHING, _VALUE, _FAILED, _ENDED, _LEFT, _LATE = "", "value", "failed", "ended", "left", "late"
-# The key of the decision.
+# The key in the store under which the decision of a round is written.
 _DECISION = "decision"
 
 
@@ -46,16 +46,16 @@ _Rounds = TypeVar("_Rounds", bound="Rounds")
 
 
 class RankFailed(ChunkflowError):
-    """Raised if a rank has failed or ended, on all ranks that still run."""
+    """Raised on all ranks that still run, if a rank has failed or ended."""
 
 
 class Left(ChunkflowError):
-    """Raised if a rank has left the rounds or is late, on all ranks that take part in the round.  There are no rounds
-    after that."""
+    """Raised on all ranks that take part in a round, if a rank has left the rounds or is late.  No further rounds
+    follow."""
 
 
 class Rounds:
-    """The rounds of several ranks of a machine.  The first rank leads.
+    """The rounds of several ranks of a machine.  The first rank is the leader.
 
     All ranks call :meth:`gather` and :meth:`agree` in the same order.  Both raise RankFailed when another rank has
     ended or failed.  ``task``: the end of the phrase "The weights are not ..." in error messages.
@@ -73,7 +73,7 @@ class Rounds:
         self._process = os.getpid()
         self._open = True
         self._round = 0
-        # the type of this rank's record in the round
+        # the type of this rank's record in the current round
         self._record_type = _NOTHING
         # an error that this rank is raising and has reported to the others
         self._reported_error: BaseException | None = None
@@ -81,8 +81,8 @@ class Rounds:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank takes part in rounds: as far as this rank knows, no rank has ended or left.  False in a
-        forked child."""
+        """Whether this rank takes part in rounds.  False if this rank has left or knows that another rank has ended or
+        left, and in a forked child."""
         return self._open and not self.forked
 
     @property
@@ -112,14 +112,14 @@ class Rounds:
         return self._run_round(value, self._timeout_s, _ENDED)
 
     def agree(self, value: Any, patience_s: float) -> list[Any]:
-        """All-gather as :meth:`gather`, for ranks that arrive at different times.  A rank that has no record after
-        ``patience_s`` seconds is late, unless it is in a :meth:`busy` context.  Raises Left on all ranks if one of them
-        is late or has left."""
+        """All-gather like :meth:`gather`, but for ranks that arrive at different times.  A rank that has no record
+        after ``patience_s`` seconds is late, unless it is in a :meth:`busy` context.  Raises Left on all ranks if one
+        of them is late or has left."""
         return self._run_round(value, min(patience_s, self._timeout_s), _LATE)
 
     def fail(self, error: BaseException) -> None:
-        """Let the other ranks raise ``error`` in the current round, or in the next round if the current one is already
-        decided.  Does not wait for the other ranks."""
+        """Let the other ranks raise RankFailed because of ``error``, in the current round, or in the next round if the
+        current one is already decided.  Does not wait for the other ranks."""
         if not self.takes_part or self._is_reported(error):
             return
         self._reported_error = error
@@ -144,11 +144,11 @@ class Rounds:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """A context for work before a round: the other ranks wait for this rank in that round, however long the work
-        takes.
+        """A context for work before a round.  In the next round, the other ranks wait for this rank until the work is
+        done, or until the timeout of the group has passed.
 
-        If the work raises an error, the other ranks raise the same error in that round, unless a later call of this
-        rank takes part in the round first.
+        If the work raises an error, the other ranks raise it too when they reach the next round, unless a later call of
+        this rank has reached that round before them.
         """
         if not self.takes_part or self._busy:
             yield
@@ -189,8 +189,8 @@ class Rounds:
         return False
 
     def _run_round(self, value: Any, patience_s: float, late: str) -> list[Any]:
-        """Run a round and return the values of all ranks.  ``late``: the type of the decision if a rank is missing
-        after ``patience_s``."""
+        """Run a round and return the values of all ranks.  ``late``: what the round decides if a rank is
+        missing after ``patience_s`` seconds: ``_ENDED`` or ``_LATE``."""
         if self.forked:
             raise ChunkflowError(
                 f"This process was forked from rank {self.rank} of a process group and is none of its ranks, which the "
@@ -262,7 +262,7 @@ class Rounds:
         return decision
 
     def _ended_of(self, ranks: Iterable[int]) -> int | None:
-        """Return the first rank whose process has ended, or None if all run."""
+        """Return the first of ``ranks`` whose process has ended, or None if all of these processes still run."""
         known = {rank: [*self._processes[rank]] for rank in ranks if self._processes[rank]}
         return next((rank for rank, process in known.items() if process_of(process[0]) != process), None)
 
@@ -279,7 +279,7 @@ class Rounds:
             self._next()
 
     def _next(self) -> None:
-        """Go on to the next round.  The last rank deletes the records."""
+        """Go on to the next round.  The last rank that does so deletes the records of the current round."""
         if self._store.add(self._key("read"), 1) == len(self.ranks):
             with contextlib.suppress(RuntimeError):  # not every store can delete keys
                 for what in (*map(str, self.ranks), _DECISION, "read"):
@@ -299,8 +299,8 @@ class Rounds:
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
-        """A context for calls to the store.  If the store cannot be reached, raise RankFailed if a rank has ended, for
-        example the rank that serves the store."""
+        """A context for calls to the store.  When the store cannot be reached, raises RankFailed if a rank has ended
+        (perhaps the rank that serves the store), and otherwise StoreEnded."""
         try:
             with reached():
                 yield

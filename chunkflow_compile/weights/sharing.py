@@ -84,7 +84,8 @@ class LoadRequest:
 
     @property
     def kind(self) -> str:
-        """A key of the weight.  Ranks can share the weight if its key is equal on all of them."""
+        """A text that identifies the weight for other ranks.  Ranks can share the weight if this text is equal on all
+        of them."""
         shape, strides = [*self.like.shape], [*self.like.stride()]
         return repr((self.name, shape, strides, self.like.dtype, self.shard and [*self.shard], self.source))
 
@@ -98,7 +99,7 @@ class LoadRequest:
 
 
 class SharedPages:
-    """The weights of one move that ranks share, in memory or in a scratch file.
+    """The weights that ranks share after one move to host memory.  They are in shared memory or in a scratch file.
 
     ``writes``: the names of the weights that this rank writes.  For every other weight, this rank compares its own
     values with the written values, unless all ranks read the weight from the same range of the same file.
@@ -116,7 +117,8 @@ class SharedPages:
         whole = sum(w.shard is None for w in wanted)  # the number of unsharded weights, which all ranks should have
         reports = node.gather([whole, [(kind, w.origin) for kind, w in mine.items()]])
         sources = [dict(each) for _, each in reports]
-        # weights that a rank lacks or has in another size are not shared; the order is the first rank's
+        # weights that some rank lacks, or has in another size, are not shared; the others are in the order of the first
+        # rank
         kinds = [k for k in sources[0] if all(k in each for each in sources) and mine[k].nbytes]
         common = [mine[k] for k in kinds]
         if 2 * len([w for w in common if w.shard is None]) < max(count for count, _ in reports):
@@ -168,7 +170,7 @@ class SharedPages:
 
     @staticmethod
     def _places(weights: Sequence[LoadRequest]) -> list[int]:
-        """Return the byte offset of each weight, a page boundary, followed by the total size in bytes."""
+        """Return the byte offset of each weight (a page boundary), followed by the total size in bytes."""
         return [*accumulate((whole_pages(weight.nbytes) for weight in weights), initial=0)]
 
     def _assigned(self, weights: Sequence[LoadRequest]) -> frozenset[str]:

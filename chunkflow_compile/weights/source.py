@@ -28,12 +28,12 @@ class WeightFile:
 
     ``name``: the name of the file in error messages.  ``stamp``: the device and inode numbers and the modification time
     in ns of a checkpoint, which must not change; None for a scratch file.  ``read_bytes``: bytes read so far.
-    ``left``: page addresses in mappings of the file that now are private memory: the first and the last page of each
-    weight that was moved.  Two weights may share such a page.
+    ``left``: the addresses of pages that were mapped from the file and are private memory now.  Only the first and the
+    last page of each moved weight are recorded, because other weights may share them.
     """
 
     def __init__(self, opened: Descriptor | Path, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
-        """``opened``: the open file, or its path; the file is then opened when it is first used."""
+        """``opened``: the open file, or the path of a file that is opened when it is first used."""
         self.name = name
         self.stamp = stamp
         self.read_bytes = 0
@@ -59,11 +59,11 @@ class WeightFile:
         self._fill(self.descriptor.number, memory_of(target), offset, offset, target.numel())
 
     def read_direct(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-        """Read into ``memory`` without using the page cache, if the file system supports that; return the bytes as a view
-        of it.
+        """Read into ``memory`` without using the page cache, if the file system supports that; return the bytes as a
+        view of ``memory``.
 
-        ``memory``: uint8, page-aligned, large enough for all blocks of the file that the bytes touch.  Raises as
-        :meth:`read`.
+        ``memory``: uint8, page-aligned, large enough for all blocks of the file that the bytes touch.  Raises the same
+        errors as :meth:`read`.
         """
         begin = offset % BLOCK
         values = memory[begin : begin + nbytes]
@@ -81,7 +81,7 @@ class WeightFile:
 
     @cached_property
     def _direct(self) -> Descriptor | None:
-        """The file opened for direct reads, or None if the file system does not support them."""
+        """The file, opened a second time for direct reads, or None if the file system does not support direct reads."""
         try:
             # a file without a name can be reopened through /proc
             return Descriptor(os.open(f"/proc/self/fd/{self.descriptor.number}", os.O_RDONLY | os.O_DIRECT))
@@ -125,7 +125,8 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class DriveBytes:
-    """A range of bytes in a file, as a source of copies.  It has the methods of a flat uint8 tensor that copies use."""
+    """A range of bytes in a file, as a source of copies.  It has the few methods of a flat uint8 tensor that copying
+    needs."""
 
     file: WeightFile
     offset: int
@@ -142,7 +143,8 @@ class DriveBytes:
         return DriveBytes(self.file, self.offset + begin, max(0, end - begin))
 
     def read(self, target: torch.Tensor) -> None:
-        """Read the bytes into a host tensor (uint8, equal sizes).  Raises as :meth:`WeightFile.read`."""
+        """Read the bytes into a host tensor (uint8, equal sizes).  Raises the same errors as
+        :meth:`WeightFile.read`."""
         self.file.read(target, self.offset)
 
     def read_direct(self, memory: torch.Tensor) -> torch.Tensor:
@@ -158,7 +160,7 @@ class DriveBytes:
 
     def differ_from(self, mapping: torch.Tensor) -> bool:
         """Whether a private mapping of these bytes (uint8, equal sizes) was written and now differs from the file.
-        Raises as :meth:`read`."""
+        Raises the same errors as :meth:`read`."""
         for begin, end in written_pages(mapping):
             for part in mapping[begin:end].split(_COMPARED):
                 now = torch.empty_like(part)

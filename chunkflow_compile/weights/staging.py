@@ -81,7 +81,8 @@ class Staging:
 class GpuStagings:
     """Copies tensors between pageable host memory and GPUs, on the caller's current streams.
 
-    Create one for each operation, such as restoring a model, because its pinned memory is freed together with it.
+    Create a GpuStagings for each operation, such as restoring a model.  The pinned memory is freed together with the
+    object.
     """
 
     def __init__(self) -> None:

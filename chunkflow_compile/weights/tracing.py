@@ -1,4 +1,5 @@
-"""Traces of code that reads offloaded weights: for which backend Dynamo traces, and how other backends copy a weight."""
+"""Traces of code that reads offloaded weights: the backend for which Dynamo traces, and the op by which other backends
+copy a weight."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Detection of writes that the schema of an op does not declare.
 
 The schemas of ops in torch's own namespaces declare all writes.  The schemas of collectives (``c10d``) and of
-extensions may not.  Such an op runs on copies of the weights, and the caller waits until it has finished.  If a copy
-then differs from its weight, the op has written to the copy, and the values of the copy are written to the weight.
+extensions may leave out some writes.  An op with such a schema runs on copies of the weights, and the caller waits
+until the op has finished.  If a copy then differs from its weight, the op has written to the copy, and the values of
+the copy are written to the weight.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def cannot_be_seen(func: Any) -> bool:
 
 
 def wait_for_collective(func: Any, values: Sequence[torch.Tensor]) -> None:
-    """Wait until a functional collective has written ``values``.  A functional collective may return before that."""
+    """Wait until a functional collective has written ``values``.  A functional collective may return before it has
+    written them."""
     if func.namespace == "_c10d_functional":
         for value in values:
             torch.ops._c10d_functional.wait_tensor(value)

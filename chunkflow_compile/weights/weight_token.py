@@ -1,4 +1,4 @@
-"""The token of an offloaded weight: it shows whether the weight still exists, and that the weight has changed."""
+"""The token of an offloaded weight: it shows whether the weight still exists, and whether it has changed."""
 
 from __future__ import annotations
 

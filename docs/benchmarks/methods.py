@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from chunkflow_compile.catalog.presets import OutputSizes, Preset, Workload, preset
 from chunkflow_compile.catalog.quiet import quiet_diffusers
-from chunkflow_compile.cli.target import preset_call, trace_entry
+from chunkflow_compile.cli.planning_arguments import preset_call, trace_entry
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError

@@ -36,7 +36,8 @@ _PRODUCTS = frozenset(
         "torchao::int_scaled_matmul",
     )
 )
-# Rows and columns of the output tiles that cuBLAS uses for large GEMMs on Hopper.  For small GEMMs, it uses smaller tiles.
+# Rows and columns of the output tiles that cuBLAS uses for large GEMMs on Hopper.  For small GEMMs, cuBLAS uses smaller
+# tiles.
 _TILE = (128, 256)
 
 
@@ -83,8 +84,8 @@ def _is_gemm(node: Node, values: Values) -> bool:
 
 
 def node_flops(node: Node, values: Values) -> int:
-    """Return the FLOPs of a node.  If there is no formula for its op, return the FLOPs of attention if the operands look
-    like query, key and value, otherwise 0.
+    """Return the FLOPs of a node.  If there is no formula for its op, but its operands look like query, key and value, return
+    the FLOPs of attention on these operands.  For any other op without a formula and without nested graphs, return 0.
 
     For an op with nested graphs, return the FLOPs of the nested graph that has the most, because ``cond`` runs only one
     of its branches.
@@ -95,7 +96,7 @@ def node_flops(node: Node, values: Values) -> int:
     args, kwargs = call.args, call.kwargs
     if (
         call.name.startswith("aten::") and "attention" in call.name and args[1].shape[-2] != args[2].shape[-2]
-    ):  # possible only if sizes are estimated
+    ):  # key and value have different lengths only if sizes are estimated
         args = (*args[:2], args[2].new_empty((*args[1].shape[:-1], args[2].shape[-1])), *args[3:])
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         # the only attention op without a formula in torch; attention on fake CPU tensors is traced to this op

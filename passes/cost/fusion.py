@@ -3,8 +3,8 @@
 The model of Inductor:
 
 * Products, attention and ops on complex numbers are separate kernels, which Inductor does not generate.
-* A pointwise value is computed inside the kernels that read it.  It is a separate kernel only if it is an output of the
-  region, an operand of a kernel that Inductor does not generate, or the result of many reads or ops.
+* A pointwise value is computed inside the kernels that read it.  A pointwise value has a separate kernel only if it is an
+  output of the region, an operand of a kernel that Inductor does not generate, or the result of many reads or ops.
 * Pointwise ops and reductions that iterate over the same number of elements are fused.  A value that only the fused kernel
   reads is never stored.
 * A value is freed after the last kernel that reads it.  A pointwise kernel overwrites an operand of the same size if no
@@ -83,8 +83,9 @@ _READ_NO_VALUES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The live values of a region.  ``own``: for each kernel of the region, the live bytes of values that the region
-    computes.  ``until``: for each input, the position of the last kernel that reads it, or -1 if none does."""
+    """The live values of a region.  ``own``: for each kernel of the region, the bytes of the region's own values that are
+    live while the kernel runs.  ``until``: for each input, the position of the last kernel that reads it, or -1 if none
+    does."""
 
     own: tuple[int, ...]
     until: tuple[int, ...]
@@ -102,8 +103,8 @@ class RegionNodes:
 @dataclass(frozen=True)
 class Storages:
     """The memory of a graph's values.  ``values``: for each node, its value, as fake tensors.  ``weights``: nodes whose
-    memory is not counted.  ``fused``: whether Inductor fuses the ops.  ``own``: views that have separate memory, see
-    :func:`bases_of`.  ``profiles``: cache of the profiles of regions, by key."""
+    memory is not counted.  ``fused``: whether Inductor fuses the ops.  ``own``: nodes with view ops that allocate memory
+    nevertheless, see :func:`bases_of`.  ``profiles``: cache of the profiles of regions, by key."""
 
     values: Values
     weights: Collection[Node]

@@ -55,7 +55,8 @@ def runs_between(after: Mapping[Kernel, set[Kernel]], first: Kernel, second: Ker
 
 
 def in_dependency_order(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Return the kernels in an order that respects their dependencies.  Where these permit, the given order is kept."""
+    """Return the kernels in an order that respects their dependencies.  As far as the dependencies permit, the given order is
+    kept."""
     after = kernels_after(kernels)
     missing = dict.fromkeys(kernels, 0)
     for kernel in chain.from_iterable(after.values()):
@@ -73,8 +74,8 @@ def in_dependency_order(kernels: Sequence[Kernel]) -> list[Kernel]:
 def fewest_bytes_first(
     kernels: Sequence[Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]
 ) -> list[Kernel]:
-    """Return the kernels in a greedy order.  The next kernel is one that does not raise the peak of live bytes, if there is
-    one; among these, the kernel after which the fewest bytes are live."""
+    """Return the kernels in a greedy order.  If possible, the next kernel is one that does not raise the peak of live bytes;
+    of several such kernels, it is the one after which the fewest bytes are live."""
     after, unread, alive = kernels_after(kernels), by_node(kernels, "reads"), set[Node]()
     missing = dict.fromkeys(kernels, 0)
     for kernel in chain.from_iterable(after.values()):
@@ -101,8 +102,8 @@ def fewest_bytes_first(
 
 class OrderedKernels:
     """The values that kernels compute if they run in a given order.  ``expected``: for each kernel, Inductor's estimate of
-    the live bytes of these values.  The estimate ignores the reuse of memory, and counts the operands of a concatenation
-    in addition to its result."""
+    the bytes of these values that are live while the kernel runs.  The estimate ignores the reuse of memory, and counts the
+    operands of a concatenation in addition to its result."""
 
     def __init__(
         self,
@@ -130,9 +131,9 @@ class OrderedKernels:
     def in_place(self, reused: Callable[[Node], object]) -> list[int]:
         """Return, for each kernel, the live bytes of the values if the memory of freed values is reused.
 
-        A value reuses the memory of a freed value with the same key.  This memory then stays allocated in between, however
-        long this is.  It is not reused if this would raise the expected peak.  ``reused``: returns the reuse key of a
-        value.
+        A value reuses the memory of a freed value with the same key.  This memory then stays allocated until the new value is
+        computed, however long this takes.  The memory is not reused if keeping it allocated would raise the expected peak.
+        ``reused``: returns the reuse key of a value.
         """
         expected, own = list(self.expected), list[int]()
         dead: dict[object, list[int]] = {}

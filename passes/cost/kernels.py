@@ -3,8 +3,8 @@ kernels move.
 
 Inductor fuses consecutive pointwise ops and reductions if there is no product between them.  The kernel of such a group
 reads each value from outside the group once, and writes the values that are used outside the group.  A node that is
-marked as ``INLINED`` is computed again in each group that reads it.  If a group reads a part of such a node, it reads the
-same part of the operands of the node.  In eager mode, each op is a kernel.
+marked as ``INLINED`` is computed again in each group that reads it.  If a group reads a part of an inlined node, it reads the
+same part of the operands of this node.  In eager mode, each op is a kernel.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
 def _moved(
     group: set[Node], values: Values, bases: Mapping[Node, Node], inlined: Collection[Node]
 ) -> Iterator[tuple[int, int]]:
-    """Yield a pair for each tensor that the kernel of a group reads or writes: the size of the tensor in bytes, and the
-    bytes that the kernel moves.  A kernel that reads several views of a tensor moves at most the size of the tensor."""
+    """Yield a pair for each tensor that the kernel of a group reads or writes: the size of the tensor in bytes, and how many
+    of these bytes the kernel moves.  A kernel that reads several views of a tensor moves at most the size of the tensor."""
     read: dict[Node, int] = {}
     todo = [(node, tensor_bytes(values[node])) for node in dict.fromkeys(n for m in group for n in m.all_input_nodes)]
     for node, moved in todo:  # the list grows by the operands of inlined nodes

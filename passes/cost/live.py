@@ -31,7 +31,7 @@ class Live:
 
 
 class Slicing(Protocol):
-    """The slices with which a repeated region runs, see graph/regions.py."""
+    """The slices of a repeated region, see :class:`Slicing` in graph/regions.py, which this package cannot import."""
 
     @property
     def writes(self) -> Sequence[tuple[object, int | None]]: ...
@@ -54,7 +54,7 @@ class Regional(Protocol):
 
 def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Sequence[Sequence[int]] = ()) -> Live:
     """Return the live bytes of a cut.  ``sequence``: regions, collectives and completions, in program order.  ``groups``:
-    groups of region indices, each of which counts as one region; empty to merge nothing.
+    groups of region indices; the regions of one group count as a single region.  Empty to merge nothing.
     """
     group_of = {i: group for group in groups for i in group}
     outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}  # the last item that reads each node
@@ -92,7 +92,8 @@ def _joined(
 
 
 def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -> Profile:
-    """Return the profile of a region that runs once per slice.  Its inputs are live until its last run ends."""
+    """Return the profile of a region that runs once per slice.  The inputs of such a region are live until its last run
+    ends."""
     nodes = region.module.graph.nodes
     taken = tuple(node for node in nodes if node.op == "placeholder")
     written = tuple(node for node in nodes if node.target is _COPY)
@@ -139,7 +140,7 @@ def _used(storages: Storages, item: RegionNodes | Node, top: Collection[Node]) -
     for node in _read(item):
         base = storages.bases[node]
         yield base
-        if isinstance(item, Node) and base in top:  # item is the completion of the collective base
+        if isinstance(item, Node) and base in top:  # ``item`` is a completion, and ``base`` is its collective
             yield from (storages.bases[n] for n in base.all_input_nodes)
 
 

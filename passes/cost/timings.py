@@ -1,9 +1,9 @@
-"""Timings: measured times of a problem's regions and collectives.  They replace the times that are computed from the
-rates of a hardware profile.
+"""Timings: measured times of a problem's regions and collectives.  The measured times replace the times that are computed
+from the rates of a hardware profile.
 
-Regions with the same structure do the same work, so differences between their measured times are noise.  Therefore, plans
-use the mean of their times for each of these regions, and likewise for collectives of the same kind and size.  The sum of
-all times does not change.
+Regions with the same structure do the same work, so differences between their measured times are noise.  Therefore, plans use
+for each region the mean time of all regions with the same structure, and for each collective the mean time of all collectives
+of the same kind and size.  The sum of all times does not change.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ AS_MEASURED = ", as measured"
 class Timings:
     """Measured seconds on one rank, for the problem with digest ``problem``.
 
-    ``compute_s``: seconds of each region, including the host's share of the step.  ``collective_s``: for each region,
-    seconds of the collectives for which compute waits directly before the region, measured without concurrent copies;
+    ``compute_s``: seconds of each region, including an equal share of the step's host overhead.  ``collective_s``: for each
+    region, seconds of the collectives for which compute waits directly before the region, measured without concurrent copies;
     None if copies always ran at the same time, 0 if there is no such collective.  ``copy_rate``: bytes/s of copies while
-    nothing else ran, or None if this did not occur.  ``drive_rate``: bytes/s read from the SSD, or None if nothing was
-    read.  ``copying``: share (0 to 1) of the time of compute and collectives that overlapped with copies.
-    ``compute_slowdown``: measured factor by which copies slow down compute, or None if it was not measured.
-    ``idle_s``: for each region that is the last one of a call, seconds until the next call of the cycle starts, 0 for
-    other regions; empty if the device is never idle.
+    nothing else ran, or None if copies never ran alone.  ``drive_rate``: bytes/s read from the SSD, or None if nothing was
+    read.  ``copying``: share (0 to 1) of the time of compute and collectives during which copies ran.  ``compute_slowdown``:
+    measured factor by which copies slow down compute, or None if it was not measured.  ``idle_s``: for each region that is
+    the last one of a call, seconds until the next call of the cycle starts, 0 for other regions; empty if the device is never
+    idle.
     """
 
     problem: str
@@ -51,11 +51,11 @@ class Timings:
         return Timings(**values)
 
     def largest(self, others: Iterable[Timings]) -> Timings:
-        """Return timings for the same problem with the longest times and the lowest rates among these timings and
-        ``others``.
+        """Return timings for the same problem.  Each time is the longest, and each rate the lowest, that these timings or
+        ``others`` contain.
 
-        Timings with a different number of regions are ignored.  The problems may differ otherwise, because shards on other
-        ranks can have other sizes.
+        Timings with a different number of regions are ignored.  In other respects the problems may differ, because shards on
+        other ranks can have other sizes.
         """
         alike = [self, *(o for o in others if len(o.compute_s) == len(self.compute_s))]
 
@@ -94,7 +94,7 @@ class Timings:
         collectives and copies share an interconnect, the bandwidth of collectives is scaled by the same factor as the rate
         of copies.  ``chunk_bytes``: size of the chunks whose copies were measured.
         """
-        # the measured times already include the slowdown of attention and collectives by each other
+        # the measured times already include the factor by which attention and collectives slow each other down
         seen: dict[str, Any] = {"name": f"{hardware.name}{AS_MEASURED}", "attention_slowdown": 1.0}
         if self.compute_slowdown is not None:
             seen["compute_slowdown"] = self.compute_slowdown

@@ -6,8 +6,8 @@ many points, but each cut costs a host call and prevents fusion across it.
 Contract
     On entry: a Cut, which is not changed.
     On exit: groups of neighbouring regions.  Each group is to become one region.  The regions of a group are in one block,
-    and there is no collective or completion between them.  Equal runs of regions are grouped in the same way, so equal
-    blocks are still lowered once.
+    and there is no collective or completion between them.  Equal sequences of regions are grouped in the same way, so equal
+    blocks are still lowered only once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def grouped(cut: Cut, most: int | None) -> Groups:
-    """Return the regions in as few groups as possible.  ``most``: maximum bytes of streamed weights per group, or None for
+    """Divide the regions into as few groups as possible.  ``most``: maximum bytes of streamed weights per group, or None for
     no limit.
 
-    Each run of regions (:func:`_runs`) is divided so that the largest of its groups is as small as possible.
+    Each sequence of regions that may be merged (:func:`_runs`) is divided so that its largest group is as small as possible.
     """
     nbytes = streamed_bytes(cut.problem)
     groups = list[tuple[int, ...]]()
@@ -103,7 +103,8 @@ def streamed_bytes(problem: Problem) -> list[int]:
 
 
 def _runs(cut: Cut) -> Iterator[list[Region]]:
-    """Yield the runs: neighbouring regions in the same block, without a collective or completion between them."""
+    """Yield the sequences of regions that may be merged: neighbouring regions in the same block, without a collective or a
+    completion between them.  Each sequence is as long as possible."""
     run = list[Region]()
     for item in cut.sequence:
         region = item.info if isinstance(item, CutRegion) else None

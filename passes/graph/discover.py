@@ -24,12 +24,12 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.kernel_calls import is_kernel_call, kernel_name, written_by
 from chunkflow_compile.passes.problem import Parameter
 
-from .declared import Engine, argument, declared
-from .sizes import concrete
+from .declared_collectives import Engine, argument, declared
+from .symbolic_sizes import concrete
 from .traced import Traced
 
 _NO_SIZES: Mapping[str, int] = {}
-# The namespaces of the collectives that ChunkFlow schedules.  Both have the same op names.
+# The namespaces of the collectives that ChunkFlow schedules.  Both namespaces contain ops with the same names.
 _SCHEDULED = ("_c10d_functional", "_c10d_functional_autograd")
 # All namespaces of ops that communicate.  An unknown op in one of them raises an error: it must not be treated as compute.
 COLLECTIVE_NAMESPACES = (*_SCHEDULED, "c10d_functional", "c10d", "_dtensor", "symm_mem")
@@ -45,7 +45,7 @@ COLLECTIVE_KINDS: Mapping[str, str] = {
     "all_reduce_": "all-reduce",
     "all_reduce_coalesced": "all-reduce",
 }
-# DTensor on CUDA redistributes shards with this op.  It is synchronous: it returns when compute can read the result.
+# DTensor on CUDA redistributes shards with this op.  The op is synchronous: it returns when compute can read the result.
 _SHARD_DIM_ALLTOALL = "_dtensor::shard_dim_alltoall"
 # The ops of completions.  wait_tensors (in torch 2.15, but not in 2.13) waits for all results of a coalesced collective.
 _WAITS = frozenset(f"{namespace}::{name}" for namespace in _SCHEDULED for name in ("wait_tensor", "wait_tensors"))
@@ -148,7 +148,7 @@ def awaited(completion: Node) -> tuple[Node, ...]:
 def list_of(node: Node) -> Node | None:
     """Return the coalesced collective of which ``node`` is one of the results; None for other nodes.
 
-    The result is also None if the collective is synchronous, because its results then belong to compute.
+    None is also returned if the collective is synchronous, because compute can then read its results at once.
     """
     if node.target is not operator.getitem:
         return None
@@ -273,8 +273,8 @@ def input_key(desc: Any) -> tuple[int, str]:
 
 
 def _is_itself(desc: Any) -> bool:
-    """Return whether a placeholder is an input itself, or a tensor inside an input, and not only a view.  ``desc``:
-    description of the placeholder from AOTAutograd."""
+    """Return whether a placeholder is an input itself, or a tensor inside a tensor subclass, rather than a view of an input.
+    ``desc``: description of the placeholder from AOTAutograd."""
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, PlainAOTInput)
@@ -302,8 +302,8 @@ def _writer(result: Any) -> str:
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
-    """Raise ChunkflowError if the parameter may be streamed.  It cannot be, because the graph takes it only as a part of a
-    tensor subclass, or because another input shares its memory."""
+    """Raise ChunkflowError for a parameter that may be streamed according to ``keep``, but cannot be streamed, because the
+    graph takes it only as a part of a tensor subclass, or because another input shares its memory."""
     if parameter.keep is None:
         raise ChunkflowError(
             f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it "

@@ -24,10 +24,11 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .discover import collective_kind, completes_itself, completion_of
 from .slice_parts import is_attention, op_name, shape_of
 
-# Ops that compute the inputs of an exchange, or read its results.  There are no such ops between attention and its
-# exchanges.
+# Matrix products and convolutions.  These ops compute the inputs of an exchange or read its results, but none of them is
+# between attention and its exchanges.
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "linear", "convolution"))
-# Products that compute attention where torch does not call one attention op, as for three-dimensional queries.
+# The matrix products with which torch computes attention if it does not call a single attention op, for example for
+# three-dimensional queries.
 _BATCHED = frozenset(("bmm", "baddbmm"))
 # The only all-to-all that can be divided: its arguments give the sizes of the parts that it sends and receives.
 ALL_TO_ALL = "_c10d_functional::all_to_all_single"
@@ -129,13 +130,13 @@ def _is_all_to_all(node: Node) -> bool:
 
 
 def _is_named_attention(node: Node) -> bool:
-    """Return whether the name of an op says that it computes attention, as for flex_attention and kernels of users."""
+    """Return whether an op computes attention according to its name, as flex_attention and kernels of users do."""
     return collective_kind(node) is None and ("attn" in str(node.target) or "attention" in str(node.target))
 
 
 def _product_of_received(back: Node) -> Node | None:
-    """Return a product before the all-to-all ``back`` both factors of which were received from other ranks, as in
-    attention that consists of products and a softmax.  Return None if there is no such product."""
+    """Return a product that is computed before the all-to-all ``back`` and whose two factors were both received from other
+    ranks, as in attention that consists of products and a softmax.  Return None if there is no such product."""
     for node in _before(back.all_input_nodes, _PRODUCTS - _BATCHED):
         factors = (_before([factor], _PRODUCTS) for factor in node.args[-2:] if isinstance(factor, Node))
         if op_name(node) in _BATCHED and all(any(map(_is_all_to_all, nodes)) for nodes in factors):

@@ -14,8 +14,8 @@ from .slice_parts import NoRule, Part, shape_of
 class GroupBuilder(Builder):
     """Builds the graph that computes the attention of one group.
 
-    ``received``: completions of the exchanges; the graph takes parts of their results.  ``attended``: parts of the result
-    of attention that the graph needs.
+    ``received``: completions of the exchanges; the graph takes parts of the exchanged values as inputs.  ``attended``: parts
+    of the attention result that the graph reads.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class GroupBuilder(Builder):
         self.taken: dict[Node, tuple[Part, Node]] = {}
 
     def is_by_heads(self) -> bool:
-        """Return whether the graph needs attention for some of the heads, with all samples and all queries."""
+        """Return whether the graph needs attention only for some of the heads, but for all samples and all queries."""
         heads = len(shape_of(self.attention.all_input_nodes[0])) - 3
         return bool(self.attended) and all(
             part is not None and (part.dim, part.outer) == (heads, 1) for part in self.attended

@@ -1,20 +1,19 @@
-"""Head groups: divides the exchanges around attention into groups of heads, so that one group is exchanged while
-another computes.
+"""Head groups: divides the exchanges around attention into groups of heads, so that one group is exchanged while attention is
+computed for another.
 
 Attention computes each head separately.  Without groups, the all-to-alls of Ulysses before and after attention are
 exposed: nothing else can be computed while they run.
 
 Contract
     On entry: a Traced, which is not changed, and the number of groups.
-    Preserved: the values that the graph computes.  They have the same bits if the attention kernel computes each head in
-    the same way, however many heads it is given.  The tests of models see the same bits on CPUs.  With one head of six
-    elements per group, results on a CPU differ by 4e-7.  There is no test on GPUs, where kernels may split the work of
-    fewer heads in another way.  All ranks must use the same number of groups.
-    On exit: a Traced of the same inputs and results.  All groups are sent first, one group after the other.  Then
-    compute handles one group after the other: it waits for the values that the group has received, computes attention,
-    and starts to return the result after the next group has received its values.  After the last group, compute waits
-    for the results of all groups.
-    Raises NoGroups, with the reason as a sentence, if the heads cannot be divided in this way.
+    Preserved: the values that the graph computes.  The values are bit-identical if the attention kernel computes each head in
+    the same way, however many heads it is given.  In the tests of models on CPUs, they are bit-identical.  If each
+    group consists of a single head with six elements, results on a CPU differ by 4e-7.  There is no test on GPUs, where
+    kernels may split the work of fewer heads in another way.  All ranks must use the same number of groups.
+    On exit: a Traced with the same inputs and results.  All groups are sent first, one group after the other.  Then compute
+    handles one group after the other: it waits for the values that the group has received, computes attention, and starts to
+    return the result after the next group has received its values.  After the last group, compute waits for the results of
+    all groups.  Raises NoGroups, with the reason as a sentence, if the heads cannot be divided in this way.
 
 Method
     The slice rules (slice_rules.py) give, op by op, the parts of the received values that a group of heads needs.  If each
@@ -62,7 +61,7 @@ def possible_groups(traced: Traced) -> tuple[int, ...]:
 def in_head_groups(traced: Traced, groups: int) -> Traced:
     """Return the same graph with its exchanges divided into ``groups`` groups of heads.
 
-    A graph that has no exchanges, or whose exchanges have already been divided into as many groups, is returned as it is.
+    A graph that has no exchanges, or whose exchanges have already been divided into ``groups`` groups, is returned unchanged.
     """
     if groups == traced.exchange_groups:
         return traced
@@ -93,9 +92,9 @@ def _check_heads(exchange: Exchange, groups: int) -> None:
 
 @dataclass(frozen=True)
 class _Axis:
-    """The position of the heads among the elements of an exchanged tensor.  In the order of memory, the tensor consists
-    of ``outer`` runs with ``length`` elements each.  All heads are in every run, and a group of heads is a range of
-    each run."""
+    """The position of the heads among the elements of an exchanged tensor.  In the order of memory, the tensor consists of
+    ``outer`` rows with ``length`` elements each.  Every row contains all heads, and a group of heads is the same range of
+    elements in every row."""
 
     outer: int
     length: int
@@ -155,7 +154,8 @@ class _Divided:
         return [self._made(wait.target, (start,), wait) for wait, start in zip(self.received, sent, strict=False)]
 
     def _found(self) -> tuple[int, int]:
-        """Find the dimension of the result that contains the heads, and how often the heads occur in this dimension."""
+        """Find the dimension of the result that contains the heads, and the number of times that the heads occur in this
+        dimension."""
         failed = f"they are no dimension of {self.result}"
         for dim, size in enumerate(shape_of(self.result)):
             for outer in dict.fromkeys((1, _ranks_of(self.exchange.back))):
@@ -221,7 +221,7 @@ class _Divided:
             raise NoRule(f"the ranks divide rows of {collective} that hold all heads")
 
     def _part_to_send(self, collective: Node, axis: _Axis, group: int) -> Node:
-        """Add nodes that select the elements that a group sends from the operand of an exchange."""
+        """Add nodes that select, from the operand of an exchange, the elements that a group sends."""
         like = _unviewed(_operand(collective))
         source = like
         if source.target is _aten.clone.default and source.args[0].meta["val"].shape == source.meta["val"].shape:  # type: ignore[union-attr]
@@ -298,7 +298,7 @@ class _Divided:
         return self._made(_aten.view.default, (node, [*shape]), node)
 
     def _made(self, target: Any, args: tuple[Any, ...], like: Node, *, value: Any = None, **kwargs: Any) -> Node:
-        """Add a call with the metadata of ``like``, except for the value."""
+        """Add a call of ``target`` to the graph.  The new node gets the metadata of ``like``, except for the value."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta = {name: each for name, each in like.meta.items() if name != "val"}
         if value is None:
@@ -325,7 +325,7 @@ def _operand(node: Node) -> Node:
 
 
 def _views_to(node: Node) -> list[Node]:
-    """Return a node and the nodes before it, up to the value that they view or copy.  This value is left out."""
+    """Return a node and the nodes before it, up to the value that they view or copy.  The value itself is left out."""
     found = [node]
     while op_name(node) in (*_VIEWS, "permute", "transpose", "clone"):
         node = _operand(node)
@@ -341,10 +341,10 @@ def _unviewed(node: Node) -> Node:
 
 
 def _moves_to_copy(node: Node, axis: _Axis) -> tuple[list[Node], list[tuple[int, int]]]:
-    """Return the chain of views that leads from a node to a contiguous copy, including the node and the copy.  Each
-    value in the chain must have the next one as its only reader; if there is no such chain, it contains only the node.
-    For each value in the chain, also return the dimension that contains the axis, and how often the axis occurs in this
-    dimension."""
+    """Return the chain of views that leads from a node to a contiguous copy, including the node and the copy.  Each value in
+    the chain must have the next value as its only reader.  If there is no such chain, return a chain that contains only the
+    node.  For each value in the chain, also return the dimension that contains the axis, and how often the axis occurs in
+    this dimension."""
     place = axis.within(shape_of(node))
     assert place is not None, "the axis is one of the node"
     chain, axes = [node], [place]

@@ -3,15 +3,15 @@
 A diffusion transformer computes its modulations from the timestep, the guidance and the pooled text.  These *slow* inputs
 are small and take few different values, whereas the latent changes in every step.  The *preamble* computes the matrix
 products that depend only on slow inputs.  *Main* computes the rest, and takes the results of these products as inputs.
-They *cross* from the preamble into main.  The results for one set of slow inputs form a *row*.  A caller that caches rows
-need not stream the weights of the preamble in each step.
+These results *cross* from the preamble into main.  The results for one set of slow inputs form a *row*.  A caller that caches
+rows need not stream the weights of the preamble in each step.
 
 Contract
     On entry: a Traced, which is not changed.
     On exit: preamble and main together are equivalent to the traced graph (:func:`check_halves`).  The preamble reads
-    weights and slow inputs only.  It contains no collectives, random ops, ops that write in place, or symbolic sizes.
-    Only results of matrix products cross, because they are stored and rounded in any case.  Inductor does not round the
-    result of a pointwise op inside a fused kernel, so it would change if it were stored in a row.
+    weights and slow inputs only.  The preamble contains no collectives, random ops, ops that write in place, or symbolic
+    sizes.  Only results of matrix products cross, because they are stored and rounded in any case.  Inductor does not round
+    the result of a pointwise op inside a fused kernel, so this result would change if it were stored in a row.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from chunkflow_compile.passes.names import KNOWN_NAMESPACES
 from chunkflow_compile.passes.problem import Parameter
 
 from .discover import collective_kind, input_key, is_view, is_wait_tensor, mutated_inputs, nbytes
-from .sizes import is_size
+from .symbolic_sizes import is_size
 from .traced import Traced
 
 # The maximum size of a slow input, unless the user names the slow inputs.  Text and latents are larger.  The timestep, the
 # guidance and the pooled prompt of two samples take 12 KiB.
 MOST_SLOW_BYTES = 64 << 10
-# A product is hoisted only if its weights are at least this many times as large as its result.  The weight of a modulation
-# is thousands of times as large.  With one timestep per token, the result would be larger than the weight.
+# A product is hoisted only if its weights are at least this many times as large as its result.  The weight of a modulation is
+# thousands of times as large as its result.  With one timestep per token, the result would be larger than the weight.
 LEAST_RATIO = 8
-# The index of the first crossing value among the inputs of main.  It is above the indices of all inputs of the Dynamo graph,
-# among which crossing values do not occur.
+# The index of the first crossing value among the inputs of main.  This index is larger than the index of any input of the
+# Dynamo graph; crossing values are not inputs of that graph.
 _CROSSING = 1 << 24
 
 _PRODUCTS = frozenset(
@@ -85,7 +85,7 @@ def split(traced: Traced) -> Halves | None:
 
     The slow inputs are ``traced.slow``.  If this is None, they are the inputs of at most :data:`MOST_SLOW_BYTES` bytes that
     are smaller than the largest result of the graph, because a result is as large as the latent.  If the graph is a block,
-    they must be smaller than every result: a block also takes and returns the text, which is small for a short prompt.
+    slow inputs must be smaller than every result: a block also takes and returns the text, which is small for a short prompt.
     """
     found = _Slow(traced)
     crossing = found.crossing()
@@ -154,7 +154,7 @@ class _Slow:
         }
         self._inputs = inputs
         self._slow, self._constant = set[Node](), set[Node]()
-        # nodes that read only slow values, but whose weight another node needs for values that are not slow
+        # nodes that read only slow values, but share a weight with a node that reads values that are not slow
         latent = set[Node]()
         while True:
             self._classify(latent)

@@ -12,8 +12,8 @@ from chunkflow_compile.passes.kernel_calls import is_kernel_call, operands_of, s
 
 
 def structural_key(module: GraphModule, index: int, slicing: object = None) -> str:
-    """Return a digest of a region's ops, constants, wiring and tensor metadata.  It does not depend on the names of
-    nodes.
+    """Return a digest of a region's ops, their constants and operands, and tensor metadata.  The digest does not depend on
+    the names of nodes.
 
     ``index``: index of the region.  If the region contains a nested graph or a call of a user's function, the key includes
     the index, so that no other region has an equal key.  ``slicing``: slicing of the region, if it is repeated.

@@ -9,8 +9,8 @@ from chunkflow_compile.passes.problem import Problem, Region
 
 
 def region_labels(problem: Problem) -> tuple[RegionLabel, ...]:
-    """Return a label for each region.  It contains the names of the weights of the region that may be streamed, without
-    the name of the block.  If there are none, it contains the main op of the region."""
+    """Return a label for each region.  A label contains the names of the region's weights that may be streamed, without the
+    name of the block.  If the region reads no such weights, the label contains its main op."""
     large = {w.name for w in problem.weights if w.keep is None}
     return tuple(RegionLabel(r.block, _what(r, large)) for r in problem.regions)
 

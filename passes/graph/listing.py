@@ -18,7 +18,7 @@ SLICING = "chunkflow_slicing"
 
 
 def listing(module: GraphModule) -> str:
-    """Return the nodes of a graph as text.  Unused inputs are left out."""
+    """Return the nodes of a graph as text, one per line.  Unused inputs are left out."""
     nodes = (n for n in module.graph.nodes if n.op != "placeholder" or n.users)
     return "\n".join(node_text(n) for n in nodes) + "\n"
 
@@ -62,7 +62,8 @@ def target_name(node: Node) -> str:
 
 
 def _slice_text(part: Slice | None) -> str:
-    """Return the slice of a value in run ``i`` of a repeated region as an index, such as ``[:, i * 4 : 4 + i * 4]``."""
+    """Return a slice as the text of an index, such as ``[:, i * 4 : 4 + i * 4]``.  ``i`` is the number of the run in which a
+    repeated region uses the slice."""
     if part is None:
         return ""
     ends = (part.offset, part.offset + part.size)

@@ -2,7 +2,7 @@
 
 Contract
     On entry: a Cut, and names of weights that :func:`packable` returns for this Cut.  The Cut is not changed.
-    Preserved: the results of each region.  Regions that read none of these weights are not replaced.
+    Preserved: the results of each region.  Regions that read none of the selected weights are not replaced.
     On exit: ``nbytes`` of a packed weight is the size of its packed form.  The region that reads the weight takes the
     packed form as an input, and unpacks it (passes/packing.py) before the readers of the weight.  The cost of the region
     includes unpacking.  Equal regions that unpack the same inputs stay equal.
@@ -39,7 +39,7 @@ def packable(cut: Cut) -> frozenset[str]:
 
 
 def packed(cut: Cut, names: Collection[str]) -> Cut:
-    """Return the cut with exactly these weights packed."""
+    """Return the cut in which exactly the weights ``names`` are packed."""
     cut = cut.raw or cut
     if not names:
         return cut
@@ -87,7 +87,7 @@ def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:
             copied.meta["val"] = value.new_empty(Layout.of(value.numel()).words, dtype=torch.int32)
     for node in chosen:
         before = copies[node]
-        # directly before the first reader, because the unpacked values occupy memory from here on
+        # unpack directly before the first reader, because the unpacked values occupy memory from then on
         with graph.inserting_before(next(iter(before.users))):
             values = graph.call_function(UNPACK, (before, list(node.meta["val"].shape)))
         values.meta["val"] = node.meta["val"]

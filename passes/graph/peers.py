@@ -20,7 +20,7 @@ def streamable(cut: Cut) -> frozenset[str]:
 
 
 def on_peers(cut: Cut, names: Collection[str], ranks: int) -> Cut:
-    """Return the cut with exactly these weights sharded over the devices of ``ranks`` ranks."""
+    """Return the cut in which exactly the weights ``names`` are sharded over the devices of ``ranks`` ranks."""
     sharded = dict.fromkeys(names, ranks)
     if {w.name: w.source.ranks for w in cut.problem.weights if w.source.sharded} == sharded:
         return cut

@@ -1,13 +1,14 @@
 """Recompute: finds values that are cheaper to recompute in each region than to pass between regions.
 
 A value that is passed between regions is written once, read by each region that needs it, and occupies memory in between.
-For example, Wan2.2 with one timestep per token adds a table to 6 vectors per token, in float32.  The result takes 1.9 GiB
-for 121 frames.  It is computed from half as many bytes, which all blocks read anyway.
+For example, Wan2.2 with one timestep per token adds a table to 6 vectors per token, in float32.  The sum takes 1.9 GiB for
+121 frames.  The sum is computed from half as many bytes, which all blocks read anyway.
 
 Contract
     On entry: a graph, and the segment of each node.  Neither is changed.
-    On exit: the nodes to recompute: values, and the nodes between each value and its *sources*.  A segment that recomputes
-    a value reads the sources of the value.  The sources take fewer bytes than the value and are not streamed weights.
+    On exit: the nodes to recompute.  These are values, and the nodes between each value and its *sources*, from which the
+    value is computed.  A segment that recomputes a value reads the sources of the value.  The sources take fewer bytes than
+    the value and are not streamed weights.
 
 Recomputing does not change results.  All recomputed ops are elementwise in float32 or float64, so a value is not rounded
 when it is stored, and it is the same wherever it is computed.  The last op of a value is not a multiplication, because a
@@ -27,7 +28,7 @@ from .slice_parts import is_pointwise
 
 # Smaller values are not recomputed: moving them takes less time than starting a kernel.
 LEAST_BYTES = 1 << 20
-# Multiplications.  They include neg, because a multiplication is fused with an addition even if neg is between them.
+# Multiplications.  The set includes neg, because a multiplication is fused with an addition even if neg is between the two.
 _PRODUCTS = frozenset(("aten::mul", "aten::neg"))
 # Ops whose results are the same in every kernel into which Inductor fuses them.
 _OPS = frozenset(("aten::_to_copy", "aten::add", "aten::sub", "aten::div", "aten::where")) | _PRODUCTS
@@ -41,7 +42,7 @@ def to_recompute(
     graph: Graph, of: Mapping[Node, int], lazy: Collection[Node], streamed: Collection[Node], sizes: Mapping[str, int]
 ) -> dict[Node, None]:
     """Return the nodes to recompute in each segment that reads them.  ``of``: for each node, the segment that computes
-    it.  ``lazy``: nodes that each segment computes for itself anyway.  ``streamed``: weights that may be streamed.
+    it.  ``lazy``: nodes that each segment computes for itself in any case.  ``streamed``: weights that may be streamed.
     ``sizes``: values of the symbols in the sizes of tensors."""
     found = dict[Node, None]()
 
@@ -96,7 +97,7 @@ def _is_exact(node: Node) -> bool:
 
 
 def _is_rounded(node: Node) -> bool:
-    """Return whether a value may be rounded when it is stored, but not when a fused kernel computes it."""
+    """Return whether a value may be rounded if it is stored, but stays unrounded inside a fused kernel."""
     value = node.meta["val"]
     full = isinstance(value, torch.Tensor) and value.dtype in _FULL
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -2,20 +2,19 @@
 
 Contract
     On entry: an ATen inference graph and its Discovery.  The graph is not changed.
-    Preserved: every node is computed once, with two exceptions.  Each region that reads a view of a weight or of a
-    collective's result computes this view itself: views cost nothing, and a view of a weight is not valid after the
-    weight has left its slot.  Values that are cheaper to recompute than to pass between regions are also computed in
-    several regions (recompute.py).  The order of collectives does not change.
-    Cuts: the graph is cut at collectives, at the borders of blocks, and before an op with which the weights of a region
-    would exceed ``group_bytes`` bytes.  If ``groups`` are given, the regions of each group become one region
-    (coarsen.py chooses the groups).
+    Preserved: every node is computed once, except for two kinds of values.  A view of a weight or of a collective's result is
+    computed in each region that reads it: views cost nothing, and a view of a weight is not valid after the weight has left
+    its slot.  Values that are cheaper to recompute than to pass between regions may also be computed in several regions
+    (recompute.py).  The order of collectives does not change.  Cuts: the graph is cut at collectives, at the borders of
+    blocks, and before an op with which the weights of a region would exceed ``group_bytes`` bytes.  If ``groups`` are given,
+    the regions of each group become one region (coarsen.py chooses the groups).
 
 Steps
-    assign        give every compute node a segment number, in program order
+    assign        divide the compute nodes into segments, in program order; each segment becomes a region
     dissolve      move segments that contain only views into neighbouring segments
     recompute     make each segment recompute values that are cheaper to recompute than to pass between regions
     merge         merge the segments of each group
-    find_symbols  pass to each region the symbols that its sizes use
+    find_symbols  find the symbols that occur in the sizes of each segment, so that they become inputs of the region
     _build        build one FX graph per segment, with inputs in order of first use and outputs in order of definition,
                   and a key, the digest of its structure; regions with equal keys are lowered once
 """
@@ -52,20 +51,20 @@ from .discover import (
 from .exchanges import groups_of
 from .keys import structural_key
 from .segments import Segments, reads_from_outside
-from .sizes import concrete
 from .slice_graphs import Slice
+from .symbolic_sizes import concrete
 from .traced import Traced
 
 
 @dataclass(frozen=True)
 class Slicing:
-    """The slices of values with which a repeated region runs.  ``repeat``: number of runs.  ``inputs``: for each input,
-    the slice that a run takes, or None if every run takes the whole input.
+    """How a region that runs once per slice takes slices of its inputs and writes slices of its outputs.  ``repeat``: number
+    of runs.  ``inputs``: for each input, the slice that a run takes, or None if every run takes the whole input.
 
-    ``writes``: for each output, a pair: the slice that a run writes, and the position of the input that the output
-    overwrites, or None if the output has separate memory.  The arguments of the region's code are its inputs, and then
-    the slices of the outputs that have separate memory.  The code returns nothing.  If ``repeat`` is 1, the code may also
-    return its outputs; then ``writes`` is empty.
+    ``writes``: for each output, the slice that a run writes, and the position of the input that the output overwrites (None
+    if the output has separate memory).  The region's code takes as arguments the inputs of the region, and then the slices of
+    the outputs that have separate memory.  The code returns nothing.  If ``repeat`` is 1, the code may instead return the
+    outputs; then ``writes`` is empty.
     """
 
     repeat: int
@@ -94,9 +93,9 @@ class Cut:
     nodes at which compute waits for the end of a collective.
 
     ``sequence``: regions and top-level nodes, in program order.  ``storages``: memory of the graph's values.  ``raw``: the
-    same cut with no weight packed, or None if no weight is packed.  ``recomputed``: nodes that each region which reads
-    them computes again, except views of weights.  ``whole``: the same cut with no region split into slices, or None if no
-    region is split.
+    same cut with no weight packed, or None if no weight is packed.  ``recomputed``: nodes, other than views of weights, that
+    every region computes for itself if it reads them.  ``whole``: the same cut with no region split into slices, or None if
+    no region is split.
     """
 
     traced: Traced
@@ -125,8 +124,8 @@ class Cut:
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
-        """Return the same cut with the costs and activation sizes for other input sizes.  ``traced``: the same graph at
-        these sizes."""
+        """Return the same cut, with the costs and activation sizes that it has for other sizes of the inputs.  ``traced``:
+        the same graph, traced for these sizes."""
         if traced.graph is not self.traced.graph:
             traced = replace(traced, graph=self.traced.graph)
         regions = {region.info.key: region for region in self.regions}
@@ -143,8 +142,8 @@ class Cut:
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
-        """For the name of each input, region, output, constant and top-level node, a line with the function that it calls
-        and its operands.  verify checks that a program has the same lines."""
+        """A mapping from the name of each input, region, output, constant and top-level node to a line of text, which
+        contains the called function and its operands.  verify checks that a program has the same lines."""
         inputs = self.source.graph.find_nodes(op="placeholder")
         lines = {node.name: flow_line("input", position) for position, node in enumerate(inputs)}
         for node in self.source.graph.nodes:
@@ -179,9 +178,10 @@ def cut(
     """Cut a traced graph into regions.
 
     ``group_bytes``: maximum bytes of streamed weights per region, unless a single op reads more.  ``dissolve_views``:
-    whether segments that contain only views are moved into neighbouring regions.  ``recompute``: whether values are
-    recomputed if this is cheaper than to pass them between regions.  ``groups``: groups of region indices, each of which
-    becomes one region; empty to merge nothing.  Raises ChunkflowError if the graph contains no compute.
+    whether segments that contain only views are moved into neighbouring regions.  ``recompute``: whether regions recompute
+    values that are cheaper to recompute than to pass between regions.  ``groups``: groups of region indices; the regions of
+    one group are merged into a single region.  Empty to merge nothing.  Raises ChunkflowError if the graph contains no
+    compute.
     """
     graph = traced.graph
     segments = Segments(graph, discovery, traced.blocks, group_bytes)
@@ -230,7 +230,8 @@ def cut_into(
 def _build(
     traced: Traced, index: int, nodes: Sequence[Node], segments: Segments, costs: dict[str, RegionCost]
 ) -> CutRegion:
-    """Build a region.  ``costs``: for each key, the cost of regions that were built before; new costs are added."""
+    """Build a region.  ``costs``: costs of the regions that were built before, by region key; the cost of a new region is
+    added."""
     graph, members = traced.graph, set(nodes)
     new = Graph()
     root: dict[str, object] = {}
@@ -302,8 +303,8 @@ def _times(tiles: tuple[tuple[int, int], ...], repeat: int) -> tuple[tuple[int, 
 
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
-    """Return the memory of the values of a traced graph.  It includes the incomplete values that only regions with slices
-    return, which are not in the graph."""
+    """Return the memory of the values of a traced graph.  The result includes values that a split region returns incomplete,
+    because later regions write the rest; such values are not in the graph."""
     regions = [item for item in sequence if isinstance(item, CutRegion)]
     nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
@@ -312,8 +313,8 @@ def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutReg
 
 
 def _allocated(region: CutRegion) -> Iterable[Node]:
-    """Return the outputs of a region for which it allocates memory because it runs once per slice.  In the traced graph,
-    these outputs may be views."""
+    """Return the outputs of a region for which it allocates memory because it runs once per slice.  In the traced graph, such
+    an output may be a view."""
     if region.slicing is None:
         return ()
     if region.slicing.writes:

@@ -11,11 +11,11 @@ Contract
     real views, and if the result is bit-identical.
 
 The operations are in the same order as in torch's kernel, ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``.  The last bit
-depends on which multiplications a compiler fuses with the following addition.  On a CPU, Inductor fuses none.  torch fuses
-none where it computes whole vectors, but some in the remainder of a row.  So products whose rows do not consist of whole
-vectors are not replaced.  Several threads may divide a row, so that torch's own result depends on the number of threads;
-real arithmetic gives the result of a single thread.  On a GPU, both torch's kernel and Inductor's kernel fuse ``ac`` and
-``ad`` (verified by comparing their machine code for an H100, with torch 2.11).
+depends on which multiplications a compiler fuses with the following addition.  On a CPU, Inductor fuses none of them.  torch
+fuses none where it computes whole vectors, but it fuses some in the remainder of a row.  So products whose rows do not
+consist of whole vectors are not replaced.  Several threads may divide a row, so that torch's own result depends on the number
+of threads; real arithmetic gives the result of a single thread.  On a GPU, both torch's kernel and Inductor's kernel fuse
+``ac`` and ``ad`` (verified by comparing their machine code for an H100, with torch 2.11).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch.fx import Graph, GraphModule, Node
 from .traced import Traced
 
 _aten = torch.ops.aten
-# A row whose length in complex numbers is a multiple of _FULL consists of whole vectors in torch's CPU code, whatever the
-# vector width.
+# A row with a multiple of _FULL complex numbers consists of whole vectors in torch's CPU code, whatever the width of the
+# vectors.
 _FULL = 8
 
 
@@ -69,15 +69,16 @@ def _is_complex(operand: Any) -> bool:
 
 
 def _rotated(product: Node) -> Node | None:
-    """Return the real tensor that a product rotates, or None if no operand is a complex view of a real tensor with the
-    shape and layout of the result."""
+    """Return the real tensor that a product rotates: an operand of the product is a complex view of this tensor.  Return None
+    if there is no such tensor, or if its shape or layout differs from the result."""
     (result, *_) = (user.meta["val"] for user in product.users)
     for operand in product.all_input_nodes:
         if operand.target is _aten.view_as_complex.default:
             (pairs,) = operand.all_input_nodes
             with result.fake_mode:
                 copied = torch.empty_like(pairs.meta["val"])
-            if str((copied.shape, copied.stride())) == str((result.shape, result.stride())):  # no guards on symbols
+            # the shapes and strides are compared as text, because a comparison of sizes would add guards on symbols
+            if str((copied.shape, copied.stride())) == str((result.shape, result.stride())):
                 return pairs
     return None
 
@@ -114,7 +115,8 @@ def _pairs(call: Callable[..., Node], operand: Any) -> Node:
 
 
 def _caller(graph: Graph, product: Node) -> Callable[..., Node]:
-    """Return a function that adds a call of an op before ``product`` with the module stack of ``product``."""
+    """Return a function that adds a call of an op to the graph.  The new node gets the module stack and the stack trace of
+    ``product``."""
     mode = product.meta["val"].fake_mode
     place: dict[str, Any] = {
         key: product.meta[key] for key in ("nn_module_stack", "stack_trace") if key in product.meta

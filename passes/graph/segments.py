@@ -9,15 +9,15 @@ from torch.fx import GraphModule, Node
 
 from .discover import Discovery, collective_kind, is_view, is_wait_tensor, nbytes
 from .recompute import to_recompute
-from .sizes import is_size, symbol_nodes, symbols_of
+from .symbolic_sizes import is_size, symbol_nodes, symbols_of
 
 
 class Segments:
     """Assigns the nodes of the source graph to segments, each of which becomes a region.
 
-    ``of``: for each node that is computed in a single segment, the number of this segment.  ``lazy``: nodes that each
-    segment computes for itself.  ``recomputed``: nodes in ``lazy`` that are neither views nor numbers.  Top-level nodes are
-    in none of these.
+    ``of``: for each node that is computed in a single segment, the number of this segment.  ``lazy``: nodes that each segment
+    computes for itself if it needs them.  ``recomputed``: nodes in ``lazy`` that are neither views nor numbers.  Top-level
+    nodes are in none of these three.
     """
 
     def __init__(self, graph: GraphModule, discovery: Discovery, blocks: Mapping[str, str], group_bytes: int) -> None:
@@ -97,9 +97,9 @@ class Segments:
         self.of = {node: first.get(segment, segment) for node, segment in self.of.items()}
 
     def find_symbols(self) -> None:
-        """Find, for each segment, the nodes whose values are the symbols in the segment's sizes.
+        """Find, for each segment, the nodes whose values are the symbols that occur in the sizes of the segment's tensors.
 
-        These nodes become inputs of the region.  Otherwise Inductor would have to derive the symbols from the sizes of
+        These nodes become inputs of the region.  If they did not, Inductor would have to derive the symbols from the sizes of
         the tensor inputs, which is possible only if a size is a single symbol.
         """
         nodes = symbol_nodes(self.graph)
@@ -161,8 +161,8 @@ class Segments:
 def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, str]:
     """Return the block of each call node, empty outside blocks.
 
-    A node without a module stack belongs to the root module or comes from functionalization.  It is treated as a part of
-    a block if the nearest nodes with a stack, before and after it, are both in this block.
+    A node without a module stack belongs to the root module or comes from functionalization.  Such a node is treated as a
+    part of a block if the nearest nodes with a stack, before and after it, are both in this block.
     """
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
     by_stack: dict[Node, str] = {}

@@ -1,5 +1,5 @@
-"""Slice check: proves that phases (slices.py) compute the same as the graph of their region, whatever the order of the runs
-of a phase."""
+"""Slice check: proves that phases (slices.py) compute the same as the graph of their region, in whatever order the runs of
+each phase are executed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_phases(module: GraphModule, phases: tuple[Phase, ...], owned: Collecti
     """Prove that phases compute the outputs of a graph.  ``owned``: as in :func:`slices.phases`, or None if unknown.
 
     It is proved that each element of a value is written exactly once, that a value is complete before it is read, and that
-    each phase computes the same as the graph for its slices.  If a run overwrites a slice of an input, no other run and no
-    later phase reads this slice.  Raises FindingError for the first violation.
+    each phase computes the slices of its results in the same way as the graph.  If a run overwrites a slice of an input, no
+    other run and no later phase reads this slice.  Raises FindingError for the first violation.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     complete, views = set(placeholders), {n for phase in phases for n in _viewed(phase)}
@@ -53,8 +53,8 @@ def _wrong(number: int, fault: str) -> NoReturn:
 
 
 def _covered(number: int, node: Node, phase: Phase, phases: tuple[Phase, ...]) -> bool:
-    """Return whether the phases so far write all elements of a value.  Raises FindingError if an element is written
-    twice."""
+    """Return whether ``phases``, the phases up to the current one, write all elements of a value.  Raises FindingError if an
+    element is written twice."""
     writes = [(w, p.repeat) for p in phases for w in p.writes if w.value is node]
     if len({w.slice.dim for w, _ in writes}) > 1 or len({w.over for w, _ in writes}) > 1:
         _wrong(number, f"writes {node} along another dimension, or elsewhere, than an earlier phase")
@@ -85,7 +85,8 @@ def _check_overwritten(
     later: Collection[Node],
     owned: Collection[int] | None,
 ) -> None:
-    """If a result overwrites an input, check that it may."""
+    """Check a result that overwrites an input: that nothing else reads or overwrites this input, and that both have the same
+    layout."""
     if write.over is None:
         return
     source = placeholders[write.over]
@@ -138,7 +139,7 @@ def _targets(phase: Phase, sources: list[Node]) -> list[Node | None]:
 
 
 def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
-    """Check that each result of a phase is the same expression of the phase's inputs as in the region's graph."""
+    """Check that a phase computes each result from its inputs by the same expression as the region's graph does."""
     table: dict[object, int] = {}
     given = phase.module.graph.find_nodes(op="placeholder")[: len(phase.inputs)]
     leaves = dict(zip(given, zip(phase.inputs, phase.slices, strict=True), strict=True))
@@ -159,8 +160,8 @@ def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
 
 
 def _parts(node: Node, part: Slice | None) -> list[Part | None]:
-    """Return the parts of a node that are equal to a slice.  The whole node is equal to None, and to the full range of each
-    dimension."""
+    """Return all parts that describe a slice of a node.  If the slice is the whole node, these are None and, for each
+    dimension, the full range of the dimension."""
     shape = shape_of(node)
     if part is None or part.size == shape[part.dim]:
         return [None, *(Part(d, size, 0, size) for d, size in enumerate(shape))]
@@ -170,8 +171,8 @@ def _parts(node: Node, part: Slice | None) -> list[Part | None]:
 def _number_of(
     node: Node, part: Part | None, values: Collection[Node], fake: FakeTensorMode, table: dict[object, int]
 ) -> int:
-    """Return the number (:func:`_numbered`) of a part of a node as the slice rules compute it, or -1 if there is no rule
-    for it."""
+    """Return the number (:func:`_numbered`) that a part of a node gets if the slice rules compute the part.  Return -1 if
+    there is no rule for the part."""
     builder = Builder(values, fake=fake, closed=True)
     try:
         made = builder.root(node, part)

@@ -1,5 +1,5 @@
-"""Slice graphs: builds the graph of a phase (slices.py).  It computes parts of some values of a region's graph, according
-to the slice rules."""
+"""Slice graphs: builds the graph of a phase (slices.py).  This graph computes parts of some values of a region's graph,
+according to the slice rules (slice_rules.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Slice:
 
 @dataclass
 class Walk:
-    """The result of a walk from the roots of a phase back to its inputs.
+    """The result of a walk through a region's graph, from the values that a phase computes (its roots) back to its inputs.
 
     ``taken``: for each node and slice that the phase takes as an input (slice None for the whole value), the placeholder in
     the graph of the phase.  ``needs``: values that earlier phases must compute as a whole; for each value, the dimensions
@@ -45,10 +45,10 @@ class Walk:
 
 @dataclass(frozen=True)
 class Step:
-    """How a builder computes a node or a part of a node.
+    """The way in which a builder computes a node or a part of a node.
 
-    ``reads``: nodes and parts that must be computed before.  ``call``: node whose op computes the value, or None if the
-    value is an input of the phase.  ``item``: if the op has several results, the index of the value among them.
+    ``reads``: nodes and parts of nodes that must be computed first.  ``call``: node whose op computes the value, or None if
+    the value is an input of the phase.  ``item``: if the op has several results, the index of the value among them.
     ``operands``: args and kwargs of the op, with an Operand for each node; or, if the value is a part of an operand, this
     Operand alone.
     """
@@ -62,10 +62,10 @@ class Step:
 class Builder:
     """Builds the graph of a phase.
 
-    ``values``: nodes that earlier phases compute.  ``streams``: inputs of which phases take slices; empty if not yet known.
-    ``fake``: mode in which metadata is computed, or None to skip this if only ``found`` is needed.  ``closed``: whether
-    this phase must compute everything except ``values``; otherwise further values may be left to earlier phases (``needs``
-    in ``found``).
+    ``values``: nodes that earlier phases compute.  ``streams``: inputs of which phases take slices (slices.py); empty if they
+    are not known yet.  ``fake``: mode in which metadata is computed, or None to compute no metadata, if only ``found`` is
+    needed.  ``closed``: whether this phase must compute everything except ``values``; otherwise it may leave more values to
+    earlier phases (``needs`` in ``found``).
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Builder:
         self._inline = False
 
     def root(self, node: Node, part: Part | None) -> Node:
-        """Add the ops that compute a root, or a part of a root, and return the resulting node.  A whole root is computed
-        without leaving values to earlier phases."""
+        """Add the ops that compute a root, or a part of a root, and return the resulting node.  If ``part`` is None, the root
+        is computed as a whole, and no more values are left to earlier phases."""
         self._making, self._inline = node, part is None
         todo: list[tuple[Node, Part | None]] = [(node, part)]
         while todo:  # a recursion could exceed Python's recursion limit
@@ -142,8 +142,8 @@ class Builder:
         return Step(tuple(reads), call, item, given)
 
     def _is_merged(self, node: Node, rule: Sliced | Operand) -> bool:
-        """Return whether a node is a view of an input, and the part of the view that is needed is not one contiguous range
-        of a dimension of the input.  ``rule``: operands for this part."""
+        """Return whether a node is a view of an input, and the needed part of the view does not correspond to one contiguous
+        range along a dimension of the input.  ``rule``: operands for this part."""
         if (
             self.closed
             or self._inline
@@ -156,8 +156,8 @@ class Builder:
         return part is not None and part.outer != 1 and rule.args[0].node.op == "placeholder"
 
     def _note(self, operand: Operand, reader: Node) -> None:
-        """Add the value of an operand that is read as a whole to ``found.needs``, if an earlier phase should compute it:
-        it depends on split inputs, or its ops are too expensive to repeat in each run."""
+        """Add the value of an operand that is read as a whole to ``found.needs``, if an earlier phase should compute this
+        value, because the value depends on split inputs or its ops are too expensive to repeat in each run."""
         node, along = operand.node, operand.along
         if (
             self.closed
@@ -171,7 +171,7 @@ class Builder:
             self.found.needs[base] = (dims, f"{op_name(reader)} reads all of it")
 
     def _write(self, key: tuple[Node, Part | None], step: Step) -> Node:
-        """Add a node, or a part of a node, to the graph.  Its operands must already be in the graph."""
+        """Add a node, or a part of a node, to the graph.  The operands of the node must already be in the graph."""
         node, part = key
         if step.call is None:
             return self._take(node, part)
@@ -192,11 +192,13 @@ class Builder:
         return node.op == "placeholder" or node in self.values or node in self.found.needs
 
     def _is_split(self, node: Node, along: tuple[int, ...]) -> bool:
-        """Return whether an earlier phase can compute a whole node slice by slice, because it depends on split inputs."""
+        """Return whether an earlier phase can compute all of a node slice by slice: there is a dimension along which the node
+        can be split, and the node depends on split inputs (assumed if these are not known yet)."""
         return bool(along) and (not self.streams or depends_on(node, self.streams))
 
     def _is_heavy(self, node: Node) -> bool:
-        """Return whether computing a node in each run would repeat an op that is not light (:func:`is_light`)."""
+        """Return whether a heavy op (one that is not :func:`is_light`) would be repeated if every run of a phase, that is,
+        every slice, computed the node anew."""
         todo, seen = [node], set[Node]()
         while todo:
             n = todo.pop()
@@ -212,8 +214,8 @@ class Builder:
         """Return the value that an earlier phase computes so that this phase can compute ``node`` from it, and the
         dimensions of this value that correspond to ``along``.
 
-        If the value is computed slice by slice (``along`` is not empty), it is the base of which ``node`` is a view.
-        Otherwise it is the last value from which ``node`` can be computed by light ops alone.
+        If the value is computed slice by slice (``along`` is not empty), the result is the base of which ``node`` is a view.
+        Otherwise, the result is the last value from which ``node`` can be computed by light ops alone.
         """
         while not self._is_given(node) and len(node.all_input_nodes) == 1:
             if along:

@@ -1,4 +1,5 @@
-"""Slice parts: parts of values, operands that are read in part, and the properties of ops on which slicing depends.
+"""Slice parts: the parts of values and operands with which the slice rules work, and the properties of ops on which slicing
+depends.
 
 A *part* is a range of one dimension of a value, such as some of the tokens.  If the batch and the tokens are merged into
 one dimension, a part is the same range of tokens in each sample.
@@ -53,8 +54,8 @@ class NoRule(Exception):
 
 
 class Boundary(Exception):
-    """A part of a concatenation is in several of its operands.  ``count``: number of elements in the part.  ``before``:
-    number of these elements that are in the first of these operands."""
+    """A part of a concatenation's result comes from several operands.  ``count``: number of elements in the part.
+    ``before``: number of these elements that come from the first of these operands."""
 
     def __init__(self, before: int, count: int) -> None:
         super().__init__(before, count)

@@ -1,8 +1,8 @@
 """Slice rules: for each ATen op, a rule that determines which parts of the operands the op must read to compute a part of
 its result (slice_parts.py).
 
-A rule returns the arguments with which the op computes the part.  The op reads parts of some operands.  It reads other
-operands as a whole, such as the weights of a product, or the keys and values of attention.
+A rule returns the arguments with which the op computes the part.  The op reads parts of some operands.  Other operands are
+read as a whole, such as the weights of a product, or the keys and values of attention.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _RULES: dict[str, Rule] = {}
 
 
 def sliced(node: Node, part: Part, item: int | None = None) -> Sliced | Operand:
-    """Return the arguments with which the op of ``node`` computes a part of its result.  If this part is also a part of an
-    operand, such as of the operand of a slice, return that operand instead.
+    """Return the arguments with which the op of ``node`` computes a part of its result.  If the op only selects elements, as
+    ``slice`` does, the part of the result is also a part of an operand; then return this part of the operand instead.
 
     ``item``: if the op has several results, the index of the result to which the part belongs.  Raises NoRule or Boundary.
     """
@@ -67,8 +67,8 @@ def _size(part: Part) -> int:
 
 
 def _aligned(operand: Any, result: Node, part: Part) -> Any:
-    """Return the operand, reduced to the elements that are broadcast to a part of the result.  If the operand does not vary
-    along the dimension of the part, this is the whole operand."""
+    """Return the part of an operand whose elements are broadcast to a part of the result.  If the operand does not vary along
+    the dimension of the part, return the whole operand."""
     if not isinstance(operand, Node) or not isinstance(operand.meta.get("val"), torch.Tensor):
         return operand
     dim = part.dim - len(shape_of(result)) + len(shape_of(operand))
@@ -83,7 +83,7 @@ def _pointwise(node: Node, part: Part) -> Sliced:
 
 
 def _first(node: Node, part: Part) -> Sliced:
-    """Return the arguments of an op that reads the same part of its first operand and all of its other operands."""
+    """Return the arguments of an op that reads ``part`` of its first operand, and its other operands as a whole."""
     return Sliced((Operand(_operand(node), part), *node.args[1:]), dict(node.kwargs))
 
 
@@ -120,7 +120,7 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
     given, made = shape_of(_operand(node)), shape_of(node)
     if isinstance(node.args[1], torch.dtype):
         raise NoRule("view changes the dtype")
-    rows = math.prod(made[: part.dim]) * part.outer  # in the order of elements, the axis occurs this many times
+    rows = math.prod(made[: part.dim]) * part.outer  # how often the axis occurs in the order of elements
     befores = [math.prod(given[:d]) for d in range(len(given))]
     dims = [d for d, before in enumerate(befores) if before <= rows < before * given[d]]
     if not dims:
@@ -138,8 +138,8 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
 
 
 def _rescaled(part: Part, length: int) -> Part | None:
-    """Return the same part of an axis that is divided into ``length`` elements, or None if the part does not consist of
-    whole elements of this axis."""
+    """Return the same part of its axis, described for a division of the axis into ``length`` elements.  Return None if the
+    part does not consist of whole elements of this division."""
     numbers = [n * length for n in (part.start, part.count)]
     if any(n % part.length for n in numbers) or max(length, part.length) % min(length, part.length):
         return None

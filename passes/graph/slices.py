@@ -10,10 +10,11 @@ Method
     The largest output is split along one of its dimensions.  The rules in ``slice_rules`` determine, op by op, which
     slices of the inputs are needed for a slice of an output.  Some ops need a whole value that depends on the split
     inputs: for example, attention needs all keys and values.  Then an earlier phase computes this value, also in slices.
-    Products that do not depend on the split inputs are computed once.
+    Products that do not depend on the split inputs are computed only once, not once per slice.
 
 Terms
-    stream   an input of which the phases take slices, such as the image tokens or the text tokens
+    stream   a sequence of tokens (not a CUDA stream): an input of which the phases take slices, such as the image tokens
+             or the text tokens
     root     a value that a phase computes: an output of the graph, or a value that a later phase needs as a whole
     piece    a part of a root that is computed in one run or in ``repeat`` runs.  If a root concatenates several streams, it
              has one piece per stream
@@ -32,9 +33,9 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .discover import viewed
-from .sizes import symbols_of
 from .slice_graphs import Builder, Slice, Walk, depends_on, is_view_of_input
 from .slice_parts import Boundary, NoRule, Part, is_reshape, op_name, shape_of
+from .symbolic_sizes import symbols_of
 
 __all__ = ["Phase", "Slice", "Whole", "Write", "fake_mode", "layout_of", "phases"]
 
@@ -47,9 +48,9 @@ class Whole(ChunkflowError):
 class Write:
     """A result that a phase writes, one slice per run.
 
-    ``value``: node of the region's graph of which a slice is written.  ``over``: position of the placeholder in the
-    region's graph whose memory is overwritten, or None for new memory.  New memory is allocated before the first phase
-    that writes a slice of the value, with the strides of the value's metadata.
+    ``value``: node of the region's graph of which a slice is written.  ``over``: position, in the region's graph, of the
+    placeholder whose memory is overwritten; None for new memory.  New memory is allocated before the first phase that writes
+    a slice of the value, with the strides of the value's metadata.
     """
 
     value: Node
@@ -61,11 +62,11 @@ class Write:
 class Phase:
     """A graph that runs ``repeat`` times.
 
-    ``module``: the graph of a run.  Its placeholders are ``inputs``, and then the destinations of all writes to new memory.
-    If there are ``writes``, it copies each result to its destination, or over the input that the result replaces, and
-    returns ().  Otherwise it returns ``outputs``, and ``repeat`` is 1.  ``inputs``: nodes of the region's graph, either
-    placeholders or values that an earlier phase computes.  ``slices``: for each input, the slice that a run takes, or None
-    if each run takes the whole input.
+    ``module``: the graph of a run.  The placeholders of this graph are ``inputs``, and then the destinations of all writes to
+    new memory.  If there are ``writes``, the graph copies each result to its destination, or over the input that the result
+    replaces, and returns ().  Otherwise the graph returns ``outputs``, and ``repeat`` is 1.  ``inputs``: nodes of the
+    region's graph, either placeholders or values that an earlier phase computes.  ``slices``: for each input, the slice that
+    a run takes, or None if each run takes the whole input.
     """
 
     module: GraphModule
@@ -160,7 +161,7 @@ class _Plan:
         self.repeat, self.largest, self.dim = repeat, largest, dim
         self.roots: dict[Node, _Root] = {}
         self.needs: dict[Node, tuple[tuple[int, ...], str]] = {}
-        self.streams: set[Node] = set()  # inputs of which the largest output reads slices; empty if not yet known
+        self.streams: set[Node] = set()  # inputs of which the largest output reads slices; empty if not known yet
         self.longest = max(part.count for part in self._ranges(largest, dim))
         if self.longest % repeat:
             raise Whole(f"{self.longest} tokens cannot be divided into {repeat} slices of one size.")
@@ -212,7 +213,7 @@ class _Plan:
         self.roots[node] = _Root(node, pieces, frozenset(n for n, _ in walk.taken if n.op == "call_function"))
 
     def _depends_on_streams(self, node: Node) -> bool:
-        """Return whether a node is computed from streams, and is not a view of a stream."""
+        """Return whether a node depends on a sliced input (a stream) and is not just a view of one."""
         return depends_on(node, self.streams) and not is_view_of_input(node)
 
     def _split(self, node: Node, dim: int) -> tuple[tuple[_Piece, ...], Walk]:
@@ -264,8 +265,8 @@ class _Plan:
             for piece in root.pieces:
                 once = _is_all(node, piece)
                 count = 0 if once or piece.part is None else piece.part.count
-                # of the phases with equal height, the phase for the longest stream comes last: then no later phase reads
-                # the stream, and the results can overwrite it
+                # of the phases with equal height, the phase for the longest stream comes last: then no later phase reads this
+                # stream, and the results of the phase can overwrite it
                 order = int(once and height(node) > 0)
                 groups.setdefault((-height(node), order, piece.repeat, count), []).append((root, piece))
         return [
@@ -294,7 +295,7 @@ class _Build:
 
     @property
     def returned(self) -> set[Node]:
-        """The inputs of which results are views."""
+        """The inputs of which some results are views."""
         sources = {placeholder: n for (n, _), placeholder in self.builder.found.taken.items()}
         bases = [viewed(made) for _, made, part in self.results if part is None]
         return {sources[base] for base in bases if base in sources}

@@ -7,10 +7,10 @@ activations (slices.py).
 
 Contract
     On entry: a Cut, which is not changed, and the number of slices for each region key.
-    Preserved: the results of each region, bit for bit in eager mode.  Other regions, collectives and their order do not
-    change.
+    Preserved: the results of each region, bit for bit in eager mode.  The other regions, the collectives and the order of
+    both do not change.
     On exit: each split region is replaced by its phases, which are regions.  A phase overwrites the residual stream if
-    nothing else reads the old values: neither the caller of the graph nor a later region or collective.
+    neither the caller of the graph nor a later region or collective reads the old values.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.con
 
 
 def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
-    """Return the cut with some of its regions split.  ``repeats``: for the key of a region, its number of slices.
+    """Return the cut with some of its regions split.  ``repeats``: number of slices of each region to split, by region key.
 
-    Raises Whole if a region cannot be split into this number of slices, and FindingError if phases do not compute the same
-    as their region.
+    Raises Whole if a region cannot be split into its number of slices, and FindingError if the phases of a region do not
+    compute the same as the region.
     """
     cut = cut.whole or cut
     owned = _owned(cut)
@@ -73,11 +73,12 @@ def why_whole(region: CutRegion, repeat: int) -> str:
 
 
 def _split(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[GraphModule, tuple[_Calls, ...]]:
-    """Return the graph of a region, perhaps with another layout of its inputs, and the phases that compute this graph.
+    """Return the graph of a region and the phases that compute it.  In the returned graph, some inputs may have another
+    layout than in ``module``.
 
-    ``owned``: see :func:`phases`.  If a result could overwrite an input but for the input's transposed layout, a first
-    phase makes the input contiguous by a copy.  The copy reads and writes the input once more, but it saves memory:
-    otherwise the input and the result would both be live at the same time as K and V.
+    ``owned``: see :func:`phases`.  If only the transposed layout of an input prevents a result from overwriting it, an
+    additional first phase copies the input to a contiguous layout.  The copy reads and writes the input once more, but it
+    saves memory: without it, the input, the result, K and V would all be live at the same time.
     """
     found, copies = phases(module, repeat, owned), list[_Calls]()
     for place in _transposed(module, found, owned):
@@ -111,8 +112,8 @@ def _transposed(module: GraphModule, found: Sequence[Phase], owned: Collection[i
 
 
 def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
-    """Return the graph with a contiguous input at position ``place``, and a phase that makes this input contiguous by a
-    copy."""
+    """Return the graph with a contiguous input at position ``place``, and the phase that copies the original input to this
+    layout."""
     graph, copy = Graph(), Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     stream, given = graph.find_nodes(op="placeholder")[place], copy.placeholder("in_0")
@@ -127,8 +128,8 @@ def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
 
 
 def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Calls]) -> Iterator[CutRegion]:
-    """Yield the regions that replace a region.  ``made``: phases of the region or of an equal region.  ``like``: graph
-    from which these phases were made."""
+    """Yield the regions that replace a region.  ``made``: phases of this region or of an equal one.  ``like``: graph that was
+    divided into these phases."""
     source = {node.name: node for node in cut.source.graph.nodes}
     theirs, mine = like.graph.nodes, region.module.graph.nodes
     inputs = zip(like.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
@@ -159,9 +160,8 @@ def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Cal
 
 @dataclass(frozen=True)
 class _Calls:
-    """A phase with the inputs, outputs and slicing of a region.  ``inputs`` and ``outputs`` are nodes of the graph that was
-    divided into phases.  ``parts``: for each output that is incomplete, because later phases write the rest, the value of
-    which it is a part."""
+    """A phase in the form of a region, with a graph, inputs, outputs and slicing.  ``inputs`` and ``outputs`` are nodes of
+    the graph that was divided into phases.  ``parts``: for each output that later phases complete, the complete value."""
 
     module: GraphModule
     inputs: tuple[Node, ...]
@@ -171,8 +171,8 @@ class _Calls:
 
 
 def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
-    """Yield the phases of a graph with the inputs, outputs and slicing of regions.  If several phases write slices of a
-    value, there is a separate node for the incomplete value after each of these phases."""
+    """Yield the phases of a graph in the form of regions.  If several phases write slices of a value, there is a separate
+    node for the incomplete value after each of these phases but the last."""
     placeholders = module.graph.find_nodes(op="placeholder")
     left = Counter(write.value for phase in found for write in phase.writes)
     begun, states = dict[Node, Node](), Graph()
@@ -188,9 +188,7 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
         for write in phase.writes:
             if write.over is not None:
                 over.append(list(zip(inputs, slices, strict=True)).index((placeholders[write.over], write.slice)))
-            elif (
-                write.value in begun
-            ):  # the phase completes a value: the incomplete value is an input that it overwrites
+            elif write.value in begun:  # the phase takes an incomplete value as an input, and overwrites it
                 over.append(len(inputs))
                 inputs.append(begun[write.value])
                 slices.append(write.slice)
@@ -207,9 +205,9 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
 
 
 def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
-    """Return the graph of a phase with its placeholders in the order of a region: first the inputs, among them incomplete
-    values that the phase completes, then the destinations in new memory.  ``over``: for each write, the position of the
-    overwritten input, or None for new memory."""
+    """Return the graph of a phase with its placeholders in the order of a region: first the inputs, including incomplete
+    values that the phase continues to write, and then the destinations in new memory.  ``over``: for each write, the position
+    of the overwritten input, or None for new memory."""
     given = [place is not None for write, place in zip(phase.writes, over, strict=True) if write.over is None]
     if not any(given) or all(given):
         return phase.module
@@ -224,7 +222,7 @@ def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
 
 
 def _owned(cut: Cut) -> list[frozenset[int]]:
-    """Return, for each region, the positions of the inputs that it may overwrite: another region has allocated their
+    """Return, for each region, the positions of the inputs that it may overwrite, because another region has allocated their
     memory, and nothing reads this memory later."""
     last = dict[Node, int]()
     for place, item in enumerate(cut.sequence):
@@ -242,8 +240,8 @@ def _owned(cut: Cut) -> list[frozenset[int]]:
 
 def _allocates(node: Node) -> bool:
     """Return whether an op certainly allocates memory for its result.  Inductor removes ops that change nothing, such as
-    ``x * 1``, and returns the operand instead.  It does not remove matrix products, or ops with two operands as large as
-    the result.
+    ``x * 1``, and returns the operand instead.  Inductor never removes a matrix product, or an op that has two operands as
+    large as the result.
     """
     if node.op != "call_function" or collective_kind(node) is not None or is_wait_tensor(node):
         return False

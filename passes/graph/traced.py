@@ -1,4 +1,4 @@
-"""Traced: a traced graph, the input of the first pass.  Frozen.  No pass accesses the model or a process group."""
+"""Traced: a traced graph, which is the input of the first pass.  Frozen.  No pass accesses the model or a process group."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from chunkflow_compile.passes.problem import Parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """The blocks that a separately compiled graph stands for.  They have the same structure and run one after the other.
+    """The blocks that a separately compiled graph stands for.  These blocks have the same structure and run one after the
+    other.
 
     ``count``: number of blocks.  ``goal``: goal for the whole model.  ``share``: share (0 to 1) of the model's weights
-    that belongs to these blocks.  ``tables``: bytes on the device for the tables with the blocks' hoisted products."""
+    that belongs to these blocks.  ``tables``: bytes on the device for the tables in which the blocks' hoisted products are
+    cached (hoist.py)."""
 
     count: int
     goal: Goal = DEFAULT_GOAL
@@ -34,15 +36,15 @@ class Repeats:
 class Traced:
     """An ATen inference graph from AOTAutograd, and facts that are not stored in its nodes.
 
-    ``parameters``: parameters among the inputs of the graph.  ``blocks``: for the key of a module in ``nn_module_stack``,
-    the name of the block.  ``ranks``: for the name of a process group that collectives use, its size.  ``sizes``: values
-    of the symbols in the metadata of the graph (sizes.py).  ``unknown``: upper bounds of the symbols that depend on data.
-    ``large``: names and bytes of the offloaded weights, in the order of the model, including weights that the graph does
-    not use; empty if the model is not known.  ``fused``: whether Inductor will fuse the graph's ops.  ``repeats``: blocks
-    that the graph stands for if it is compiled separately, otherwise None.  ``together``: number of ranks that run the
-    graph at the same time, see :class:`Problem`.  ``slow``: indices of the slow inputs of the Dynamo graph (hoist.py), or
-    None if hoisting is to find them.  ``exchange_groups``: number of groups of heads into which the exchanges of the graph
-    are divided (head_groups.py); 1 if they are whole.
+    ``parameters``: parameters among the inputs of the graph.  ``blocks``: names of the blocks, by the keys of their modules
+    in ``nn_module_stack``.  ``ranks``: sizes of the process groups that collectives use, by the names of the groups.
+    ``sizes``: values of the symbols in the metadata (symbolic_sizes.py).  ``unknown``: upper bounds of the symbols that
+    depend on data.  ``large``: names and bytes of the offloaded weights, in the order of the model, including weights that
+    the graph does not use; empty if the model is not known.  ``fused``: whether Inductor will fuse the graph's ops.
+    ``repeats``: blocks that the graph stands for if it is compiled separately, otherwise None.  ``together``: number of ranks
+    that run the graph at the same time, see :class:`Problem`.  ``slow``: indices of the slow inputs of the Dynamo graph
+    (hoist.py), or None if hoisting is to find them.  ``exchange_groups``: number of groups of heads into which the exchanges
+    of the graph are divided (head_groups.py); 1 if they are whole.
     """
 
     graph: GraphModule

@@ -10,8 +10,9 @@ from chunkflow_compile.passes.step import Step, copies
 
 
 def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> tuple[Barrier, ...]:
-    """Return a barrier for each collective that waits, in each lane, for the newest copy issued before the collective.
-    Because lanes are in order, the earlier copies have ended by then.
+    """Return the barriers of a step, at most one per collective.  At a barrier, compute waits, in each lane, for the newest
+    copy that was issued since the previous barrier.  The copies of a lane run in order, so all copies before the newest one
+    have then ended, too.
 
     ``lanes``: weights of each lane.  For the first collective of a step, the newest copy may be from the previous step.
     """

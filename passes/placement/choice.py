@@ -3,19 +3,20 @@ ranks.
 
 Contract
     On entry: the finest Cut, and a function that plans problems of this cut, within a budget or for a step time.
-    On exit: the names of the weights to pack or to shard: all that can be, a share of them, or none.  Weights are chosen
-    only if they reduce the predicted step time to less than 1 / ``AS_GOOD``.  If plans are made for a step time, the bytes
-    on the device are compared instead.
+    On exit: the names of the weights to pack or to shard.  These are all suitable weights, a share of them, or none.  Weights
+    are chosen only if packing or sharding them makes the predicted step shorter by a factor of more than ``AS_GOOD``.  If
+    plans are made for a step time, their bytes on the device are compared instead of their step times.
 
 Packing helps if copies are the bottleneck: only three quarters of the bytes are copied, and more weights fit on the
 device.  If copies are hidden anyway, unpacking only costs time.  If copies are nearly hidden, it is best to pack a share of
-the weights.  In each block, the same weights are packed, so that equal blocks stay equal.
+the weights.  In each block, the same weights are packed, so that the regions of equal blocks stay equal, and are lowered
+once.
 
 Shards occupy device memory under every plan, so a weight that stays on the device as a whole should not be sharded.
 Therefore all weights are sharded first.  Then the weights that the plan keeps on the device are unsharded, which frees
-memory in which more weights can stay.  If copies from host memory do not share an interconnect with pulls, further weights
-are unsharded: as many as can be copied from host memory per step, spread evenly over the step.  These weights need no
-memory for shards and do not use the interconnect of the pulls.
+memory in which more weights can stay.  If copies from host memory do not share an interconnect with pulls, more weights are
+unsharded, as many as can be copied from host memory per step.  The unsharded weights are spread evenly over the step.  They
+need no memory for shards and do not use the interconnect of the pulls.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ from .coarsest import AS_GOOD
 # weights saves up to 5 % of a step, compared with packing all of them or none.
 _SHARES = (1.0, 0.5, 0.25)
 # The maximum number of rounds in which weights are unsharded.  In each round, the freed memory lets more weights stay on the
-# device.  In further rounds, these would be less than 1 % of the weights.
+# device, and these are unsharded in the next round.  After this number of rounds, less than 1 % of the weights remain to be
+# unsharded.
 _ROUNDS = 4
 # The share of the sharded weights that each try of to_fewer_peers unshards.
 _SHARE_STEP = 1 / 32
 # If not all weights can be sharded within the budget, the largest possible share is found by this number of bisections.
 _HALVINGS = 4
-# The share of the copy bandwidth of host memory that is used while other weights are pulled.  The last tenth is left free,
-# so that a copy may be late.  (Predicted for FLUX.1-dev on four H100 in 9.5 GiB: 1.092 times the baseline with a half, 1.083
-# with nine tenths.)
+# The share of the copy bandwidth of host memory that is used while other weights are pulled.  The last tenth is left free in
+# case a copy is late.  (Predicted step of FLUX.1-dev on four H100 in 9.5 GiB: 1.092 times the baseline if this share is one
+# half, 1.083 times if it is nine tenths.)
 _HOST_SHARE = 0.9
 
 _Item = TypeVar("_Item", bound=Hashable)
@@ -91,9 +93,9 @@ def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget
     """Return the names of the weights to keep sharded in a coarser cut.  The sharded weights of ``cut`` were chosen for a
     finer cut.
 
-    In a coarser cut, more bytes must be pulled between two collectives, and there may be too little time for them.  So
-    some of the weights are unsharded: they are not pulled, and stay on the device if there is memory.  The arguments are
-    the same as for :func:`to_peers`.
+    In a coarser cut, more bytes must be pulled between two collectives, and the time between them may be too short for this.
+    So some of the weights are unsharded: they are no longer pulled, and stay on the device if they fit there.  The arguments
+    are the same as for :func:`to_peers`.
     """
     names = frozenset(w.name for w in cut.problem.weights if w.source.sharded)
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget, names)
@@ -107,7 +109,7 @@ def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget
 
 
 def _without_kept(names: frozenset[str], tried: Plan | None, tries: _Tries) -> tuple[frozenset[str], Plan | None]:
-    """Remove the weights that the plan keeps on the device from ``names``, the weights to shard.  Return the remaining
+    """Remove from ``names`` (the weights to shard) the weights that the plan keeps on the device.  Return the remaining
     weights to shard and their plan.  ``tried``: plan for ``names``, or None if there is none."""
     for _ in range(_ROUNDS):
         kept = _kept(tried, names) if tried is not None else frozenset[str]()
@@ -174,11 +176,11 @@ class _Tries:
         budget: bool = True,
         names: frozenset[str] = frozenset(),
     ) -> None:
-        """``form``: packs or shards a set of weights.  ``budget``: see :func:`to_peers`.  ``names``: weights that are
-        already packed or sharded in the cut."""
+        """``form``: function that packs or shards a set of weights of a cut.  ``budget``: see :func:`to_peers`.  ``names``:
+        weights that are already packed or sharded in the cut."""
         self.best, self.hidden, self._least = names, False, math.inf
         self._cut, self._plan, self._form, self._budget = cut, plan, form, budget
-        with contextlib.suppress(ChunkflowError):  # the cut may fit in the budget only when it is packed
+        with contextlib.suppress(ChunkflowError):  # there may be no plan before weights are packed or sharded
             given = plan(cut.problem)
             assert given.predicted is not None
             self.hidden = budget and given.predicted.step_s <= AS_GOOD * given.predicted.resident_step_s

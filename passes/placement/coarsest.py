@@ -4,9 +4,10 @@ Contract
     On entry: the finest Cut, and a function that plans its problem and the problems of coarser cuts.
     On exit: the groups of regions (graph/coarsen.py) that form the coarsest cut whose predicted step is at most ``AS_GOOD``
     times as long as with the finest cut.  If the finest cut does not fit in the budget, the result is the coarsest cut
-    that fits, because its activations are smaller.  If plans are made for a step time, the plan may also need more memory
-    on the device than the plan of the finest cut, by at most ``AS_GOOD - 1`` times the weight bytes.  For a block that is
-    compiled separately, the plans cover several repetitions of the block, with at most ``MOST_REGIONS`` regions.
+    that fits; a coarser cut may fit, because its activations can be smaller.  If plans are made for a step time, the plan may
+    also need more memory on the device than the plan of the finest cut, by at most ``AS_GOOD - 1`` times the weight bytes.
+    For a block that is compiled separately, the plans cover several repetitions of the block, with at most ``MOST_REGIONS``
+    regions.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from chunkflow_compile.passes.problem import Problem
 
 # The margin of 0.5 % is a tenth of the typical prediction error.
 AS_GOOD = 1.005
-# The maximum bytes of streamed weights per region, coarsest first.  None means whole blocks; the sizes give about halves and
-# quarters of large blocks.
+# The maximum bytes of streamed weights per region, coarsest first.  None means that each block is one region; the other two
+# divide large blocks into about two and four regions.
 _MOST = (None, 256 << 20, 128 << 20)
 # The maximum number of regions in a plan of several repetitions.  Planning 72 regions takes a third of a second on a slow
 # core.
@@ -42,8 +43,8 @@ class MakePlan(Protocol):
 
 
 def judged(finest: Problem, repeats: Repeats | None, goal: Goal, plan: MakePlan) -> Callable[[Problem], Plan]:
-    """Return a function that plans a problem for the way in which the graph runs.  If the graph is a block that is
-    compiled separately, the plan covers several repetitions of it, and is made for the common goal of these blocks.
+    """Return the function with which problems of a graph are planned, to compare its cuts.  If the graph is a block that is
+    compiled separately, the plan covers several repetitions of the block, and is made for the common goal of these blocks.
     Otherwise the plan covers the graph alone, and is made for ``goal``.
 
     ``finest``: problem of the finest cut.  ``repeats``: the blocks that the graph stands for, or None for a whole model.
@@ -67,7 +68,7 @@ def coarsest(finest: Cut, budget: bool, planned: Callable[[Problem], Plan]) -> G
         problem = merged(finest, groups)
         try:
             best = best or planned(finest.problem)
-        except ChunkflowError:  # a coarser cut may still fit, if its activations are smaller
+        except ChunkflowError:  # a coarser cut may still fit in the budget if its activations are smaller
             if problem.live_bytes >= finest.problem.live_bytes:
                 break
         with contextlib.suppress(ChunkflowError):  # the weights of a region of this size may not fit in the budget
@@ -93,8 +94,8 @@ def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Proble
     """Return the plan for several programs of this problem that run one after the other."""
     count, goal = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.goal
     if goal.memory is not None:
-        # scale the memory for resident weights to ``count`` of all repetitions.  The memory for activations and for streamed
-        # weights does not depend on the number of repetitions
+        # the plan covers only ``count`` of all repetitions, so it gets the same fraction of the memory for resident
+        # weights.  The memory for activations and for streamed weights does not depend on the number of repetitions
         through, live = 2 * max(streamed_bytes(finest)), problem.live_bytes
         memory = through + max(0, repeats.weights(live) - through) * count // repeats.count
         goal = replace(goal, memory=min(goal.memory, goal.counted(live) + memory))

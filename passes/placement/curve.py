@@ -1,9 +1,9 @@
 """Curve: the predicted step time as a function of the weight memory.  Points of the curve are one chunk of memory apart.
 
-There are two series of candidates.  In the first series, no chunk is resident, and the memory limit for streamed chunks
-decreases.  In the second series, the number of resident chunks increases, and there is no limit for the other chunks.  Each
-candidate is simulated, and its slots are assigned.  Each point of the curve is the shortest step time of all plans that
-fit in its memory, so the curve never rises.  At the last point, all weights are resident.
+The points come from two series of candidates (placements of all chunks).  In the first series, no chunk is resident, and the
+memory limit for streamed chunks decreases.  In the second series, the number of resident chunks increases, and there is no
+limit for the other chunks.  Each candidate is simulated, and its slots are assigned.  Each point of the curve is the shortest
+step time of all plans that fit in its memory, so the curve never rises.  At the last point, all weights are resident.
 """
 
 from __future__ import annotations

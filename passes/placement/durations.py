@@ -15,8 +15,8 @@ from .resources import CopyUse, ReadUse
 
 
 class Durations:
-    """The durations of the ops of one problem on one machine.  ``strain``: factor by which copies take longer than the
-    hardware profile says."""
+    """The durations of the ops of one problem on one machine.  ``strain``: factor by which the time of each copy, as computed
+    from the hardware profile, is multiplied."""
 
     def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
         """``hardware``: the profile; all ranks of the problem share its host bandwidth (:meth:`Hardware.shared_by`).
@@ -88,11 +88,11 @@ class Durations:
         )
 
     def transfer(self, op: Copy) -> CopyUse:
-        """Return a copy as a use of resources."""
+        """Return a copy, with its size and duration, as the timeline simulates it."""
         nbytes = self.nbytes(op.weight, op.first, op.end)
         copy_s = self.copy_seconds(op.weight, op.first, op.end)
         return CopyUse(op, span_name(op.weight, op.first, op.end), nbytes, copy_s, op.stream)
 
     def reading(self, op: Copy | Read) -> ReadUse:
-        """Return a read, or the read that belongs to a copy, as a use of resources."""
+        """Return a read, or the read that belongs to a copy, as the timeline simulates it."""
         return ReadUse(span_name(op.weight, op.first, op.end), self.read_seconds(op.weight, op.first, op.end))

@@ -103,8 +103,8 @@ def _relative(step_s: float, whole_s: float) -> str:
 
 
 def groups_of_problem(traced: Traced, problem: str, digest: Callable[[Traced], str]) -> GroupChoice:
-    """Return the number of groups for which a plan or timings were made, or 1 if these do not match the graph with any
-    number of groups.
+    """Return the number of groups for which a plan or timings were made.  Return 1 if the plan or the timings do not match
+    the graph with any number of groups.
 
     ``problem``: digest of the problem that the plan or timings contain.  ``digest``: returns the digest of the problem of
     a graph whose exchanges have been divided.

@@ -31,8 +31,8 @@ from .windows import as_windows
 
 # The policies whose plans depend on the budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
-# How many regions copies may be ahead of compute, in the order in which these numbers are tried.  Used for a call that
-# streams every weight within a memory limit.
+# The numbers of regions by which copies may be ahead of compute, in the order in which they are tried for a call that streams
+# every weight within a memory limit.
 _WINDOWS_AHEAD = (8, 4, 2, 1)
 
 
@@ -52,15 +52,15 @@ def place(
 ) -> Plan:
     """Decide the home, slot and windows of every weight.
 
-    ``part``: whether the program is a part of a model, so that other parts use the same arena before it runs again.  Then
-    every weight is streamed, and no copy is for the next call.  ``like``: a plan for the same goal and a problem of the
-    same structure, but with other sizes.  Its placement is reused if it meets the goal, so that the two programs can
-    alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are placed in the arena.  Then
-    programs that share the arena need no more memory for weights than the largest of their plans.  ``external_bytes``:
-    bytes of weights on the device that the program does not read.  They count against the budget.  So do the largest
-    weight that a region unpacks, this rank's shards, and activations if the budget covers them.  ``arena``: minimum size
-    of the arena in bytes, which another program of the model needs.  ``timings``: measurements of the problem, used
-    instead of the rates in the profile.  ``joins``: as in :class:`Plan`.
+    ``part``: whether the program is a part of a model, and the other parts use the same arena before it runs again.  Then
+    every weight is streamed, and every copy is for the call in which it is issued.  ``like``: a plan for the same goal and
+    for a problem that has the same structure, but other sizes.  Its placement is reused if it meets the goal, so that the two
+    programs can alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are placed in the
+    arena.  Then programs that share the arena need no more memory for weights than the largest of their plans.
+    ``external_bytes``: bytes of weights on the device that the program does not read.  These bytes count against the budget.
+    This rank's shards and the unpacked values of the largest packed weight count, too, and so do activations if the budget
+    covers them.  ``arena``: minimum size of the arena in bytes, if another program of the model needs an arena of this size.
+    ``timings``: measurements of the problem, used instead of the rates in the profile.  ``joins``: as in :class:`Plan`.
 
     Raises ChunkflowError if the budget is below the minimum that the program needs, or if the timings belong to another
     problem.
@@ -129,7 +129,8 @@ def _prefix(planner: Planner, builder: PlanBuilder) -> Plan:
 
 def _smallest(planner: Planner, builder: PlanBuilder) -> Plan:
     smallest = planner.smallest(planner.goal.longest * planner.resident.step_s)
-    # a slot is rounded up to the alignment, a resident weight is not, so the plan with all weights resident may be smaller
+    # slots are rounded up to the alignment, but resident weights are not, so the plan with all weights resident may be
+    # smaller
     return builder.candidate(min(smallest, planner.all_resident, key=builder.slots))
 
 
@@ -146,14 +147,14 @@ def _taken_over(planner: Planner, builder: PlanBuilder, like: Plan) -> Plan | No
 
 
 def _within_call(planner: Planner, builder: PlanBuilder) -> Plan:
-    """Return a plan in which every weight is streamed and every copy is issued in the call that reads it.  Each copy
-    starts early enough to be hidden, as far as the call and the memory permit."""
+    """Return a plan in which every weight is streamed, and every copy is issued in the call that reads the weight.  Each copy
+    starts early enough to be hidden, if it can start this early within the call and the memory limit."""
     memory = planner.goal.memory
     wanted = planner.latest(planner.chunks)
     early = planner.play([max(0, window) for window in wanted])
     if memory is None or builder.slots(early) <= memory:
         return builder.candidate(early)
-    # copy as many regions ahead of compute as memory permits
+    # start each copy as many regions before its reader as memory permits
     for ahead in _WINDOWS_AHEAD:
         later = [max(0, c.first - ahead, w) for c, w in zip(planner.chunks, wanted, strict=True)]
         if builder.slots(candidate := planner.play(later)) <= memory:
@@ -162,7 +163,8 @@ def _within_call(planner: Planner, builder: PlanBuilder) -> Plan:
 
 
 def _minimal(planner: Planner, builder: PlanBuilder, memory: int, part: bool = False) -> Candidate:
-    """Return the smallest placement.  Raises BudgetError if it exceeds ``memory``.  ``part``: see place."""
+    """Return the smallest placement.  Raises BudgetError if this placement does not fit in ``memory`` bytes.  ``part``: see
+    :func:`place`."""
     smallest, floor = builder.minimal(part)
     if memory < floor:
         finer = "cut finer regions with a smaller group_bytes"
@@ -189,13 +191,14 @@ def _fastest(planner: Planner, builder: PlanBuilder, memory: int) -> Plan:
     fastest = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
     while fastest is not None and planner.rank_key(fastest) < min(map(planner.rank_key, fitting)):
-        over = builder.slots(fastest, quick=True) - memory  # a thorough assignment takes half a second for 2,000 chunks
+        over = builder.slots(fastest, quick=True) - memory  # without quick, this takes half a second for 2,000 chunks
         if over <= 0:
             fitting.append(fastest)
             break
         if not cut and (slotted := planner.slotted(fastest, memory)) is not None:
             fitting += [slotted] if builder.slots(slotted) <= memory else []
-        # with the gaps between slots, the arena exceeds the budget: search again with less memory, by at least this excess
+        # because of gaps between slots, the arena exceeds the budget: search again with a budget that is smaller by at least
+        # ``over``
         cut = max(2 * cut, over)
         fastest = planner.smaller(fastest, memory - cut)
     return builder.candidate(min(fitting, key=planner.rank_key))
@@ -225,17 +228,18 @@ class PlanBuilder:
         return self._arena(windows, streamed, candidate.slots, quick)[1] + self._outside(streamed)
 
     def minimal(self, part: bool = False) -> tuple[Candidate, int]:
-        """Return the smallest placement that streams all weights, and the minimum weight bytes on the device of any plan.
-        In this placement, each copy starts in the window of the weight's first reader.  ``part``: see :func:`place`; a
-        part cannot have the plan with all weights resident, which may be even smaller."""
+        """Return the smallest placement that streams all weights, and the minimum of the weight bytes that any plan needs on
+        the device.  In this placement, each copy starts in the window of the weight's first reader.  ``part``: see
+        :func:`place`.  If it is False, the minimum also considers the plan with all weights resident, which may be even
+        smaller."""
         smallest = self.planner.play([c.first for c in self.planner.chunks])
         return smallest, min(map(self.slots, (smallest,) if part else (smallest, self.planner.all_resident)))
 
     def plan(
         self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], slots: Mapping[str, int] | None = None
     ) -> Plan:
-        """Build a plan.  ``hard``: barriers.  ``slots``: for each weight, the offset of its slot, as in a candidate or a
-        plan with the same windows; None to assign slots here."""
+        """Build a plan.  ``hard``: barriers of the plan.  ``slots``: for each weight, the offset of its slot, taken from a
+        candidate or a plan with the same windows.  If it is None, slots are assigned here."""
         streamed = self._streamed(windows)
         at, arena = self._arena(windows, streamed, slots)
         held = {w: b.collective for b in reversed(hard) for w in b.weights}
@@ -304,8 +308,8 @@ class PlanBuilder:
         return at, max(arena, self.least_arena)
 
     def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
-        """Return the lifetime of a weight.  A streamed chunk is live from the opening of its window to the end of its
-        last reader, a resident chunk in all windows."""
+        """Return the lifetime of a weight.  A streamed chunk is live from the opening of its window to the end of its last
+        reader.  A resident chunk is live in all windows."""
         count, chunk_bytes = self.planner.count, self.planner.simulator.chunk_bytes
         first, last = weight.uses[0], weight.uses[-1]
         ranges = []

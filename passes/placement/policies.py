@@ -1,10 +1,10 @@
 """Policies: the placements of other systems, expressed as windows, for comparison.
 
 ``layerwise`` prefetches all weights of the next block while a block computes, like SGLang.  (diffusers' group offload
-copies more in each call, see simulate/group_offload.py.)  With ``layerwise-barrier``, compute also waits for these copies
-before the first collective of the current block, so that no copy overlaps with a collective.  The paper's reference code
-calls this policy the baseline.  ``layerwise-prefix`` is layerwise with the first blocks resident, as many as fit in the
-budget.  Under all of these policies, weights outside blocks are resident.
+also copies the weights outside blocks in each call, see simulate/group_offload.py.)  With ``layerwise-barrier``, compute also
+waits for the copies of the next block before the first collective of the current block.  Then no copy overlaps with a
+collective.  The paper's reference code calls this policy the baseline.  ``layerwise-prefix`` is layerwise with the first
+blocks resident, as many as fit in the budget.  Under all of these policies, weights outside blocks are resident.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def block_regions(problem: Problem) -> list[tuple[int, int]]:
 
 
 def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
-    """Return a window for each chunk: the first window of the block before the chunk's own block.  For the first block,
-    this is the last block of the previous step.  For a chunk whose readers are not all in one block, return None.
+    """Return a window for each chunk: the first window of the block before the block that reads the chunk.  For the first
+    block of a step, it is the first window of the last block in the previous step.  For a chunk whose readers are not all in
+    one block, return None.
     """
     blocks = block_regions(problem)
     home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}
@@ -43,7 +44,8 @@ def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
             continue
         before = blocks[block - 1][0]
         placed.append(before if block else before - count)
-    # if there is only one block, it follows itself: its copies cannot start before its last reader has finished
+    # if there is only one block, its copies are for the next step, and cannot start before the last reader in this step has
+    # finished
     return [None if w is None else max(w, c.last + 1 - count) for w, c in zip(placed, chunks, strict=True)]
 
 

@@ -5,7 +5,8 @@
                   collective (ranks synchronize)       regions and latencies by ``compute_slowdown``, a pull by
                                                        ``compute_pull_slowdown``;
                                                        attention and a collective whose bytes kernels move slow each
-                                                       other down by ``attention_slowdown``, in both phases
+                                                       other down by ``attention_slowdown``, both while the ranks
+                                                       synchronize and while they exchange bytes
     collectives   collectives                          run one at a time, in the order of their start
     PCIe          copies; the bytes of a collective    run concurrently: a collective slows down a copy by
                                                        ``copy_slowdown``, a copy slows down a collective by
@@ -18,12 +19,12 @@
                   engine moves; copies by user code    next copies wait for the collective; a pull over the same
                                                        interconnect as copies gets half of the bandwidth during a copy
     SSD           reads                                run one at a time, in the order of their copies
-    ring          a read and its copy                  a read waits until its bytes of the ring have been copied, and a
-                                                       copy waits for its read
+    ring          a read and its copy                  a read waits until the bytes that it overwrites in the ring have
+                                                       been copied, and a copy waits for its read
 
-A copy is from host memory, a pull from the devices of the other ranks.  Copies by user code share the queue of the copy
-engine with ChunkFlow's copies (docs/benchmarks/h200.md).  Their times are not known, so the timeline does not simulate
-them.
+In this table, copies come from host memory, and pulls come from the devices of the other ranks.  Copies by user code share
+the queue of the copy engine with ChunkFlow's copies (docs/benchmarks/h200.md).  The times of the user's copies are not known,
+so the timeline does not simulate them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
     """Return the slowdowns: for a pair of uses, the factor by which the first use takes longer while the second use is
     in flight.
 
-    The factors for a region and a phase of a collective are valid only if the region is attention and kernels move the
-    bytes of the collective.
+    The factors by which a region and a collective (``latency`` or ``exchange``) slow each other down are valid only if the
+    region is attention and kernels move the bytes of the collective.
     """
     beside, together = 2.0 if hardware.shared_link else 1.0, hardware.attention_slowdown
     return {
@@ -73,8 +74,8 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
 
 @dataclass(frozen=True, eq=False)
 class CopyUse:
-    """A copy as a use of resources.  It occupies the copy engine and the interconnect of its lane.  ``copy_s``: seconds of
-    the copy while nothing else is in flight."""
+    """A copy, with the resources that it occupies: the copy engine and the interconnect of its lane.  ``copy_s``: seconds
+    that the copy takes while nothing else is in flight."""
 
     op: Copy
     name: str
@@ -85,7 +86,7 @@ class CopyUse:
 
 @dataclass(frozen=True, eq=False)
 class ReadUse:
-    """A read as a use of resources: it occupies the SSD for ``read_s`` seconds."""
+    """A read, which occupies the SSD for ``read_s`` seconds."""
 
     name: str
     read_s: float
@@ -94,8 +95,9 @@ class ReadUse:
 class Queue(Generic[Op]):
     """Ops that occupy a resource one at a time, in the order of issue.
 
-    ``left``: remaining seconds of the first op, if nothing else were in flight; IDLE if there is no op, or if the first
-    op waits for another resource.  ``newest``: for each weight or collective, the number of its newest op.
+    ``left``: remaining seconds of the first op if nothing else were in flight; IDLE if there is no op, or if the first op
+    waits for another resource.  ``newest``: for each weight or collective, the number of its newest op, counted from 1 in the
+    order of issue.
     """
 
     def __init__(self) -> None:
@@ -121,7 +123,8 @@ class Drive:
     of the ring.
 
     ``ops``: reads, each with the number of copies that must have ended before it starts.  ``left``: remaining seconds of
-    the first read, or IDLE while this read waits.  ``ready``: number of reads that have ended, but whose copies have not.
+    the first read, or IDLE while this read waits.  ``ready``: number of reads that have ended, but whose copies have not
+    ended yet.
     """
 
     def __init__(self) -> None:

@@ -26,14 +26,14 @@ from .residency import rank
 from .timeline import Simulator, Timeline
 from .windows import Chunk, FreeTime, as_windows, chunks_of, fit, fit_slots, free_time_of, latest, live_bytes
 
-# Steps that differ by less than this share of the resident step count as equally long.
+# Steps that differ by less than this share of the resident step (the step with all weights resident) count as equally long.
 SAME_STEP = 1e-3
-# Predictions have an error of some percent.  So among candidates with equally long steps, the one is preferred whose step
-# is shortest *under strain*: if copies take STRAIN times as long as predicted.  Steps under strain that differ by less than
-# SAME_STRAIN of the resident step count as equally long; then the candidate with less memory is preferred.
+# Predictions have an error of some percent.  So among candidates with equally long steps, the one is preferred whose step is
+# shortest *under strain*, that is, if copies take STRAIN times as long as predicted.  Steps under strain that differ by less
+# than SAME_STRAIN of the resident step count as equally long; then the candidate with less memory is preferred.
 STRAIN = 1.2
 SAME_STRAIN = 5e-3
-# The relative floating-point error when a thousand spans are summed.
+# The relative floating-point error of a sum of a thousand spans.
 ROUNDING = 1e-9
 # The number of candidates in each round of a search, and the number of bisections.
 _SAMPLES = 8
@@ -66,8 +66,8 @@ class Candidate:
 
 
 class Planner:
-    """Builds and simulates candidates for a problem on a machine.  The only part of the goal that affects a candidate is
-    how copies avoid collectives (``yields``)."""
+    """Builds and simulates candidates for a problem on a machine.  Of the goal, only ``yields`` affects a candidate: it says
+    how copies avoid collectives."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Planner:
             lane: free_time_of(self.resident, simulator, joins, lane) for lane in LANES
         }
         longest = max((c.seconds for c in self.chunks), default=0.0)
-        self.margin = longest  # an unexpected copy of one chunk may delay the next copy by this time
+        self.margin = longest  # a copy that was not planned may delay the next copy by the time for one chunk
         self.ranking = self._rank()
         self._resident_sums = [0, *accumulate(self.chunks[i].nbytes for i in self.ranking)]
         self._whole_sums = self._sums_of_whole_weights()
@@ -116,9 +116,9 @@ class Planner:
     def candidate(
         self, residents: int, limit: int | None, hard: bool = False, slotted: bool = False
     ) -> Candidate | None:
-        """Return the candidate for these numbers (see the module docstring), or None if a region reads more than
-        ``limit`` bytes.  ``slotted``: whether to assign slots first and to derive the windows from the slots.  Then the
-        result is also None if the slots do not fit in ``limit`` bytes."""
+        """Return the candidate with these parameters (see the module docstring), or None if a region reads more than
+        ``limit`` streamed bytes.  ``slotted``: whether to assign slots first and to derive the windows from the slots.  Then
+        the result is also None if the slots do not fit in ``limit`` bytes."""
         key = (residents, limit, hard, slotted)
         if key not in self._known:
             wanted = self._latest(residents)
@@ -131,7 +131,7 @@ class Planner:
 
     def within(self, memory: int, residents: int, hard: bool = False, slotted: bool = False) -> Candidate | None:
         """Return the candidate with ``residents`` resident chunks within ``memory`` bytes, or None if there is none.
-        Its limit for streamed chunks is the memory that resident chunks leave."""
+        Streamed chunks may use the memory that the resident chunks leave free."""
         room = memory - self.kept_bytes
         if room < self._whole_sums[residents] + self.arena:
             return None
@@ -199,8 +199,9 @@ class Planner:
     def _search(
         self, candidate: Callable[[int], Candidate | None], low: int, high: int, samples: Sequence[int]
     ) -> list[Candidate]:
-        """Try candidates with ``low`` to ``high`` resident chunks, and return all that exist.  The numbers of the first
-        round are spread evenly; each further round looks between the neighbors of the best number so far.
+        """Try candidates with ``low`` to ``high`` resident chunks, and return all that exist.  In the first round, the tried
+        numbers are spread evenly from ``low`` to ``high``.  Each round after it tries numbers between the two neighbors of
+        the best number so far.
 
         ``candidate``: makes the candidate for a number of resident chunks.  ``samples``: number of tries per round.
         """
@@ -219,8 +220,8 @@ class Planner:
         return candidates
 
     def smaller(self, candidate: Candidate, memory: int) -> Candidate | None:
-        """Return the best variant of ``candidate`` within ``memory``, or None.  The variants have less memory for streamed
-        chunks, or fewer resident chunks."""
+        """Return the best variant of ``candidate`` within ``memory``, or None if there is none.  The variants have less
+        memory for streamed chunks, or fewer resident chunks."""
         residents = candidate.residents or 0
         kept = max(0, self._resident_sums[residents] - max(0, candidate.nbytes - memory))
         fewer = bisect_right(self._resident_sums, kept) - 1
@@ -270,13 +271,13 @@ class Planner:
         return candidates
 
     def _baselines(self, memory: int | None) -> list[Candidate]:
-        """Return the policy layerwise as a candidate, so that no plan is slower than this policy of other systems.  Return
-        an empty list if it does not fit in ``memory``."""
+        """Return a candidate with the layerwise policy of other systems, so that no plan is slower than this policy.  Return
+        an empty list if the candidate does not fit in ``memory``."""
         candidate = self.play(layerwise(self.problem, self.chunks))
         return [candidate] if memory is None or candidate.nbytes <= memory else []
 
     def _hides_all(self, candidate: Candidate) -> bool:
-        """Return whether the step is as short as the resident step, also under strain."""
+        """Return whether the step is as short as the step with all weights resident, both as predicted and under strain."""
         least = self.resident.step_s
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
@@ -338,8 +339,8 @@ class Planner:
         return answer
 
     def barriers(self, step: Step) -> tuple[Barrier, ...]:
-        """Return barriers that keep the copies of a step from overlapping with collectives.  They wait for the copies in
-        the lanes whose interconnect collectives use, or for all copies if there is no such lane."""
+        """Return barriers that keep the copies of a step from overlapping with collectives.  At these barriers, compute waits
+        for the copies in the lanes whose interconnect collectives use, or for all copies if there is no such lane."""
         contended = [lane for lane in LANES if self.simulator.contending_collectives(lane)] or LANES
         lanes = [[w.name for w in self.weights if self.simulator.lane(w.name) == lane] for lane in contended]
         return barriers(self.problem, step, lanes)
@@ -347,8 +348,8 @@ class Planner:
     def _rank(self) -> list[int]:
         """Return the ranking: the indices of chunks in the order in which they become resident.
 
-        The ranking depends on the stalls of a step that streams all chunks with twice the minimum memory, so that copies
-        are hardly ahead of compute.  This step has no joins, because the stall at a join belongs to no region.
+        The ranking depends on the stalls of a step that streams all chunks with twice the minimum memory, so that copies run
+        hardly ahead of compute.  This step has no joins, because a stall at a join cannot be attributed to a region.
         """
         if not self.chunks:
             return []
@@ -365,8 +366,8 @@ class Planner:
         return self._drive_first(rank(self.chunks, stalls))
 
     def _drive_first(self, ranking: list[int]) -> list[int]:
-        """Move chunks on the SSD to the front of the ranking, until the SSD can read all other chunks within the resident
-        step."""
+        """Move chunks on the SSD to the front of the ranking, until the SSD can read all other chunks within the time of the
+        resident step."""
         seconds = {i: self.simulator.read_seconds(c.weight, c.index, c.index + 1) for i, c in enumerate(self.chunks)}
         over, first = sum(seconds.values()) - self.resident.step_s, list[int]()
         for i in ranking:
@@ -384,7 +385,7 @@ def _spread(low: int, high: int, samples: int) -> Sequence[int]:
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the lowest number from ``low`` for which ``holds`` is true, or ``high`` if there is none below it.  If
+    """Return the lowest number from ``low`` to ``high - 1`` for which ``holds`` is true, or ``high`` if there is none.  If
     ``holds`` is true for a number, it must be true for all larger numbers."""
     while low < high:
         middle = (low + high) // 2

@@ -1,11 +1,11 @@
 """Slots: assigns each streamed weight an offset in the arena.
 
-A step is treated as a circle of windows, because its last windows prefetch the first weights of the next step.  The chunks
-of a weight arrive in different windows, so each run of chunks is live in its own arc of the circle, its *live range*.  Two
-live ranges must not share bytes in the same window.  :func:`assign_slots` looks for the smallest arena: it tries first fit
-in several orders, and then a ring buffer.  Of several equally small arenas, it takes the first one that it finds, so
-the result depends only on the input.  :class:`ArenaSpace` assigns slots in an arena of given size, before windows are
-chosen.
+A step is treated as a circle of windows, because its last windows prefetch the first weights of the next step.  The chunks of
+a weight may arrive in different windows.  Consecutive chunks that arrive in the same window are live in the same arc of the
+circle, their *live range*.  Two live ranges must not share bytes in the same window.  :func:`assign_slots` looks for the
+smallest arena: it tries first fit in several orders, and then a ring buffer.  Of several equally small arenas, it takes the
+first one that it finds, so equal inputs give equal results.  :class:`ArenaSpace` assigns slots in an arena of given size,
+before windows are chosen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Layout = tuple[tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class LiveRange:
-    """Bytes ``[begin, end)`` of a weight.  They are live in ``length`` windows, beginning with window ``start`` and
+    """Bytes ``[begin, end)`` of a weight.  These bytes are live in ``length`` windows, beginning with window ``start`` and
     continuing at window 0 after the last window."""
 
     begin: int
@@ -68,8 +68,8 @@ class Lifetime:
 def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = False) -> tuple[tuple[int, ...], int]:
     """Return the offset of each weight in bytes (multiples of 256), and the size of the arena.
 
-    ``lifetimes``: one per weight.  ``windows``: number of windows per step.  ``quick``: whether to make few tries only,
-    for a caller that calls this hundreds of times.
+    ``lifetimes``: one per weight.  ``windows``: number of windows per step.  ``quick``: whether to make only few tries, for a
+    caller that calls this function hundreds of times.
     """
     if not lifetimes:
         return (), 0
@@ -86,7 +86,7 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
     best = min(layouts, key=lambda layout: layout[1])
     for turns in (
         (_LEAST_ROUNDS,) if quick else (_LEAST_ROUNDS, _RING_TURNS)
-    ):  # the tries of quick come first, so that the result without quick is never worse
+    ):  # the tries that ``quick`` makes come first, so that the result without ``quick`` is never worse
         best = _ring(lifetimes, masks, windows, least, best, turns)
     return best
 
@@ -198,8 +198,8 @@ class _PlacedRanges:
             self.spans.setdefault(span, []).append(part)
 
     def near(self, mask: int) -> list[tuple[int, int, int]]:
-        """Return all live ranges that share a window with ``mask``, and perhaps others.  A live range may occur more than
-        once."""
+        """Return all live ranges that share a window with ``mask``, and perhaps some that do not.  A live range may occur
+        more than once."""
         spans = self._spans(mask)
         if len(spans) > _MANY_SPANS:
             return self.all
@@ -223,26 +223,27 @@ def _mask(part: LiveRange, windows: int) -> int:
 
 
 class ArenaSpace:
-    """A range of the arena of given size.  Weights are placed in it in order of first use, each until its last reader has
-    finished.
+    """A part of the arena with a given size.  Weights are placed in it in order of first use, and each weight occupies its
+    bytes until its last reader has finished.
 
-    ``stretches``: adjacent intervals (begin, end, free) that cover the range.  ``free``: window from which the bytes of
-    the interval are free.
+    ``stretches``: adjacent intervals (begin, end, free) that cover this part of the arena.  ``free``: window from which the
+    bytes of the interval are free.
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
-        """``nbytes``: size of the range in bytes.  ``count``: number of windows per step.  Initially, all bytes have been
-        free since the beginning of the previous step."""
+        """``nbytes``: size of this part of the arena in bytes.  ``count``: number of windows per step.  Initially, all bytes
+        have been free since the beginning of the previous step."""
         self.nbytes = nbytes - nbytes % ALIGNMENT
         self.stretches = [(0, self.nbytes, -count)]
 
     def offset(self, nbytes: int, first: int, wanted: int) -> int | None:
-        """Return the best offset for a weight of ``nbytes`` bytes, or None if at no offset all of its bytes are free before
-        region ``first``, its first reader.
+        """Return the best offset for a weight of ``nbytes`` bytes, or None if there is no offset at which all of its bytes
+        are free before its first reader, region ``first``.
 
-        At the best offset, all bytes become free earliest; before window ``wanted`` makes no difference.  Of several such
-        offsets, the one is chosen whose bytes wait least: the sum, over all bytes, of the windows after ``wanted`` until
-        the byte is free.  Of several offsets with equal sums, the lowest is chosen.
+        ``wanted``: window in which the copy of the weight should start.  At the best offset, the last byte becomes free
+        earliest; bytes that become free in window ``wanted`` or before it count as equally early.  Of several such offsets,
+        the one with the smallest total delay is chosen: the delay of a byte is the number of windows from ``wanted`` until
+        the byte is free.  Of several offsets with equal totals, the lowest is chosen.
         """
         best: tuple[int, int, int] | None = None
         ends = {at for begin, end, _ in self.stretches for at in (begin, end - nbytes)}

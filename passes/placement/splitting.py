@@ -4,9 +4,9 @@ split.
 Contract
     On entry: a Cut in which each block without collectives is one region, and a function that plans its problems.
     On exit: the Cut with some of its blocks split into slices of their tokens.  The number of slices is the minimum
-    with which weights and activations fit in the budget.  More slices are used only if they make the predicted step
-    shorter by a factor of at least ``AS_GOOD``: smaller activations leave more memory for weights.  If no number of slices
-    is enough, the result is the Cut that needs the smallest budget.
+    with which weights and activations fit in the budget.  More slices are used only if they make the predicted step shorter
+    by a factor of more than ``AS_GOOD``; they can, because smaller activations leave more memory for weights.  If no number
+    of slices is enough, the result is the Cut that needs the smallest budget.
 
 Block types with smaller activations get fewer slices.
 """
@@ -27,7 +27,7 @@ from .coarsest import AS_GOOD
 # activations of a block are little more than its residual stream, K and V.
 REPEATS = (1, 2, 4, 8, 16)
 
-# The keys of the regions of a block, in program order.
+# A block type, as the keys of the regions of its blocks, in program order.
 BlockType = tuple[str, ...]
 
 

@@ -1,9 +1,9 @@
 """Timeline: a discrete-event simulation of a step on a hardware profile.  The step is repeated until two successive
 repetitions are equal.
 
-Compute runs its ops in order, like a device stream.  When compute reaches a window or the start of a collective, the
-copies of the window or the collective are issued at once.  ``resources.py`` defines the resources that ops occupy, and how
-ops slow each other down.  The timeline depends only on the step, not on the policy.
+Compute runs its ops in order, like a CUDA stream.  When compute reaches a window, the copies of this window are issued at
+once.  When it reaches the start of a collective, the collective is issued at once.  ``resources.py`` defines the resources
+that ops occupy, and how ops slow each other down.  The timeline depends only on the step, not on the policy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .resources import IDLE, CollectivePhase, CopyUse, Drive, Queue, ReadUse, Us
 # changes after MOST_STEPS repetitions, the result is the last one.
 MOST_STEPS = 12
 _SETTLED = 1e-9
-# The name of a span in which compute waits at a join.
+# The name of a span in which compute waits at a join, that is, for all copies at the end of a call.
 END_OF_CALL = "end of the call"
 
 
@@ -66,15 +66,16 @@ class Timeline:
 
 @dataclass(frozen=True)
 class ComputeWait:
-    """A wait of compute.  ``lane``: lane of the span that shows this wait.  ``weights``: compute waits for the newest copy
-    of each of these weights, one after the other.  ``events``: events that compute waits for at a join."""
+    """A point at which compute waits for copies.  ``lane``: lane of the span that shows this wait.  ``weights``: compute
+    waits for the newest copy of each of these weights, one after the other.  ``events``: events that compute waits for at a
+    join."""
 
     lane: Literal["stall", "barrier", "join"]
     weights: tuple[str, ...] = ()
     events: tuple[int, ...] = ()
 
 
-# An item of a step, as it is simulated.
+# The items that the simulation of a step processes one after the other.
 Played = CopyUse | ReadUse | ComputeWait | Run | Start | Finish | Evict | Record
 
 
@@ -92,8 +93,8 @@ class Simulator(Durations):
         return Playback(self, step, spans).play()
 
     def step_under(self, plan: Plan) -> float:
-        """Return the time of a step in seconds under a plan.  The plan was made for this problem, or for a problem with
-        the same structure and other sizes."""
+        """Return the time of a step in seconds under a plan.  The plan must have been made for this problem, or for a problem
+        with the same structure and other sizes."""
         windows = {w.name: w.windows for w in plan.streamed}
         return self.play(
             Scheduler(self.problem, self.chunk_bytes).step(windows, plan.barriers, plan.joins), spans=False
@@ -114,7 +115,7 @@ class Playback:
         self.collectives: Queue[int] = Queue()
         self.phase: CollectivePhase = "latency"  # the phase of the collective in flight
         self.drive = Drive()
-        ahead = reads_ahead(step, 0) if simulator.reads_files else ()  # the reads that a prologue issues
+        ahead = reads_ahead(step, 0) if simulator.reads_files else ()  # the reads of the prologue
         self.ahead = [simulator.reading(read) for read in reads(ahead)]
         self.now = 0.0
         self.region_end = IDLE  # end of the running region
@@ -193,7 +194,7 @@ class Playback:
         self._start_copy(transfer.lane)
 
     def _read(self, reading: ReadUse) -> None:
-        """Issue a read.  It starts after all copies that have been issued so far."""
+        """Issue a read.  The read starts after all copies that have been issued so far have ended."""
         copied = self.lanes["copy"]
         self.drive.issue(reading, copied.issued)
         self.drive.begin(self.now, copied.ended)
@@ -231,7 +232,7 @@ class Playback:
         self._record("compute", self.simulator.problem.regions[region].name, start)
 
     def _advance_to(self, queue: Queue[CopyUse] | Queue[int], name: str | int) -> None:
-        """Advance the time to the end of the newest op in ``queue``.  ``name``: weight or collective of this op."""
+        """Advance the time until the newest op of ``name`` in ``queue`` has ended.  ``name``: a weight or a collective."""
         number = queue.newest.get(name, 0)
         while queue.ended < number:
             self._advance()
@@ -261,7 +262,7 @@ class Playback:
             self._end_read()
         if collective_s == delta:
             self._end_phase()
-        if self.moving != moving or self._overlaps != overlaps:  # the rest of the region runs at a different speed
+        if self.moving != moving or self._overlaps != overlaps:  # the speed of the region changes
             left = (self.region_end - self.now) / region_rate
             self.region_end = self.now + left * self._stretched("region")
 
@@ -356,8 +357,8 @@ class Playback:
 
 
 def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
-    """Yield the items of a step to simulate.  Consecutive waits of compute become waits for single weights in the order
-    of names, so that a stall is attributed to the same weight whichever lanes the weights are in."""
+    """Yield the items of a step to simulate.  Consecutive waits of compute become one wait per weight, in the order of the
+    weights' names.  Then a stall is attributed to the same weight whichever lanes the weights are in."""
     joins = {op.event for op in step if isinstance(op, Wait) and op.stream == "compute" and not op.weights}
     waits: list[Wait] = []
     for op in step:
@@ -380,8 +381,8 @@ def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
 
 
 def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
-    """Yield the waits of compute before an op.  ``before``: this op; before the start of a collective, the waits are a
-    barrier, and their order is kept."""
+    """Yield the waits of compute before an op.  ``before``: the op after the waits.  If it starts a collective, the waits are
+    its barrier, and their order is kept."""
     for readable, group in groupby(waits, key=lambda wait: bool(wait.weights)):
         together = list(group)
         weights = chain.from_iterable(wait.weights for wait in together)
@@ -394,6 +395,6 @@ def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
 
 
 def _lane_of(record: Record) -> Lane:
-    """Return the lane in which a join records an event."""
+    """Return the lane in which an event of a join is recorded."""
     assert record.stream == "copy" or record.stream == "pull"
     return record.stream

@@ -8,8 +8,8 @@ two passes around the circle:
     fit        forward: delays copies until there is enough memory
     fit_slots  forward, instead of fit: assigns slots, and delays copies until the bytes of their slots are free
 
-Neither second pass makes a copy earlier.  The memory limit has priority: if memory for a chunk becomes free too late, its
-copy starts late, and its reader waits.
+The passes ``fit`` and ``fit_slots`` never choose an earlier window for a copy than ``latest``.  The memory limit has
+priority: if memory for a chunk becomes free too late, its copy starts late, and its reader waits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from chunkflow_compile.passes.problem import Weight
 from .slots import ArenaSpace
 from .timeline import Simulator, Timeline
 
-# The maximum number of laps around the circle in each pass.  The first lap places all chunks, without knowing which copies
-# of the neighboring step overlap with its own.  Later laps correct this.
+# The maximum number of laps around the circle in each pass.  In the first lap, it is not known which copies of the
+# neighboring step overlap with the copies of this step.  The laps after the first take these copies into account.
 BACKWARD_LAPS = 4
 FORWARD_LAPS = 3
 # If the chunks do not fit in the gaps between collectives, the step is stretched by this factor, at most _STRETCHES times.
-# Only whole chunks fit in a gap, so up to one chunk of each gap is lost.  2 % is a tenth of this loss if gaps are short.
+# Only whole chunks fit in a gap, so each gap loses up to the copy time of one chunk.  2 % is about a tenth of this loss if
+# gaps are short.
 _STRETCH = 1.02
 _STRETCHES = 24
 
@@ -54,7 +55,8 @@ class FreeTime:
     """The free time of an interconnect in a step with all weights resident.
 
     ``length``: length of the step in seconds.  ``gaps``: intervals in which copies do not overlap with collectives, in
-    ascending order; no interval contains a join.  ``opens``: time at which each window opens.
+    ascending order; no interval contains a join, the end of a call at which compute waits for all copies.  ``opens``: time at
+    which each window opens.
     """
 
     length: float
@@ -65,7 +67,8 @@ class FreeTime:
 def free_time_of(
     resident: Timeline, simulator: Simulator, joins: Collection[int] = (), lane: Lane = "copy"
 ) -> FreeTime:
-    """Return the free time of a lane's interconnect in the resident step.  ``joins``: as in a Plan.
+    """Return the free time of a lane's interconnect in the resident step, that is, in the step with all weights resident.
+    ``joins``: as in a Plan.
 
     The latency of a collective does not count as free time, because it is shorter on a rank that reaches the collective
     late.
@@ -116,7 +119,8 @@ def stretched(free: FreeTime, factor: float) -> FreeTime:
 
 
 def latest(chunks: Sequence[Chunk], free: FreeTime, margin: float) -> list[int]:
-    """Return, for each chunk, the latest window with which the chunk arrives ``margin`` seconds before its first reader.
+    """Return, for each chunk, the latest window from which the chunk still arrives ``margin`` seconds before its first reader
+    starts.
 
     A negative window belongs to the previous step.  Chunks are copied one at a time, and not during collectives.  If there
     is too little free time, the step is stretched by the smallest sufficient factor, so that copies fill every gap.
@@ -141,7 +145,7 @@ def _pack(chunks: Sequence[Chunk], free: FreeTime, margin: float) -> tuple[list[
         for i in range(len(chunks) - 1, -1, -1):
             chunk = chunks[i]
             begin = cursor.place(min(begin, free.opens[chunk.first] - margin), chunk.seconds)
-            earliest = chunk.last + 1 - count  # earlier, the chunk of the previous step would still be in use
+            earliest = chunk.last + 1 - count  # in earlier windows, the previous step's copy is in use
             answer[i] = max(_open_window(free, begin), earliest)
             if answer[i] == earliest and begin < _opening(free, earliest):
                 begin, cramped = _opening(free, earliest), True
@@ -193,8 +197,8 @@ def fit(
     """Return windows with which at most ``limit`` bytes are live at the same time, or None if there are no such windows.
     Each window is as early as memory permits, but not earlier than the window in ``wanted``.
 
-    ``wanted``: window of each chunk, None if it is resident.  Chunks that are used earlier get memory first.  A chunk is
-    live from its window to its last reader.
+    ``wanted``: window of each chunk, None if it is resident.  Chunks get memory in the order in which regions read them.  A
+    chunk is live from its window to its last reader.
     """
     streamed = {i: window for i, window in enumerate(wanted) if window is not None}
     moving = [chunks[i] for i in streamed]
@@ -229,12 +233,12 @@ def fit_slots(
     chunks: Sequence[Chunk], wanted: Sequence[int | None], count: int, limit: int
 ) -> tuple[list[int | None], dict[str, int]] | None:
     """Return windows and slots with which the streamed chunks take at most ``limit`` bytes, or None if there are no such
-    slots.  No window is earlier than the window in ``wanted``.
+    slots.  No chunk gets an earlier window than in ``wanted``.
 
     ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, None if it is resident.  The slots are a
-    mapping from each weight with streamed chunks to its offset.  They are assigned in order of first use.  Of the weights
-    with the same first reader, the largest comes first, and smaller ones fill gaps.  The bytes of a slot become free when
-    the last reader of the weight that was there before has finished; this determines the earliest window of each chunk.
+    mapping from each weight with streamed chunks to its offset.  Slots are assigned in order of first use.  Of the weights
+    with the same first reader, the largest comes first, and smaller ones fill gaps.  The bytes of a slot become free when the
+    last reader of the weight that was there before has finished; this determines the earliest window of each chunk.
     """
     streamed = _streamed(chunks, wanted)
     kept = sum(chunks[i].nbytes for members in streamed for i in members if wanted[i] is None)
@@ -256,7 +260,8 @@ def fit_slots(
             spans[i] = begin, begin + chunks[i].nbytes
             windows[i] = max(windows[i], room.free(*spans[i]))
         room.take(at, nbytes, weight.last + 1)
-    # bytes that no weight uses earlier in this step become free after their last reader in the previous step
+    # the weight that uses these bytes last in a step also used them last in the previous step: they become free only after
+    # its last reader there
     for i, (begin, end) in spans.items():
         windows[i] = max(windows[i], room.free(begin, end) - count)
     return [windows.get(i) for i in range(len(chunks))], slots

@@ -1,5 +1,6 @@
 """Program: builds a Program from a Cut and a Plan, and proves the program safe.
 
-Start with rewrite, which builds the program, and lifetimes.  Then read happens_before (the order of ops), memory, and verify
-(the proof), which uses collectives, reads, borders, repeats and fidelity.  The module contracts checks the earlier stages.
+Start with rewrite, which builds the program, and with lifetimes, which determines when values are dropped.  Then read
+happens_before (the order of ops), memory, and verify (the proof), which uses collectives, reads, borders, repeats and
+fidelity.  The checks of the stages before this one are in the module contracts.
 """

@@ -1,14 +1,16 @@
 """Borders: proves that after a jump to a call of a cycle, the arena is in the same state as in a pass without jumps.
 
-verify proves passes without jumps.  At the border between two calls of such a pass, some chunks are in flight or in use.
-The prologue of a jump copies exactly these chunks, in the order in which the pass would have issued their copies.  Every
-later reader waits for one of these copies, for a later copy, or for a resident chunk.  So the call, and every call after
-it, finds the same data as in the pass, and the proof of the pass holds.
+The other checks of verify prove that passes without jumps are safe.  At the border between two calls of such a pass, some
+chunks are in flight or in use.  The prologue of a jump copies exactly these chunks, in the order in which the pass would have
+issued their copies.  Every reader after the jump waits for one of these copies, for a copy that is issued after the jump, or
+for a resident chunk.  So the call, and every call after it, finds the same data as in the pass, and the proof of the pass
+holds.
 
 Only the order of eager calls is checked, because a captured call waits for all copies of the prologue.
 
 Contract
-    Reads only a cycle and its order.  The chunks that are live at a border are derived from the ops, not from the plan.
+    The checks read only a cycle and its order.  The chunks that are live at a border are derived from the ops, not from the
+    plan.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ _Uses = Mapping[tuple[str, int | None], list[int]]
 
 
 def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check the prologue of a jump to each call: it must copy the chunks that are in flight or in use when the second of
-    two passes reaches this call."""
+    """Check the prologue of a jump to each call: it must copy the chunks that are in flight or in use when the second of two
+    unrolled passes reaches this call."""
     begins: dict[int, int] = {}
     uses: dict[tuple[str, int | None], list[int]] = {}
     waits: dict[str, list[_Wait]] = {}
@@ -72,8 +74,9 @@ def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 class _Wait(NamedTuple):
     """A wait.  ``at``: index of the wait.  ``arrival``: index of the copy for whose arrival it waits.
 
-    The prologue of a jump records the arrivals of the copies that it repeats.  If a later op waits for the arrival of a copy
-    before the jump that is not repeated, this wait ends at once, and the copies of the prologue may still be in flight.
+    The prologue of a jump repeats copies and records their arrivals again.  An op after the jump may wait for the arrival of
+    a copy that was issued before the jump and that the prologue does not repeat.  Such a wait ends at once, although the
+    copies of the prologue may still be in flight.
     """
 
     at: int
@@ -81,7 +84,7 @@ class _Wait(NamedTuple):
 
 
 def _chunks(ops: Iterable[Op]) -> list[tuple[str, int]]:
-    """Return each chunk that the copies among ops copy, as a weight and an index."""
+    """Return the chunks that the copies in ``ops`` copy, each as a pair of weight and index."""
     return [(op.weight, chunk) for op in copies(ops) for chunk in range(op.first, op.end)]
 
 

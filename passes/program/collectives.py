@@ -5,11 +5,11 @@
 * While an op writes to memory, no other op uses this memory.  A collective uses its operands and its results from its
   start to its end.  If one of two ops writes to memory that both use, they run in the order of the traced graph.  The
   schemas of ops say which memory they write to (memory.py).
-* No value is released while a collective may use it, and no op reads a value after its release, except the region that
-  takes the value over.  The checked releases are exactly the releases that the executor carries out.
+* No value is released while a collective may use it.  No op reads a value after its release, except the region that takes the
+  value over.  The checked releases are exactly the releases that the executor carries out.
 
 Contract
-    Reads a program and its order only; it does not trust the passes that made them.
+    The checks read only a program and its order, and do not trust the passes that made them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .rewrite import Program, issued, source_of
 
 
 def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
-    """Yield the violations of a program that involve collectives or releases, as sentences.  ``order``: order of this
+    """Yield a sentence for each violation of a program that involves collectives or releases.  ``order``: order of this
     program alone, if it has already been computed."""
     yield from _check_readers_of_released(program)
     if not any(collective_kind(node) is not None for node in program.module.graph.nodes):
@@ -101,7 +101,8 @@ class _StepCollectives:
     def check_readers(self) -> Iterator[str]:
         """Check that the results of a collective are read after its end.
 
-        The wait for its end, and nodes that take an element of its results, may come earlier, because they read no bytes.
+        The wait for its end, and nodes that take an element of its results, may come before the end, because they read no
+        bytes.
         """
         order = self.order
         for node in self.program.module.graph.nodes:

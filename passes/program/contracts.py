@@ -14,7 +14,7 @@ from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name, is_view
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
-from chunkflow_compile.passes.graph.sizes import is_size
+from chunkflow_compile.passes.graph.symbolic_sizes import is_size
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.packing import UNPACK
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan, chunk_count
@@ -38,7 +38,7 @@ def check_cut(cut: Cut) -> None:
     """Check that no op is lost, that only views and recomputed values are repeated, and that regions read only results
     that have been computed before.
 
-    In a cut with blocks that are split into slices, the ops of the unsplit cut are checked.
+    If blocks of the cut are split into slices, the ops of the cut before splitting are checked.
     """
     _check_computed(cut.whole or cut)
     ready = {n for n in cut.source.graph.nodes if n.op in ("placeholder", "get_attr")}
@@ -94,7 +94,7 @@ def check_plan(plan: Plan, problem: Problem, goal: Goal) -> None:
         _broken("planned", f"{plan.device_bytes} bytes on the device, above the budget of {goal.memory}")
     weights = {w.name: w for w in problem.weights}
     for weight in plan.weights:
-        expected = weights[weight.name]  # exists, because check_problem has compared the digests
+        expected = weights[weight.name]  # the weight exists, because check_problem has compared the digests
         if weight.nbytes != expected.nbytes:
             _broken("planned", f"{weight.name} has {weight.nbytes} bytes, in the model {expected.nbytes}")
         ranks, expected_ranks = weight.source.ranks, expected.source.ranks

@@ -1,12 +1,13 @@
 """Cycle: programs that run one after the other, repeatedly, under one plan.
 
-A whole model is a cycle of one call.  Blocks that are compiled separately, the frames around a graph break, and models that
-alternate form cycles of several calls.  The calls of a cycle are planned as one Problem, so the last windows of a call
-prefetch weights for the next call, and the last windows of the last call prefetch weights for the first call.
+A whole model is a cycle of one call.  There are cycles of several calls, too: blocks that are compiled separately, the parts
+of a model before and after a graph break, and models that alternate.  The calls of a cycle are planned as one Problem, so the
+last windows of a call prefetch weights for the next call, and the last windows of the last call prefetch weights for the
+first call.
 
     problem_of  the Problem of the calls, in their order
     write       the program of each call, with the transfers of its windows
-    prologue    the ops before a call at a cold start, at a jump to the call, and after weights were rewritten
+    prologue    the ops before a call at a cold start, at a jump to the call, and after weights were written
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 @dataclass(frozen=True)
 class Call:
     """A call of a cycle.  ``cut``: regions of the graph that the call runs.  The graph may have been compiled for another
-    block, so its weights have other names than in the cycle.
+    block, so its weights can have other names than in the cycle.
 
     ``names``: for each weight of the graph, its name in the cycle.  ``keep``: reasons why some weights must stay on the
     device although the graph could stream them, by their names in the cycle.  ``in_files``: weights that are in files on
-    the SSD, by their names in the cycle.  ``live``: peak activation bytes of the call at other input sizes; each region
-    is planned with at least this number of bytes.
+    the SSD, by their names in the cycle.  ``live``: the peak activation bytes of the call, as the maximum over all input
+    sizes of its calls so far; each region is planned with at least this number of bytes.
     """
 
     cut: Cut
@@ -84,7 +85,7 @@ class Cycle:
 
     @staticmethod
     def of(program: Program | Cycle) -> Cycle:
-        """Return a program as a cycle of one call, or a cycle as it is."""
+        """Return a program as a cycle of one call.  A cycle is returned unchanged."""
         if isinstance(program, Cycle):
             return program
         return Cycle(program.problem, program.plan, (program,), (0,))
@@ -171,7 +172,7 @@ def ends_of(calls: Sequence[Call]) -> tuple[int, ...]:
 
 
 def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
-    """Write the programs of ``calls`` under a plan for their joint problem."""
+    """Write the programs of ``calls`` under a plan that was made for their joint problem (:func:`problem_of`)."""
     problem = problem_of(calls)
     plan.check_problem(problem, ends_of(calls))
     cycle = Cycle(problem, plan, (), (0, *ends_of(calls)[:-1]))
@@ -180,8 +181,8 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
 
 
 def rewritten(cycle: Cycle, number: int, call: Call, *, share: bool = True) -> Program:
-    """Write the program of ``call`` as call ``number`` of a cycle.  It may replace a call whose graph has the same regions
-    and weights."""
+    """Write the program of ``call`` as call ``number`` of a cycle.  This program may replace a call of the cycle whose graph
+    has the same regions and weights."""
     index = {c.name: i for i, c in enumerate(cycle.problem.collectives)}
     names = {c.name: collective_name(number, c.name) for c in call.cut.problem.collectives}
     collectives = {name: index[of_cycle] for name, of_cycle in names.items() if of_cycle in index}

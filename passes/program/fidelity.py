@@ -1,7 +1,7 @@
 """Fidelity: checks that a program computes the same as the traced graph, in the same order and from the same values.
 
 Contract
-    Reads programs only; it does not trust the passes that made them.
+    The checks read only programs, and do not trust the passes that made them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def check_order(program: Program) -> Iterator[str]:
 def check_readers(program: Program, memory: Memory) -> Iterator[str]:
     """Check the ops that use streamed weights:
 
-    * Only regions read them, because waits and evicts order no other readers.
-    * No region writes to them, because the next copy from host memory would undo the write.
-    * No other weights are copied, waited for or evicted, and each copy is in the lane of the plan.
+    * Only regions read streamed weights, because waits and evicts order no other readers.
+    * No region writes to a streamed weight, because the next copy from host memory would undo the write.
+    * Only streamed weights are copied, waited for or evicted, and each copy is in the lane that the plan gives the weight.
     """
     moved = {w.name for w in program.plan.streamed}
     streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
@@ -81,8 +81,8 @@ def _kernels(program: Program, name: str) -> str:
 
 
 def check_operands(program: Program) -> Iterator[str]:
-    """Check that every operand comes before its readers.  The other checks rely on this, because they follow operands to
-    their origin."""
+    """Check that every operand comes before its readers.  The other checks rely on this order, because they follow operands
+    to their origin."""
     before = set[Node]()
     for node in program.module.graph.nodes:
         for operand in node.all_input_nodes:
@@ -94,7 +94,8 @@ def check_operands(program: Program) -> Iterator[str]:
 def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) -> Iterator[str]:
     """Check that every node of the program, except transfers, is the same as in the traced graph, with the same operands.
 
-    ``keys``: structural keys of the modules of regions, as a cache for several calls.
+    ``keys``: cache of the structural keys of regions, by the module of the region; several calls of this function can share
+    it.
     """
     for target, region in program.regions.items():
         held = getattr(program.module, target)

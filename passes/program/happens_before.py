@@ -4,33 +4,35 @@ Programs that share an arena are unrolled: their ops (step.py) are listed in the
 programs use the arena one after the other.  In its *turn*, a program issues the prologue of a cold start, and then several
 steps.  A step of a cycle is one pass over its calls.
 
-:func:`edges` defines how each op orders other ops.  Compute, each lane and the stream of reads run in order.  A wait comes
-after the newest mark of its event.  A collective starts when compute has reached its Start, and compute waits for its end at
-its Finish.  Collectives are not ordered in any other way, because every NCCL communicator has its own stream, and gloo runs
-several collectives at a time.  So two collectives are ordered only if compute waits for the end of the first before it
-issues the second.
+:func:`edges` defines how each op orders other ops.  Compute, each lane and the stream of reads run in order.  A wait ends
+after the point at which its event was recorded last (the newest *mark* of the event).  A collective starts when compute has
+reached its Start, and compute waits for its end at its Finish.  Collectives are not ordered in any other way, because every
+NCCL communicator has its own stream, and gloo runs several collectives at a time.  So two collectives are ordered only if
+compute waits for the end of the first before it issues the second.
 
-If a plan has joins, each of its calls runs in one of two *forms*: *eager*, as above, or *captured*, as one CUDA graph.
-Forms may alternate arbitrarily.  A captured call has its own lanes and events: its first copy in each lane waits only for
-the opening of its window.  Before a captured call, compute waits for the *tail*: all copies that have been issued in the
+If a plan has joins, each of its calls runs in one of two *forms*: *eager*, as described above, or *captured*, as one CUDA
+graph.  Forms may alternate arbitrarily.  A captured call has its own lanes and events: its first copy in each lane waits only
+for the opening of its window.  Before a captured call, compute waits for the *tail*: all copies that have been issued in the
 eager lanes, by prologues and by eager calls of any program.  At the end of a captured call (the *join*), compute waits for
 all copies of the call.
 
 ``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternating sequences.  A
-property that holds for these four sequences holds for every sequence, because the order between two ops of two calls
-depends only on the forms of these two calls and of the calls between them:
+property that holds for these four sequences holds for every sequence: the order between an op and a later op is the same in
+every sequence in which the calls of both ops, and the calls between them, have the same forms.  The cases are:
 
 * A copy after an op of compute: the copy waits for the opening of its window, which is part of the copy's call in both
   forms.
 * An op of compute after a copy of the same call: compute waits for an arrival, which is part of this call in both forms.
-* An op of compute after a copy of an earlier call: if the copy's call is captured, compute has waited for the copy at the
-  join of this call.  If the copy's call is eager and a captured call comes before the op, compute has waited for the copy
-  as a part of the tail.  If all calls from the copy to the op are eager, the order is the same as in the all-eager sequence.
-* A copy after a copy: if both calls are eager, by the order of their lane; otherwise through compute, as above.
+* An op of compute after a copy that an earlier call issued: if the earlier call is captured, compute has waited for the
+  copy at the join that ends the earlier call.  If the earlier call is eager and a captured call comes before the op,
+  compute has waited for the copy as a part of the tail.  If all calls from the copy to the op are eager, the order is the
+  same as in the all-eager sequence.
+* A copy after a copy: if both calls are eager, the two copies are ordered by their lane; otherwise they are ordered through
+  compute, as above.
 
 If a step consists of a single call, the four sequences contain all pairs of forms.  The copies of a prologue before a
-captured call are in the eager lanes, so the call waits for them as a part of the tail.  The prologue of a jump or after a
-write is equivalent to the prologue of a cold start that copies less (borders.py).
+captured call are in the eager lanes, so the call waits for them as a part of the tail.  A prologue at a jump, or after
+weights were written, has the same order as the prologue at a cold start, but it copies less (borders.py).
 """
 
 from __future__ import annotations
@@ -95,12 +97,12 @@ class Issued(NamedTuple):
 
     @property
     def copy(self) -> Copy | None:
-        """The op, if it is a copy."""
+        """The op if it is a copy, otherwise None."""
         return self.op if isinstance(self.op, Copy) else None
 
     @property
     def read(self) -> Read | None:
-        """The op, if it is a read."""
+        """The op if it is a read, otherwise None."""
         return self.op if isinstance(self.op, Read) else None
 
     @property
@@ -136,7 +138,7 @@ class Issued(NamedTuple):
 
     @property
     def planned(self) -> bool:
-        """Whether the op is part of the plan's step; False for the ops that only the graph contains."""
+        """Whether the op is part of the plan's step; False for the ops that only the program's graph contains."""
         return not isinstance(self.op, Evaluate | Release)
 
     @property
@@ -213,7 +215,7 @@ def newest(ops: Sequence[Issued], stream: Stream) -> list[int]:
     """Return, for each unrolled op, the newest op of a stream that happens before it, or -1 if there is none.  For an op
     of this stream, return the op itself."""
     found = [i if each.stream == stream else -1 for i, each in enumerate(ops)]
-    for first, then in edges(ops):  # sorted by the second op
+    for first, then in edges(ops):  # the edges are sorted by their second op
         found[then] = max(found[then], found[first])
     return found
 
@@ -223,7 +225,8 @@ class HappensBefore:
 
     def __init__(self, turns: Sequence[Program | Cycle], steps: int, form: Form = EAGER) -> None:
         """``turns``: programs or cycles that use the arena one after the other.  ``steps``: number of steps in each turn.
-        ``form``: forms of successive calls, over all turns; ignored for plans without joins, whose calls are eager."""
+        ``form``: forms of the successive calls of all turns; ignored for plans without joins, because all of their calls are
+        eager."""
         self.turns = tuple(Cycle.of(turn) for turn in turns)
         self.steps = steps
         forms = repeat(form)
@@ -288,7 +291,7 @@ def _captured(cycle: Cycle, call: Sequence[Issued]) -> list[Issued]:
 
 
 def issued_by(program: Program) -> Iterator[Issued]:
-    """Yield the ops of a program, without turn, step and call."""
+    """Yield the ops of a program, with the default values for turn, step and call."""
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     shared = _shared(program)
     for node, ops in issued(program):

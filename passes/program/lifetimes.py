@@ -17,9 +17,10 @@ def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Return, for the name of each node, the names of the values to drop there.
 
     A value is dropped at the last node that reads it.  If this node is a region, the region takes the value over, and its
-    code frees the memory after the last use in the region.  Any other node drops the value after it has read it.  A value
-    that a collective reads or produces is dropped after compute has waited for the end of the collective.  Outputs of the
-    graph are not dropped, because the caller gets them, and neither is the empty result of a region without outputs.
+    code frees the memory after the last use in the region.  At any other node, the executor drops the value after the node
+    has read it.  A value that a collective reads or produces is dropped after compute has waited for the end of the
+    collective.  Outputs of the graph are not dropped, because the caller gets them, and neither is the empty result of a
+    region without outputs.
     """
     number = {node: i for i, node in enumerate(graph.nodes)}
     release: dict[str, list[str]] = {}

@@ -7,7 +7,7 @@ writes, for example by a collective that writes to its input buffer (``all_reduc
 to an input of a region only if the region's graph does.
 
 Contract
-    Reads a program only.  If it is not known whether two values share memory, they are assumed to share it.
+    The functions read only a program.  If it is not known whether two values share memory, they are assumed to share it.
 """
 
 from __future__ import annotations

@@ -2,19 +2,20 @@
 
 For a cold start and the following passes, and for programs that use the arena one after the other, it is proved that:
 
-* A read uses bytes of the ring that begin at a block and are enough for all blocks of the file that the read touches.
+* A read uses bytes of the ring that begin at a block boundary and have space for all blocks of the file that the read
+  touches.
 * A read starts after all earlier copies out of the same bytes of the ring have ended.
 * A copy out of the ring starts after its read has ended, and this read is the newest read into these bytes.
 
 Reads and copies wait for each other in a fixed pattern.  Directly after a read, its event is recorded.  Directly before a
-copy out of the ring, the copy stream waits for the event of the copy's read.  Directly before a wait of a read, the copy
-stream records the event that the read waits for.  Because of this pattern, prologues can find the event of each read, and a
-host stream can find out where the event that it waits for was recorded.  Reads can be left out of captured calls, and of
-programs whose weights are in host memory.
+copy out of the ring, the copy stream waits for the event of the copy's read.  Directly before the stream of reads waits for
+an event, the copy stream records this event.  Because of this pattern, prologues can find the event of each read, and a
+stream on a host thread (runtime/streams.py) can find the place where the event that it waits for was recorded.  Reads can be
+left out of captured calls, and of programs whose weights are in host memory.
 
-A copy without a read reads its file itself.  The prologues of jumps and cold starts repeat, in the same order, the reads
-that a pass would have issued before this call for later copies.  These reads come after all copies issued before the
-prologue.  Captured calls contain no reads.
+A copy without a read reads its file itself.  The prologues of jumps and cold starts repeat, in the same order, the reads that
+a pass would have issued before the call for copies that come after the beginning of the call.  These reads start after all
+copies that were issued before the prologue have ended.  Captured calls contain no reads.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class _Held:
 
 
 def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Yield the violations of a cycle in the use of the ring, as sentences.  ``order``: order of this cycle, unrolled with
-    a cold start."""
+    """Yield a sentence for each violation in a cycle's use of the ring.  ``order``: order of this cycle, unrolled with a cold
+    start."""
     yield from _check_neighbours(cycle)
     yield from check_ring(order)
     if any(each.read for each in order.ops):
@@ -52,7 +53,7 @@ def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
 
 
 def check_ring(order: HappensBefore) -> Iterator[str]:
-    """Yield the violations of unrolled programs in the use of the ring, as sentences."""
+    """Yield a sentence for each violation in the use of the ring by unrolled programs."""
     if all(each.ring is None for each in order.ops):
         return
     weights = [{w.name: w for w in turn.plan.streamed} for turn in order.turns]
@@ -126,9 +127,9 @@ def _neighbours(cycle: Cycle) -> Iterator[tuple[Op | None, Op, Op | None]]:
 
 
 def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check the reads in the prologue of a jump to each call, and of a cold start.  They must be the reads whose copies
-    are still to come when a pass reaches this call, with the same events.  They must come after all copies that were issued
-    before the prologue."""
+    """Check the reads in the prologue of a jump to each call, and in the prologue of a cold start.  The prologue must contain
+    the reads whose copies have not been issued yet when a pass reaches this call, with the events that they have in the pass.
+    These reads must come after all copies that were issued before the prologue."""
     marks = {op: after for _, op, after in _neighbours(cycle) if isinstance(op, Read)}
     lanes = LANES if cycle.plan.pulled else LANES[:1]  # a device has at least these lanes
     ahead, expected = list[Read](), dict[int, list[Read]]()

@@ -3,12 +3,13 @@
 * The slices of each run are within the bounds of their values.
 * If several runs or regions write slices of an output, these slices do not overlap, and they cover the whole output before
   anything reads it.
-* A run may overwrite a slice of an input with a slice of an output.  It reads no other slice of this input, and the memory
-  of this input contains no other input of the region.  So no run reads what another run has overwritten.
-* The overwritten memory is not an input of the program, and no later op or result uses its old contents.
+* If a run overwrites a slice of an input with a slice of an output, the run reads no other slice of this input, and the
+  memory of this input contains no other input of the region.  So no run reads elements that another run has overwritten.
+* The overwritten memory is not an input of the program, and neither an op after the region nor a result of the program uses
+  its old contents.
 
 Contract
-    Reads a program and its memory only; it does not trust the passes that made them.
+    The checks read only a program and its memory, and do not trust the passes that made them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .rewrite import Program
 
 
 def check_repeats(program: Program, memory: Memory) -> Iterator[str]:
-    """Yield the violations by repeated regions of a program, as sentences."""
+    """Yield a sentence for each violation by the repeated regions of a program."""
     nodes = list(program.module.graph.nodes)
     number = {node: i for i, node in enumerate(nodes)}
     inputs = {node.name for node in nodes if node.op == "placeholder"}

@@ -10,8 +10,8 @@ Contract
     Preserved: the program has the same regions and collectives as the Cut, in the same order and with the same operands.
     Collectives keep their names from the source graph.
     Added: the transfer ops of the step (step.py) with their events, and the releases of values (lifetimes.py).
-    Prefetches are where their window opens, waits before the first reader and at barriers, evicts after the last reader.
-    Structurally equal regions share one submodule.
+    A prefetch is placed where its window opens.  A wait is placed before the first reader of a weight or at a barrier, and an
+    evict is placed after the last reader.  Structurally equal regions share one submodule.
 
 :attr:`Program.ops` is the step, including releases, as it is read back from the graph.
 """
@@ -65,8 +65,8 @@ class Program:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """The weights that are kept in host memory because this or another plan streams them.  Under the policy resident,
-        there are none."""
+        """The weights that are kept in host memory because this or another plan streams them.  Under the policy "resident",
+        there are no such weights."""
         if self.plan.policy == "resident":
             return frozenset()
         return frozenset(w.name for w in self.problem.weights if w.keep is None)
@@ -78,7 +78,7 @@ class Program:
 
     @cached_property
     def ops(self) -> Step:
-        """The ops that the program issues.  They are read from the graph only once, so the ops that are issued are the ops
+        """The ops that the program issues.  The ops are read from the graph only once, so the ops that are issued are the ops
         that were proved."""
         return tuple(op for _, ops in issued(self) for op in ops)
 
@@ -220,5 +220,5 @@ def issued(program: Program) -> Iterator[tuple[Node, Step]]:
 
 
 def source_of(node: Node) -> str:
-    """Return the name of the node in the traced graph from which a node was made."""
+    """Return the name of the node of the traced graph from which ``node`` was made."""
     return str(node.meta.get(SOURCE, node.name))

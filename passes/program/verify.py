@@ -1,16 +1,16 @@
 """Verify: proves, before a program runs, that every reader of a weight reads the bytes of this weight.
 
-The checks unroll a cold start and the two steps after it.  Every step runs the same program, so these two represent every
-pair of consecutive steps.  A step of a cycle is one pass over its calls.  If the plan has joins, several sequences of eager
-and captured calls are checked, which represent all sequences (happens_before.py).  It is proved that:
+The checks unroll a cold start and the two steps after it.  Every step runs the same program, so these two steps represent
+every pair of consecutive steps.  A step of a cycle is one pass over its calls.  If the plan has joins, several sequences of
+eager and captured calls are checked, which represent all sequences (happens_before.py).  It is proved that:
 
 * Slots are inside the arena, are aligned, and are as large as their weights.
-* Each streamed chunk is copied exactly once for each step, each resident chunk once for all steps, and no other chunk
-  is copied.
+* Each streamed chunk is copied exactly once for each step, and each resident chunk is copied once for all steps.  No other
+  chunk is copied.
 * Each reader of a weight comes after a wait that covers all chunks of the weight.
 * Each weight is evicted once per step, after its last reader.
-* If two chunks use the same bytes, the last reader of one chunk finishes before the copy of the other begins, also across
-  the end of a step.
+* If two chunks use the same bytes, the last reader of the chunk that is copied first finishes before the copy of the other
+  chunk begins.  This holds for chunks of the same step and for chunks of different steps.
 * The program has the same inputs, regions and collectives as the traced graph, in the same order and with the same values
   (fidelity.py).
 * A jump to a call first copies the chunks that would be in flight or in use before this call in a pass without jumps.  Then
@@ -22,11 +22,11 @@ and captured calls are checked, which represent all sequences (happens_before.py
 * The runs of a repeated region write each output completely, and do not overwrite values that are read elsewhere
   (repeats.py).
 
-:func:`verify_together` checks programs that share an arena: each reader in one program must read the bytes of its weights,
-although copies of the other programs are in the arena or in flight.
+:func:`verify_together` checks programs that share an arena: each reader in a program must read the bytes of its weights, even
+though weights of the other programs are in the arena or are being copied to it.
 
 Contract
-    Reads programs and their plans only; it does not trust the passes that made them.
+    The checks read only programs and their plans, and do not trust the passes that made them.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ from .repeats import check_repeats
 from .rewrite import Program
 
 CHECKED_STEPS = 2
-# The version of the rules, which is recorded in each proof.  Version 2 added handovers, resident chunks and several
-# programs; version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the ring for
-# reads from the SSD, and the waits after a jump; version 6 captured calls; version 7 a lane for pulls; version 8 the events
-# in a program; version 9 the ops of prologues and of captured calls as they are issued; version 10 regions that take over
-# values which they are the last to read, and repeated regions; version 11 reads as ops, and the ops next to reads.
+# The version of the rules, which is recorded in each proof.  Version 2 added rules for handovers, resident chunks and several
+# programs.  Version 3 added the stream of the collectives, writes and releases.  Version 4 added cycles and jumps.  Version 5
+# added the ring for reads from the SSD, and the waits after a jump.  Version 6 added captured calls.  Version 7 added a lane
+# for pulls.  Version 8 added the events in a program.  Version 9 added the ops of prologues and of captured calls, as they
+# are issued.  Version 10 added repeated regions, and regions that take over the values that they are the last to read.
+# Version 11 added reads as ops, and the ops next to reads.
 VERSION = 11
 
 
@@ -88,7 +89,7 @@ def verify(program: Program | Cycle) -> Proof:
 def verify_together(*programs: Program | Cycle) -> None:
     """Prove that programs may run one after the other in one arena, provided that each program is safe by itself.  Raises
     FindingError if they may not."""
-    orders = orders_of((*programs, programs[0]), 1)  # the first program again, to check the change from the last to it
+    orders = orders_of((*programs, programs[0]), 1)  # the first program again, after the last one
     violations = chain(chain.from_iterable(map(check_turns, orders)), check_ring(orders[0]))
     _raise_violations("The programs are not safe in one arena", violations)
 
@@ -111,7 +112,7 @@ def verify_call(
     call.  Raises FindingError if it does not.
 
     ``keys``: as in :func:`check_data_flow`.  Only the ops of the program and of the call are compared, because the other
-    calls do not change.  Their ops determine the order both in eager and in captured form.
+    calls do not change.  The ops of a call determine the order both in its eager and in its captured form.
     """
     violations = _check_place(cycle, call, program, {} if keys is None else keys)
     _raise_violations("The program is not safe in its place in the cycle", violations)
@@ -126,11 +127,11 @@ def _raise_violations(what: str, sentences: Iterable[str]) -> None:
 
 
 def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Iterator[str]:
-    """Yield the violations of a program or a cycle, as sentences.  ``orders``: result of :func:`orders_of`, if it has
+    """Yield a sentence for each violation of a program or a cycle.  ``orders``: result of :func:`orders_of`, if it has
     already been computed."""
     cycle = Cycle.of(program)
     orders = orders or orders_of((cycle,), CHECKED_STEPS)
-    order = orders[0]  # the eager order; the order of borders, reads and collectives is the same in all forms
+    order = orders[0]  # the order of eager calls; for borders, reads and collectives, no other needs to be checked
     single = len(cycle.calls) == 1
     yield from _check_slots(cycle)
     keys: dict[GraphModule, str] = {}
@@ -167,7 +168,7 @@ def _check_graph(program: Program, keys: MutableMapping[GraphModule, str]) -> Ge
 
 
 def check_turns(order: HappensBefore) -> Iterator[str]:
-    """Yield the violations in the use of slots by unrolled programs, as sentences."""
+    """Yield a sentence for each violation in the use of slots by unrolled programs."""
     lives = _lives(order)
     for life in lives.values():
         yield from _check_life(order, life)
@@ -252,7 +253,7 @@ def _check_place(
     if memory is None:
         return
     yield from check_collectives(program, memory)
-    # other weights may have different names in the cycle
+    # weights that are not streamed may have other names in the cycle than in the program
     streamed = {w.name for p in (cycle.calls[call], program) for w in p.plan.streamed}
     # the copies in prologues follow from the prefetches of all calls, so only prefetches are compared.  Releases of values
     # may differ, because the regions of the two programs may take different sizes as inputs; check_collectives has proved
@@ -270,7 +271,7 @@ def _check_place(
 
 
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
-    if life.step >= order.steps:  # of the step after the last, the unrolled ops contain only the wrap-around copies
+    if life.step >= order.steps:  # this step is not unrolled; only copies for it are
         return
     name, ops = life.plan.name, order.ops
     for chunk, window in enumerate(life.plan.windows):
@@ -324,7 +325,7 @@ def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
     """Check that a chunk is no longer in use when the next chunk is copied to the same bytes.
 
     For each byte of the arena, each chunk is compared only with the chunk that is copied next.  This is enough: if every
-    copy happens after the last use of the chunk before it, it also happens after the last use of all earlier chunks.
+    copy happens after the last use of the chunk before it, every copy also happens after the last uses of all earlier chunks.
     """
     edges: list[tuple[int, bool, _Stay]] = []
     for turn, program in enumerate(order.turns):

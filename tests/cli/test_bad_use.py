@@ -14,7 +14,7 @@ from conftest import HERE, MODEL, SIZES
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from chunkflow_compile.bench import ranks
-from chunkflow_compile.cli import pipeline, target
+from chunkflow_compile.cli import pipeline, planning_arguments
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.cli.output import called
 from chunkflow_compile.hardware.machine import install_line
@@ -201,7 +201,7 @@ def test_what_can_be_checked_before_tracing_is(
     def traced(*_: Any) -> None:
         raise AssertionError("it is traced")
 
-    monkeypatch.setattr(target, "_trace", traced)
+    monkeypatch.setattr(planning_arguments, "_trace", traced)
     monkeypatch.setattr(pipeline, "_components", traced)
     for arguments, sentence in BEFORE_TRACING:
         assert main(arguments) == 2, arguments

@@ -22,7 +22,7 @@ from chunkflow_compile.bench.link import LinkLoad
 from chunkflow_compile.bench.summary import BenchRecord
 from chunkflow_compile.catalog.quiet import quiet_imports
 from chunkflow_compile.catalog.small import Size, small_model
-from chunkflow_compile.cli import demo, target
+from chunkflow_compile.cli import demo, planning_arguments
 from chunkflow_compile.cli.arguments import add_model
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.cli.parsers import COMMANDS
@@ -593,7 +593,7 @@ def test_a_plan_has_the_weights_on_the_drive_that_offload_puts_there(tmp_path: P
     add_model(parser, or_blocks=True)
     sizes = ("--hardware", "cpu", "--min-bytes", "1024", "--chunk-bytes", "4096")
     arguments = parser.parse_args([f"{tmp_path}/wan.py:wan", *sizes, "--host-memory", f"{half}B"])
-    planned = target.load_target(arguments, Progress(1)).problem.weights
+    planned = planning_arguments.load_target(arguments, Progress(1)).problem.weights
     offload(model, "cpu", min_bytes=1024, host_memory=half)
     store = next(buffer.store for w in model.parameters() if (buffer := buffer_of(w)) is not None)
     buffers = {buffer.name: buffer for buffer in store.buffers}  # with buffers

@@ -16,7 +16,7 @@ from expecttest import TestCase
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.report.explain import explain_plan
+from chunkflow_compile.report.comparison import explain_plan
 from chunkflow_compile.runtime.measurement import Measured, WindowSeconds
 
 pytestmark = pytest.mark.usefixtures("traced_once")

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from chunkflow_compile import __version__
 from chunkflow_compile.cli.arguments import DEFAULT_MACHINE
 from chunkflow_compile.cli.calibrate import profile_table
-from chunkflow_compile.cli.machine import choose_hardware, note_hardware
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.cli.parsers import AUDIENCES, COMMANDS
+from chunkflow_compile.cli.planned_machine import choose_hardware, note_hardware
 from chunkflow_compile.hardware.profiles import load_profile, profile_names
 from chunkflow_compile.report.record import PROSE_WIDTH, ArmRecord, ComparisonRecord, fitted, prose, table
 from chunkflow_compile.weights.progress import EVERY_S, QUIET_S, Lines, Progress

@@ -22,7 +22,7 @@ from chunkflow_compile import explain, offload, programs
 from chunkflow_compile.catalog.small import Size, small_inputs
 from chunkflow_compile.frontend.compile import compile_by_kind
 from chunkflow_compile.lowering import lower
-from chunkflow_compile.passes.graph.sizes import symbols_of
+from chunkflow_compile.passes.graph.symbolic_sizes import symbols_of
 from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.runtime.variants import KEPT_SIZES
 from chunkflow_compile.weights.limits import host_memory

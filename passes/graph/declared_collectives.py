@@ -1,7 +1,9 @@
-"""Declared collectives: custom ops that communicate.  ChunkFlow cannot tell this from their names, so users declare them.
+"""Declared collectives: custom ops that communicate.  ChunkFlow cannot recognize such ops by their names, so users declare
+them.
 
 For example, the all-to-all of a server may be an opaque op such as ``vllm_omni_a2a::ulysses_qkv_fwd``.  If this op is not
-declared, it is treated as compute: copies overlap with it, and the proof does not cover the exchange.
+declared, it is treated as compute: copies overlap with it, and the proof of a program (program/verify.py) does not cover the
+exchange.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class DeclaredCollective:
     """The declaration of an op that communicates.  The op is synchronous: compute can read its results when it returns.
 
     ``nbytes``: function that takes the op's arguments and returns the bytes that this rank receives, or None to use the
-    formula for ``kind``.  ``group``: if ``fixed``, the name of the process group, otherwise the name of the op's argument
-    for the process group.
+    formula for ``kind`` (:func:`crossing_bytes`).  ``group``: if ``fixed``, the name of the process group, otherwise the name
+    of the op's argument for the process group.
     """
 
     kind: Kind
@@ -61,9 +63,8 @@ def register_collective(
     function that takes the op's arguments (with fake tensors) and returns how many bytes this rank receives.  The
     default is the formula for the kind, applied to all tensors that the op takes.  ``group``: a process group, or the
     name of the op's argument that takes the process group or the group's name.  The default is the argument named
-    group_name, group, process_group or pg.  ``engine``: "sm" if kernels move the bytes, "copy" if copy engines move
-    them; weights cannot be copied by these engines at the same time.  Declaring an op again replaces the earlier
-    declaration.
+    group_name, group, process_group or pg.  ``engine``: "sm" if kernels move the bytes, "copy" if copy engines move them;
+    these engines cannot copy weights at the same time.  Declaring an op again replaces the earlier declaration.
 
     Raises ChunkflowError for an unknown op, kind, engine or group, and for an op that writes to its arguments.
     """
@@ -113,7 +114,7 @@ def _op(op: object) -> torch._ops.OpOverload:
                 f"register_collective: there is no op {op!r}. Import the module that defines it first, and write its "
                 "name as namespace::name."
             ) from error
-    target = getattr(target, "_opoverload", target)  # for the result of torch.library.custom_op
+    target = getattr(target, "_opoverload", target)  # the result of torch.library.custom_op holds its op there
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     if not isinstance(target, torch._ops.OpOverload):

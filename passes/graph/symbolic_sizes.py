@@ -1,8 +1,9 @@
-"""Sizes: the symbols in the metadata of a graph that was traced with dynamic shapes, and the values of these symbols.
+"""Symbolic sizes: the symbols in the metadata of a graph that was traced with dynamic shapes, and the values of these
+symbols.
 
-The symbols in the sizes of inputs have a known value in each call.  Other symbols depend on data, for example after
-``nonzero``, and have no value when the graph is planned.  Their value is estimated by an upper bound or, without a bound,
-by the largest of the known sizes.
+The symbols in the sizes of inputs have a known value in each call.  The other symbols depend on data, for example after
+``nonzero``, and have no value when the graph is planned.  The value of such a symbol is estimated by its upper bound or, if
+it has none, by the largest of the known sizes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def estimated(values: Mapping[str, int], unknown: Mapping[str, int | None]) -> d
 
 
 def is_size(node: Node) -> bool:
-    """Return whether a node computes a number from numbers, such as the product of two sizes, which costs nothing."""
+    """Return whether a node computes a number from numbers, such as the product of two sizes.  Such a node costs nothing."""
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)

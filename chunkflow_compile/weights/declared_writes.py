@@ -1,4 +1,5 @@
-"""Ops outside programs, if their schemas declare all writes.  Such an op runs on fetched values of the weights."""
+"""Ops that run outside programs, and whose schemas declare all of their writes.  Instead of a weight, such an op gets
+the values that ``HostWeight.fetch`` returns."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .undeclared import wait_for_collective
 from .unsupported import refuse
 
 _aten = torch.ops.aten
-# Ops that write without reading, so that nothing has to be fetched.
+# Ops that write a tensor without reading it, so that the old values need not be fetched.
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 
 

@@ -27,8 +27,8 @@ from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.progress import Progress
 
 from .arguments import FORMS, add_model, sizes_given
-from .machine import choose_hardware, machine, note_hardware
 from .output import save_traceback
+from .planned_machine import choose_hardware, machine, note_hardware
 from .planned_model import PlannedModel
 
 
