@@ -50,8 +50,8 @@ class Slotted(nn.Module):
 
     ``slots``: one flat tensor, which is a single weight in a plan.  For each slot, it contains the matrices A [rank, in] and
     B [out, rank], one after the other.
-    ``scale``: the scale of each slot.  The bits of the float32 are stored as an int32, because a cast of the model changes
-    only floating-point tensors.
+    ``scale``: the scale of each slot.  It is a float32 whose bits are stored as an int32, so that a cast of the
+    model to another dtype does not change it.
     ``own``: whether the layer runs PEFT's own forward.  It does so if slots do not support the type of an active adapter.
     ``late``: whether the layer was an ordinary layer until an adapter was loaded.
     """
@@ -72,7 +72,8 @@ class Slotted(nn.Module):
     def chunkflow_aside(self) -> Sequence[nn.Module]:
         """Return the layer's modules that contain weights of adapters and that must not be offloaded.
 
-        If the layer runs PEFT's own forward, the result is empty: programs then read these weights, which may be offloaded.
+        The result is empty if the layer runs PEFT's own forward.  Programs then read the weights of adapters, so these
+        weights may be offloaded like all others.
         """
         peft: Any = self
         return () if self.own else [getattr(peft, name) for name in peft.adapter_layer_names]
@@ -153,7 +154,7 @@ class Slotted(nn.Module):
                     self._write(host, slot, *(active[slot][1:3] if now else (None, None)))
             scales = [scale for *_, scale in active] + [0.0] * (count - len(active))
             self.scale.copy_(torch.tensor(scales, dtype=torch.float32).view(torch.int32))
-            # keep references to the weights: a new weight could reuse the id and the memory of a freed weight
+            # keep the weights alive: if one were freed, a new weight with the same id and memory would count as unchanged
             self._held, self._alive = held, [(a, b) for _, a, b, _ in active]
 
     def _check(self, name: str, a: Any, b: Any) -> None:
@@ -184,8 +185,8 @@ class Slotted(nn.Module):
         into_a[rank:].zero_()
         into_b[:, rank:].zero_()
 
-    # Methods that set the attributes that Dynamo's guards check to choose a program.  They run when adapters are loaded or
-    # activated, before the guards run.
+    # Dynamo's guards check some attributes of a layer in order to choose a program.  The methods below set these attributes
+    # when adapters are loaded or activated, before the guards run.
 
     def choose_forward(self) -> None:
         """Choose between PEFT's own forward and the forward with slots, depending on the active adapters.  If the adapters

@@ -250,10 +250,11 @@ def _update_slots(model: Any) -> None:
 
 @contextlib.contextmanager
 def _discarding_exports(model: nn.Module) -> Iterator[None]:
-    """Return a context for loading adapters.  Weights that are exported in this context are not written back.
+    """Return a context for loading adapters.  At its end, the stores forget the exports that were made in the context.
 
     While diffusers loads an adapter, it calls ``state_dict()`` on the model, which exports the offloaded weights.  diffusers
-    reads only the names of the weights and never changes the exports, so they are discarded at the end of the context.
+    reads only the names of the weights and never writes to the exports, so the stores need not look for such writes.  Exports
+    that are still in use are not forgotten.
     """
     before = [(placement.store, {*placement.store.exported}) for placement in placements_of(model)]
     try:

@@ -266,7 +266,7 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 
 
 def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer | None]) -> int:
-    """Return how many bytes this rank stores for the sharded weights of a model that are not in ``buffers``.
+    """Return how many bytes of a model's sharded weights this rank stores, without the weights in ``buffers``.
 
     The rank stores one shard (*piece*) of each weight.  Returns 0 unless all weights of the model are sharded.
     """

@@ -62,7 +62,8 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats | None:
-    """Return how often a model repeats the block that contains ``weights``; None if no block contains all of them.
+    """Return how often a model repeats the block that contains ``weights``, and which share of the model's weights these
+    blocks have; None if no block contains all of ``weights``.
 
     ``weights``: the names of weights.  ``goal``: the goal of the model.
     """
@@ -191,8 +192,8 @@ def structure_of(module: nn.Module) -> object:
 def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """Return the names of the attributes that the modules' methods read and whose values differ from module to module.
 
-    An attribute counts if it has more than half as many different values as there are modules, and if there are more than
-    two modules.
+    An attribute is returned only if there are at least three modules, and if the number of its different values is greater
+    than half the number of modules.
     """
     read = {name for m in modules[0].modules() for name in names_read(type(m))}
     attributes = [dict(_attributes(m)) for m in modules]

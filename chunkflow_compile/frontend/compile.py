@@ -154,7 +154,8 @@ def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
     hoist = options.get("hoist")
     if not hoist or (isinstance(hoist, bool | str) and _hoists_by_kind(model)):
         return ""
-    # Only a trace of the whole model shows whether hoisting is worth it, and this trace takes most of the compilation time.
+    # Only a trace of the whole model shows whether hoisting is worth it.  This trace takes most of the compilation time, so
+    # with "auto", too, the model is compiled as one graph.
     return "may have hoisted weights" if hoist == "auto" else "has hoisted weights"
 
 
@@ -163,8 +164,8 @@ def _hoists_by_kind(model: nn.Module) -> bool:
     of hoisted products) that were computed in earlier generations.
 
     The blocks receive one value, which the code around them computes from all small inputs.  If the pooled text is one of
-    the small inputs, the value is different for each prompt.  Then only a graph of the whole model can compute the rows in
-    advance.
+    the small inputs, this value is different for each prompt, so the blocks would not find the rows of earlier prompts.  Then
+    only a graph of the whole model can compute the rows in advance.
 
     The names of forward's arguments tell whether pooled text is an input.  The argument ``guidance`` does not matter: some
     models never read it, and all others are usually called with the same guidance again.  A wrong guess only costs time.

@@ -1,12 +1,12 @@
-"""Lets the ranks of a model agree on the number of groups of attention heads into which each exchange is divided.
+"""Divides each exchange of a model into groups of attention heads; the ranks agree on the number of groups.
 
 An exchange is an all-to-all before or after attention, as in Ulysses attention.  All ranks must divide an exchange in the
 same way.  If one rank ran a different number of all-to-alls than the others, the ranks would receive wrong data or wait
 forever.
 
-Each rank posts a record in each process group whose exchanges the graph contains, and reads the records of the other ranks of
-the group.  There are always two rounds, and each rank posts in both of them, also after an error.  Otherwise a rank could
-wait for a record that is never posted.
+Each rank posts a record in every process group that an exchange of the graph uses, and reads the records of the other ranks
+in that process group.  There are always two rounds, and each rank posts in both of them, even after an error.  Otherwise
+another rank could wait for a record that is never posted.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from chunkflow_compile.weights.rounds import cause_of
 # error is known, the number of the rank that failed and its error message (otherwise None).
 _WANTED, _GROUPS, _FAILED = "wanted", "groups", "failed"
 _NOTE = "the exchanges of attention are"
-# A rank in several process groups posts in one group after the other.  Each of its records contains the smallest number of
-# groups of heads, and the error, that the rank has read so far.  In the first round, a rank posts in some groups before it
-# has read the records of other groups.  In the second round, it posts in all groups what it has read in the first.
+# A rank in several process groups posts in one process group after the other.  Each of its records contains what the rank
+# knows so far: the smallest number of groups of heads, and an error, if any.  In the first round, the rank posts in the first
+# process groups before it has read the records in the later ones.  Therefore it posts in all process groups once more, in a
+# second round, what it has read in the first.
 _ROUNDS = 2
 
 
@@ -42,8 +43,8 @@ _ROUNDS = 2
 class _Choice:
     """The choice of this rank.
 
-    ``groups``: number of groups of heads.  ``note``: note for the user.  ``traced``: the graph.  If the user has passed the
-    number of groups, its exchanges are already divided.  ``error``: error that prevents the choice, or None.
+    ``groups``: number of groups of heads.  ``note``: note for the user.  ``traced``: the graph; its exchanges are already
+    divided if the user has passed the number of groups.  ``error``: error that prevents the choice, or None.
     """
 
     groups: int
@@ -144,7 +145,7 @@ def _agreed(groups: Sequence[Group], wanted: ExchangeGroups, mine: _Choice) -> i
             chosen = min(chosen, _smallest(group, values))
         except ChunkflowError as found:
             error = found
-        if group.missing(values):  # posted() has withdrawn the record, so a rank that compiles later needs a new one
+        if group.missing(values):  # posted() has withdrawn this rank's record: post it again for later ranks
             post(group)
     if error is not None:
         raise error

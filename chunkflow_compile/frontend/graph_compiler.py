@@ -144,7 +144,7 @@ class GraphCompiler:
         return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal
 
     def _describe(self, aten: GraphModule) -> Traced:
-        """Return the ATen graph together with the data that its nodes do not contain."""
+        """Return the ATen graph together with the data for planning that its nodes do not contain."""
         chosen = self.chosen
         repeats = None
         if self.settings.part and self.index.root is not None:

@@ -22,8 +22,9 @@ _OF_GRADIENTS = ("._backward_hooks", "._backward_pre_hooks")
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     """Return, for each guard, whether to keep it.  This function is passed to torch.compile as ``guard_filter_fn``.
 
-    A guard is dropped if it cannot fail, or if its failure does not matter, while all other guards hold.  There are three
+    A guard is dropped if it cannot fail, or if its failure does not matter, while all other guards hold.  There are four
     groups of such guards:
+    - Guards on the class of an offloaded weight: another guard on this weight, TENSOR_MATCH, checks the class, too.
     - Guards on tensors inside an offloaded weight: other guards check the class, sizes, strides, dtype and device of this
       weight.
     - Guards on the set of hooks that take keyword arguments, if another guard checks that there are no hooks.

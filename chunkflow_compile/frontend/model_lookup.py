@@ -29,8 +29,8 @@ def index_of(
     """Return the index of the model that contains ``weights``, and the ``min_bytes`` that the model was placed with.
 
     The second value is None if the model is not placed.
-    ``near``: the modules from which Dynamo read inputs.  ``min_bytes``: the size in bytes below which weights are not
-    streamed, if the model is not placed.
+    ``near``: the modules from which Dynamo read inputs.  ``min_bytes``: for a model that is not placed, the size in
+    bytes below which its weights are not streamed.
     """
     parameters = [leaf for weight in weights for _, leaf in leaves(weight)]
     placements = placements_around(parameters)
@@ -116,7 +116,7 @@ def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) ->
 
 
 def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
-    """Raise ChunkflowError if a weight is a copy of an offloaded weight, because no host store contains its values.
+    """Raise ChunkflowError if a weight is a copy of an offloaded weight, because the copy's values are in no host store.
 
     ``loose``: weights that are in no known module, by name.
     """

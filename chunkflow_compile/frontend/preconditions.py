@@ -205,8 +205,8 @@ def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:
     """Whether a frame is a part of a model, that is, whether other frames of the model alternate with it.
 
-    This is assumed if the frame reads at most half of the bytes in the model's large weights.  A frame of a whole model may
-    also leave weights unread, because forward does not have to use all weights.
+    This is assumed if the frame reads at most half of the bytes in the model's large weights.  The limit is half of the
+    bytes and not all of them, because even a frame of a whole model may leave weights unread, which its forward does not use.
     """
     if root is None:
         return False

@@ -1,4 +1,4 @@
-"""Finds the minimum budget for a model whose parts are compiled one by one, with a call on fake tensors (a *survey*).
+"""Calls a model on fake tensors (a *survey*) to find the minimum budget.  This is for models that are compiled part by part.
 
 If a budget is too small, the first part that does not fit raises an error.  The parts that run after it may need even more
 memory, but they have not been traced when the error is raised.  A survey calls the model once more, on fake tensors.  In this

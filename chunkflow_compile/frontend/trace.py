@@ -77,8 +77,8 @@ def inline_regions(graph: GraphModule) -> None:
     """Inline, in place, the calls of regions that users have marked with ``torch.compiler.nested_compile_region``.
 
     Each of these calls is a single op in the graph.  If this op stayed in the graph, the FLOPs, collectives and memory of the
-    ops in the region would be missing in the plan.  Inlining costs no extra compilation time, because regions with the same
-    structure are lowered once.
+    ops in the region would be missing in the plan.  Inlining costs no extra compilation time, because ChunkFlow divides the
+    inlined graph into regions again, and lowers regions with the same structure only once.
     """
     while calls := graph.graph.find_nodes(op="call_function", target=invoke_subgraph):
         for call in calls:
@@ -121,11 +121,11 @@ def lower_to_aten(
     this callable.
     """
     cached = torch._functorch.config.enable_autograd_cache
-    autocast = core.autocasts()  # if so, the wrapper is needed: it turns autocast off in calls, as in the compilation
+    autocast = core.autocasts()  # if True, calls need the wrapper, because it turns autocast off, as in the compilation
     on_device, compiled, direct = as_on_device(example_inputs), list[Any](), False
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
-        # The regions of the graph are compiled with the user's setting, although the graph as a whole is not cached.
+        # AOTAutograd's cache is off for the graph as a whole (see below).  Its regions are compiled with the user's setting.
         with torch._functorch.config.patch(enable_autograd_cache=cached):
             compiled.append(compiler(aten, inputs))
         return compiled[-1]
@@ -165,8 +165,8 @@ def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence
 def as_on_device(inputs: Sequence[Any]) -> list[Any]:
     """Return the inputs of a Dynamo graph, with each offloaded weight replaced by a fake tensor on the device.
 
-    In the traced graph, each weight is then an ordinary input.  In a call, the program passes the memory that contains the
-    weight on the device as this input.
+    In the traced graph, each weight is then an ordinary input.  In a call, the program passes for this input the device
+    memory that contains the weight at that time.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode

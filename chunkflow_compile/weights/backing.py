@@ -77,7 +77,7 @@ class Backing:
         return view.detach()
 
     def settle(self) -> bool:
-        """Return whether the values may have changed since the last call of this method through writes that no version
+        """Return whether the values may have been changed, since the last call of this method, by writes that no version
         counter records, such as writes to a tensor of a state_dict.  The base class returns True, because such writes
         to private memory cannot be detected."""
         return True
@@ -105,8 +105,8 @@ class SharedMemory(Backing):
                 cause = error.strerror or str(error)
         if not lazily:
             raise ChunkflowError(_no_memory(self.host, cause))
-        # This private mapping keeps all of the shared memory allocated.  If mmap fails, the pages stay shared; the
-        # values are then correct as long as no rank writes them.
+        # The pages become a private mapping of the shared memory, all of which stays allocated as long as the mapping
+        # exists.  If mmap fails, the pages stay shared, and the values are correct only until a rank writes them.
         map_over(self.host, self._descriptor, self._offset)
         return Backing(self.host)
 

@@ -113,14 +113,14 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
 
 
 def with_drive(problem: Problem, names: Collection[str]) -> Problem:
-    """Return ``problem`` with ``source.file`` set for exactly the weights in ``names``."""
+    """Return ``problem`` with ``source.file`` set to True for the weights in ``names``, and to False for all others."""
     return replace(
         problem, weights=tuple(replace(w, source=replace(w.source, file=w.name in names)) for w in problem.weights)
     )
 
 
 def in_files(cut: Cut, names: Collection[str]) -> Cut:
-    """Return ``cut`` with ``source.file`` set for exactly the weights in ``names``."""
+    """Return ``cut`` with ``source.file`` set to True for the weights in ``names``, and to False for all others."""
     weights = tuple(w.with_source(file=w.parameter.name in names) for w in cut.discovery.weights)
     discovery, problem = replace(cut.discovery, weights=weights), with_drive(cut.problem, names)
     return replace(cut, discovery=discovery, problem=problem, raw=None if cut.raw is None else in_files(cut.raw, names))

@@ -23,8 +23,8 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     Works like torch.utils.swap_tensors, but also accepts tensors to which weak references exist in Python, because user
     code may hold such references.  Attributes that users have set on ``tensor`` stay on ``tensor``.  The exchange is
     one call into C, so Ctrl-C cannot interrupt it halfway.
-    Raises ChunkflowError if the values cannot be swapped because C++ code, such as a profile, holds a weak reference to
-    a tensor.
+    Raises ChunkflowError if the values cannot be swapped because C++ code, such as torch's profiler, holds a weak
+    reference to one of the tensors.
     """
     own = {name: value for name, value in tensor.__dict__.items() if name not in STATE}
     theirs = {**own, **other.__dict__}

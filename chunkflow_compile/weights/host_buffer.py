@@ -141,8 +141,8 @@ class HostBuffer:
         self._uses.count_own(self.host, weight.host)
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage, and only this buffer and the weight whose host tensor is ``view`` use
-        it."""
+        """Whether the memory is a whole storage, whose only users are this buffer and the weight with the host tensor
+        ``view``."""
         return self._uses.is_only(self.host, view)
 
     def leave(self) -> None:
@@ -325,8 +325,8 @@ class HostBuffer:
         self._changed()
 
     def expose(self) -> None:
-        """Record that code compiled by another backend uses the memory.  The only trace of a
-        write by such code is the ``_version`` of the weight itself."""
+        """Record that code compiled by another backend uses the memory.  The only trace of a write by such code is the
+        weight's own ``_version``: neither ``written`` nor ``host._version`` changes."""
         if not self.exposed:
             self.exposed = True
             self._changed()

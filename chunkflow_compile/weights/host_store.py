@@ -367,8 +367,8 @@ class HostStore:
     def _pinnable(self, memory: HostMemory) -> int:
         """Return how many bytes of the weights this rank may pin.
 
-        The weights already occupy host memory, and pinning takes no more, so their bytes are added to this rank's share
-        of the free memory.
+        Pinning a weight takes no further host memory, so the bytes of the weights, which occupy host memory already, are
+        added to this rank's share of the free memory.
         """
         ranks = max(local_ranks(), self.rank_and_count[1] if self.rank_and_count else 1)
         return max(0, self.held_bytes + (memory.free - memory.reserve) // ranks)

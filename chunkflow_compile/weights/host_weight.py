@@ -171,8 +171,8 @@ class HostWeight(torch.Tensor):
         return self.host
 
     def _alias(self, host: torch.Tensor) -> Any:
-        """Wrap ``host``, the result of a view op, as a weight.  The new weight has the buffer of this weight if
-        ``host`` is a view of its memory, and a new buffer if the op has copied the values, as some view ops do."""
+        """Wrap ``host``, the result of a view op, as a weight.  If ``host`` is a view of the memory of ``self``, the
+        new weight has the buffer of ``self``.  If the op has copied the values, as some view ops do, it has a new buffer."""
         same = share_storage(host, self.host)
         return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
@@ -218,8 +218,8 @@ class HostWeight(torch.Tensor):
         return self.plain(read(self.host)).__reduce_ex__(protocol)
 
     def plain(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``values`` as an ordinary tensor of the class that this weight replaces, with the attributes of this
-        weight."""
+        """Return ``values`` as an ordinary tensor that has the class of the tensor that this weight has replaced, and the
+        attributes that :meth:`_state` returns."""
         kind = nn.Parameter if self.kind is torch.Tensor and isinstance(self, nn.Parameter) else self.kind
         if kind is torch.Tensor:
             return values
@@ -347,10 +347,10 @@ class HostWeight(torch.Tensor):
         raise AttributeError(refusal(self, "__cuda_array_interface__"))  # so that hasattr returns False
 
 
-# Two getters for code that looks for changes of many weights in every call.  ``mark_of`` returns the state object of a
-# weight (see ``weight_token.py``), which is replaced when the weight changes.  Two types of changes do not replace it:
-# changes that ``host._version`` records, and, if the buffer is ``exposed``, changes that the weight's own ``_version``
-# records.  ``mark_of`` raises AttributeError for a tensor that is in no store.
+# Two getters for code that checks, in every call, whether any of many weights has changed.  ``mark_of`` returns the
+# state object of a weight (see ``weight_token.py``), which is replaced when the weight changes.  Two types of changes
+# do not replace it: changes that ``host._version`` records, and, if the buffer is ``exposed``, changes that the
+# weight's own ``_version`` records.  ``mark_of`` raises AttributeError for a tensor that is in no store.
 mark_of = attrgetter("token.state")
 # ``state_of`` returns the buffer of a weight, the form of its bytes, and the three counters whose sum is ``writes``.
 # It raises AttributeError for a tensor that is not a HostWeight.

@@ -19,8 +19,8 @@ from .host_weight import HostWeight
 def stream_inside() -> bool:
     """Whether the inner tensors of a tensor subclass can be offloaded.
 
-    False before torch 2.13, because earlier versions of AOTAutograd unwrap the inputs that are subclasses when compiled
-    code is called, instead of the inputs that were subclasses during tracing.
+    False before torch 2.13.  When compiled code is called, AOTAutograd should unwrap the inputs that were subclasses
+    during tracing, but earlier versions unwrap the inputs that are subclasses in that call.
     """
     return TorchVersion(torch.__version__) >= "2.13"
 
@@ -42,7 +42,7 @@ def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a tensor of the same structure with ``change`` applied to its leaves."""
+    """Return a tensor like ``tensor``, in which each leaf is replaced by the result of ``change`` for this leaf."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         return change(tensor)
     attributes, context = tensor.__tensor_flatten__()

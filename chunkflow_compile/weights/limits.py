@@ -28,8 +28,10 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class HostMemory:
-    """``total``: the memory of the machine or the limit of a control group of this process, in bytes, whichever leaves
-    less memory free.
+    """The host memory of this process.
+
+    ``total``: in bytes, either the memory of the machine or the limit of a control group of this process.  Among these,
+    it is the one that leaves the smallest amount of memory free.
     ``free``: bytes that this process may still take, including page cache that can be dropped.
     ``limit``: the file that contains the limit of that group, or the environment variable that states ``total``; None
     if ``total`` is the memory that the machine reports."""

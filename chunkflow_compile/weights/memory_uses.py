@@ -40,8 +40,8 @@ class MemoryUses:
         return _is_whole(host) and core.storage_uses(host) > self._own
 
     def is_only(self, host: torch.Tensor, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage, and only the buffer and the weight whose host tensor is ``view`` use
-        it."""
+        """Whether the memory is a whole storage, whose only users are the buffer and the weight with the host tensor
+        ``view``."""
         return _is_whole(host) and core.storage_uses(host) <= _own(host, view) and not self._lent
 
 

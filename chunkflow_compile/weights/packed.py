@@ -175,7 +175,7 @@ class Packed(Backing):
         with _ordinary_mode():
             if not written_pages(flat_bytes(self.host)):
                 return False
-            # there is too little memory to compare the values, so they count as changed and are packed again
+            # if there is too little memory to compare the values, they count as changed, and are packed again
             if no_room(self.host.nbytes) is not None:
                 return True
             return not same_bits(unpacked("a weight", self.stored, self.host), self.host)
@@ -209,8 +209,8 @@ class Packed(Backing):
         Raises ChunkflowError if they do not fit in host memory; with ``lazily``, only if the kernel reports an error.
         """
 
-        # the pages already contain the values: for a state_dict, or because a fork interrupted the packing (not
-        # ``_whole``)
+        # the pages already contain the values: they were opened for a state_dict, or a fork has interrupted the packing
+        # (then ``_whole`` is False)
         if self._exported is not None or not self._whole:
             self._writer = _this_thread()
             return

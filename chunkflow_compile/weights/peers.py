@@ -110,8 +110,9 @@ class Peers:
     def close(self, error: BaseException | None = None) -> None:
         """Stop sharding weights.
 
-        The memory of the pieces is freed when no rank uses them any more; on a GPU, when torch next checks for such
-        memory.  ``error``: the reason why this rank could not place the model, or None; the other ranks raise it.
+        The memory of the pieces is freed when no rank uses them any more.  On a GPU, it is freed when torch next looks
+        for memory that no rank uses.
+        ``error``: the reason why this rank could not place the model, or None; the other ranks raise it.
         """
 
         with contextlib.suppress(ChunkflowError):  # raised if a rank has ended
@@ -302,8 +303,8 @@ class Peers:
             yield part, values.narrow(0, part.begin, part.nbytes)
 
     def _check_access(self) -> None:
-        """Raise ChunkflowError, on all ranks, if the GPU of a rank cannot read the memory of another rank's GPU, or if
-        that GPU is not visible to the rank."""
+        """Raise ChunkflowError, on all ranks, if the GPU of one rank cannot read the memory of another rank's GPU, or if
+        that other GPU is not visible to the first rank under the same index."""
         here = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
         own, error = self._device.index, None
         for rank, (uuid, index) in zip(self._node.ranks, self._node.gather([here[own], own]), strict=True):

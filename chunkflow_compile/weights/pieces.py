@@ -1,4 +1,4 @@
-"""The pieces of a weight on the devices of the ranks of a node, as a source of copies.
+"""The pieces of a weight, as a source of copies.  Each rank of a node keeps one piece on its device.
 
 A piece never changes after the weight was sharded, so any rank may pull from it at any time, without synchronization.
 The memory of a piece lasts as long as any rank uses the piece: it is shared memory on a CPU, and on a GPU torch counts

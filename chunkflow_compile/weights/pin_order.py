@@ -34,6 +34,6 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
             buffer.pin(device, buffer not in without)
             pinned(buffer.nbytes)
     for buffer in todo:
-        if buffer in without and buffer.store.pins:  # True once per store, because the call sets ``pins`` to False
+        if buffer in without and buffer.store.pins:  # True once per store: the next line sets ``pins`` to False
             buffer.store.disable_pinning(buffer, allowances[buffer.store].why)
     return all(buffer.pinned or isinstance(buffer.bytes_now, Pieces) for buffer in buffers)

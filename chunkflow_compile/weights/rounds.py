@@ -189,8 +189,8 @@ class Rounds:
         return False
 
     def _run_round(self, value: Any, patience_s: float, late: str) -> list[Any]:
-        """Run a round and return the values of all ranks.  ``late``: what the round decides if a rank is
-        missing after ``patience_s`` seconds: ``_ENDED`` or ``_LATE``."""
+        """Run a round and return the values of all ranks.  ``late``: what the round decides if a rank is missing after
+        ``patience_s`` seconds: ``_ENDED`` (all ranks raise RankFailed) or ``_LATE`` (all ranks raise Left)."""
         if self.forked:
             raise ChunkflowError(
                 f"This process was forked from rank {self.rank} of a process group and is none of its ranks, which the "

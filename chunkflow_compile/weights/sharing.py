@@ -117,8 +117,8 @@ class SharedPages:
         whole = sum(w.shard is None for w in wanted)  # the number of unsharded weights, which all ranks should have
         reports = node.gather([whole, [(kind, w.origin) for kind, w in mine.items()]])
         sources = [dict(each) for _, each in reports]
-        # weights that some rank lacks, or has in another size, are not shared; the others are in the order of the first
-        # rank
+        # weights that some rank lacks, or has in another size, are not shared; the shared weights are in the order that
+        # they have on the first rank
         kinds = [k for k in sources[0] if all(k in each for each in sources) and mine[k].nbytes]
         common = [mine[k] for k in kinds]
         if 2 * len([w for w in common if w.shard is None]) < max(count for count, _ in reports):
@@ -237,6 +237,9 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 def _same_bytes(written: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether a dense host tensor has the same bytes as ``values`` cast to its dtype."""
+    """Cast ``values`` to the dtype of ``written``, and return whether the bytes of both are then equal.
+
+    ``written``: a dense host tensor.
+    """
     pieces = zip(*(t.as_strided((t.numel(),), (1,)).split(_PIECE) for t in (written, values)), strict=True)
     return all(same_bits(ours, theirs.to(written.dtype).to("cpu")) for ours, theirs in pieces)

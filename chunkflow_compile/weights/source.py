@@ -42,7 +42,7 @@ class WeightFile:
 
     @property
     def descriptor(self) -> Descriptor:
-        """The open file.  Raises ChunkflowError if it no longer exists."""
+        """The open file.  Raises ChunkflowError if the file cannot be opened, for example because it was deleted."""
         if isinstance(self._opened, Path):
             try:
                 self._opened = Descriptor(os.open(self._opened, os.O_RDONLY))

@@ -54,8 +54,8 @@ def cannot_be_seen(func: Any) -> bool:
 
 
 def wait_for_collective(func: Any, values: Sequence[torch.Tensor]) -> None:
-    """Wait until a functional collective has written ``values``.  A functional collective may return before it has
-    written them."""
+    """If the op ``func`` is a functional collective, wait until it has written ``values``.  Such an op may return before
+    it has written them."""
     if func.namespace == "_c10d_functional":
         for value in values:
             torch.ops._c10d_functional.wait_tensor(value)

@@ -8,8 +8,8 @@ class WeightToken:
 
     Weak references point to the token and not to the weight, because torch.utils.swap_tensors raises an error for tensors
     that have weak references.
-    ``state``: an object that is replaced after each change of the buffer, except changes that the version of the host
-    tensor records.  The attribute is deleted when the weight leaves its store.
+    ``state``: an object that is replaced after each change of the buffer; ``mark_of`` in ``host_weight.py`` lists the
+    exceptions.  The attribute is deleted when the weight leaves its store.
     """
 
     def __init__(self) -> None:
