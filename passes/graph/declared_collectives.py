@@ -64,7 +64,8 @@ def register_collective(
     rank receives.  The default is the formula for the kind, applied to all tensors that the op takes.  ``group``: a
     process group, or the name of the op's argument that takes the process group or the group's name.  The default is the
     argument named group_name, group, process_group or pg.  ``engine``: "sm" if kernels move the bytes, "copy" if copy
-    engines move them; these engines cannot copy weights at the same time.  Declaring an op again replaces the earlier declaration.
+    engines move them; these engines cannot copy weights at the same time.  Declaring an op again replaces the earlier
+    declaration.
 
     Raises ChunkflowError for an unknown op, kind, engine or group, and for an op that writes to its arguments.
     """
