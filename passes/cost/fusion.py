@@ -68,7 +68,7 @@ _POINTWISE = frozenset(
 _REDUCTIONS = frozenset(
     ("all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean")
 )
-# Products with an ``out=`` variant, so that Inductor can choose the memory of the result.
+# Products with an ``out=`` variant.  Inductor can choose the memory of their results.
 _WITH_OUT = frozenset(("_int_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm"))
 # Views that keep the order of elements.
 _IN_ORDER = frozenset(("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"))
@@ -93,7 +93,8 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class RegionNodes:
-    """The input and output nodes of a region in the whole graph.  ``key``: regions with equal keys have equal profiles."""
+    """The inputs and outputs of a region, as nodes of the whole graph.  ``key``: regions with equal keys have equal
+    profiles."""
 
     key: object
     inputs: tuple[Node, ...]

@@ -3,8 +3,8 @@ kernels move.
 
 Inductor fuses consecutive pointwise ops and reductions if there is no product between them.  The kernel of such a group
 reads each value from outside the group once, and writes the values that are used outside the group.  A node that is
-marked as ``INLINED`` is computed again in each group that reads it.  If a group reads a part of an inlined node, it reads the
-same part of the operands of this node.  In eager mode, each op is a kernel.
+marked as ``INLINED`` is computed again in each group that reads it.  If a group reads only a fraction of an
+inlined node, it reads the same fraction of the operands of this node.  In eager mode, each op is a kernel.
 """
 
 from __future__ import annotations

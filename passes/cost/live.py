@@ -1,8 +1,9 @@
 """Live: computes the bytes of activations that are live on the device while each region runs.  Weights and the workspaces
 of kernels are not included.
 
-Inputs of the graph are always live, because the caller holds them, and so are results once they have been computed.  Any
-other value is freed after the last kernel that reads it, in the last region that reads it.
+Inputs of the graph are always live, because the caller holds them.  Results of the graph are live from the time at which
+they are computed.  Any other value is freed in the last region that reads it, after the last kernel of this region that
+reads it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Seq
     groups of region indices; the regions of one group count as a single region.  Empty to merge nothing.
     """
     group_of = {i: group for group in groups for i in group}
-    outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}  # the last item that reads each node
+    # the position of the last item that reads each node
+    outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}
     results = {a for n in storages.values if n.op == "output" for a in n.all_input_nodes}
     parts = list[RegionNodes | Node]()
     regions = {

@@ -118,10 +118,10 @@ class Timings:
         """Return the seconds of each collective without concurrent copies.  ``expected``: seconds of each collective
         according to the rates of the hardware profile.
 
-        Times were measured per window.  The time of a window is divided among its collectives in proportion to
-        ``expected``.  A window that was never timed without copies gets the time of another window with the same kinds and
-        sizes of collectives.  If there is none, the seconds of its collectives are ``expected``, scaled by the mean ratio
-        of measured to expected seconds.
+        Times were measured per window.  A window contains the collectives for which compute waits before the same region.
+        The time of a window is divided among its collectives in proportion to ``expected``.  A window that was never timed
+        without copies gets the time of another window with the same kinds and sizes of collectives.  If there is none, the
+        seconds of its collectives are ``expected``, scaled by the mean ratio of measured to expected seconds.
         """
         windows: dict[int, list[int]] = {}
         last = len(problem.regions) - 1

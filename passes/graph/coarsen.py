@@ -47,7 +47,7 @@ def apart(cut: Cut) -> Groups:
 
 def merged(cut: Cut, groups: Groups) -> Problem:
     """Return the problem of the cut in which each group is one region.  The cost of a group is the sum of the costs of its
-    regions, because the time that fusion saves is not known."""
+    regions, because it is not known how much time fusion across the former borders would save."""
     problem, live = cut.problem, live_of(cut.storages, cut.sequence, groups)
     number = {old: new for new, group in enumerate(groups) for old in group}
     end = len(groups)

@@ -58,13 +58,14 @@ def register_collective(
     """Declare that a custom op communicates, before a model that calls it is compiled.
 
     ``op``: the result of ``torch.library.custom_op``, an op of ``torch.ops``, or its name, ``"namespace::name"``.  The
-    op must return new tensors and must not write to its arguments.  When it returns, the stream that called it must be
-    able to read the results.  ``kind``: "all-to-all", "all-gather", "reduce-scatter" or "all-reduce".  ``bytes``: a
-    function that takes the op's arguments (with fake tensors) and returns how many bytes this rank receives.  The
-    default is the formula for the kind, applied to all tensors that the op takes.  ``group``: a process group, or the
-    name of the op's argument that takes the process group or the group's name.  The default is the argument named
-    group_name, group, process_group or pg.  ``engine``: "sm" if kernels move the bytes, "copy" if copy engines move them;
-    these engines cannot copy weights at the same time.  Declaring an op again replaces the earlier declaration.
+    op must return new tensors and must not write to its arguments.  After it has returned, kernels that are launched on
+    the current stream must be able to read the results.  ``kind``: "all-to-all", "all-gather", "reduce-scatter" or
+    "all-reduce".  ``bytes``: a function that takes the op's arguments (with fake tensors) and returns how many bytes this
+    rank receives.  The default is the formula for the kind, applied to all tensors that the op takes.  ``group``: a
+    process group, or the name of the op's argument that takes the process group or the group's name.  The default is the
+    argument named group_name, group, process_group or pg.  ``engine``: "sm" if kernels move the bytes, "copy" if copy
+    engines move them; these engines cannot copy weights at the same time.  Declaring an op again replaces the earlier
+    declaration.
 
     Raises ChunkflowError for an unknown op, kind, engine or group, and for an op that writes to its arguments.
     """

@@ -47,7 +47,8 @@ COLLECTIVE_KINDS: Mapping[str, str] = {
 }
 # DTensor on CUDA redistributes shards with this op.  The op is synchronous: it returns when compute can read the result.
 _SHARD_DIM_ALLTOALL = "_dtensor::shard_dim_alltoall"
-# The ops of completions.  wait_tensors (in torch 2.15, but not in 2.13) waits for all results of a coalesced collective.
+# The ops that complete a collective.  wait_tensors (in torch 2.15, but not in 2.13) waits for all results of a coalesced
+# collective.
 _WAITS = frozenset(f"{namespace}::{name}" for namespace in _SCHEDULED for name in ("wait_tensor", "wait_tensors"))
 
 

@@ -32,7 +32,7 @@ _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm",
 _BATCHED = frozenset(("bmm", "baddbmm"))
 # The only all-to-all that can be divided: its arguments give the sizes of the parts that it sends and receives.
 ALL_TO_ALL = "_c10d_functional::all_to_all_single"
-# The key in a node's metadata for the number of groups, if the node computes the attention of one group of heads.
+# If a node computes the attention of one group of heads, its metadata contains the number of groups under this key.
 GROUPS = "exchange_groups"
 
 
@@ -130,7 +130,7 @@ def _is_all_to_all(node: Node) -> bool:
 
 
 def _is_named_attention(node: Node) -> bool:
-    """Return whether an op computes attention according to its name, as flex_attention and kernels of users do."""
+    """Return whether the name of an op says that it computes attention, for example flex_attention or a kernel of a user."""
     return collective_kind(node) is None and ("attn" in str(node.target) or "attention" in str(node.target))
 
 

@@ -150,7 +150,7 @@ class _Divided:
         self._erase()
 
     def _awaited(self, sent: Iterable[Node]) -> list[Node]:
-        """Add a wait for each exchange in ``sent``, and return the waits.  ``sent`` is empty after the last group."""
+        """Add a wait for each all-to-all in ``sent``, and return the waits.  ``sent`` is empty after the last group."""
         return [self._made(wait.target, (start,), wait) for wait, start in zip(self.received, sent, strict=False)]
 
     def _found(self) -> tuple[int, int]:
@@ -193,8 +193,8 @@ class _Divided:
         return builder, builder.root(self.result, self._part(dim, outer, group))
 
     def _axes(self, builder: GroupBuilder) -> dict[Node, _Axis]:
-        """Return the axis of the heads in the operand of each exchange.  The result of the exchange has the heads at
-        the same position."""
+        """Return, for each all-to-all before attention, the axis of the heads in its operand.  In its result, the heads are
+        at the same position."""
         axes = dict[Node, _Axis]()
         for wait, collective in self.received.items():
             if wait not in builder.taken:
@@ -204,7 +204,7 @@ class _Divided:
         return axes
 
     def _check_order(self, first: GroupBuilder, dim: int, outer: int) -> None:
-        """Check that each group computes its part of the result from the same part of each received tensor.
+        """Check that group ``i`` computes its part of the result from part ``i`` of the heads in each received tensor.
 
         ``first``: the builder of the first group.
         Raises NoRule if attention reads the heads in another order, several times, or only some of them.
@@ -216,7 +216,7 @@ class _Divided:
                     raise NoRule(f"attention reads the heads of {node} in another order, several times or in part")
 
     def _check_rows(self, collective: Node, axis: _Axis) -> None:
-        """Check that each rank gets whole rows of an axis."""
+        """Check that each rank sends and receives whole rows of an axis, and that a row can be divided into the groups."""
         if any(size % axis.length for sizes in splits_of(collective) for size in sizes) or axis.length % self.groups:
             raise NoRule(f"the ranks divide rows of {collective} that hold all heads")
 
@@ -261,8 +261,8 @@ class _Divided:
         return copies[result]
 
     def _join(self, waits: Sequence[Node], axis: _Axis) -> None:
-        """Join the results of the groups.  If the undivided result is only read by a copy to another layout, the joined
-        value replaces this copy."""
+        """Join the results of the groups.  If views of the undivided result lead to a contiguous copy and to no other
+        reader, the joined value replaces this copy."""
         chain, axes = _moves_to_copy(self.returned, axis)
         last = chain[-1]
         dim, outer = axes[-1]

@@ -177,7 +177,7 @@ class _Slow:
                 self._slow.add(node)
 
     def _readers_of_shared(self) -> Iterator[Node]:
-        """Yield the readers of each weight that may be streamed and has a reader that is not slow."""
+        """Yield all readers of each weight that may be streamed, if at least one of them is not in ``_slow``."""
         for node, parameter in self.parameters.items():
             readers = self._readers(node)
             if parameter.keep is None and any(r not in self._slow for r in readers):

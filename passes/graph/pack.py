@@ -34,7 +34,7 @@ def takes_packed(cut: Cut) -> frozenset[str]:
 
 
 def packable(cut: Cut) -> frozenset[str]:
-    """Return the weights from :func:`takes_packed` whose values are not known to be incompressible."""
+    """Return the weights from :func:`takes_packed`, except for weights whose values are known to be incompressible."""
     return takes_packed(cut) & {w.parameter.name for w in cut.discovery.weights if w.parameter.compressible}
 
 
@@ -87,7 +87,7 @@ def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:
             copied.meta["val"] = value.new_empty(Layout.of(value.numel()).words, dtype=torch.int32)
     for node in chosen:
         before = copies[node]
-        # unpack directly before the first reader, because the unpacked values occupy memory from then on
+        # unpack as late as possible, directly before the first reader: until then, no memory is needed for the values
         with graph.inserting_before(next(iter(before.users))):
             values = graph.call_function(UNPACK, (before, list(node.meta["val"].shape)))
         values.meta["val"] = node.meta["val"]

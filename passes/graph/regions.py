@@ -6,8 +6,8 @@ Contract
     computed in each region that reads it: views cost nothing, and a view of a weight is not valid after the weight has left
     its slot.  Values that are cheaper to recompute than to pass between regions may also be computed in several regions
     (recompute.py).  The order of collectives does not change.  Cuts: the graph is cut at collectives, at the borders of
-    blocks, and before an op with which the weights of a region would exceed ``group_bytes`` bytes.  If ``groups`` are given,
-    the regions of each group become one region (coarsen.py chooses the groups).
+    blocks, and before an op if its weights would make the region read more than ``group_bytes`` bytes.  If ``groups`` are
+    given, the regions of each group become one region (coarsen.py chooses the groups).
 
 Steps
     assign        divide the compute nodes into segments, in program order; each segment becomes a region
@@ -93,9 +93,9 @@ class Cut:
     nodes at which compute waits for the end of a collective.
 
     ``sequence``: regions and top-level nodes, in program order.  ``storages``: memory of the graph's values.  ``raw``: the
-    same cut with no weight packed, or None if no weight is packed.  ``recomputed``: nodes, other than views of weights, that
-    every region computes for itself if it reads them.  ``whole``: the same cut with no region split into slices, or None if
-    no region is split.
+    same cut with no weight packed, or None if no weight is packed.  ``recomputed``: nodes that regions
+    recompute because this is cheaper than to pass their values between regions.  ``whole``: the same cut with no region
+    split into slices, or None if no region is split.
     """
 
     traced: Traced
@@ -230,8 +230,8 @@ def cut_into(
 def _build(
     traced: Traced, index: int, nodes: Sequence[Node], segments: Segments, costs: dict[str, RegionCost]
 ) -> CutRegion:
-    """Build a region.  ``costs``: costs of the regions that were built before, by region key; the cost of a new region is
-    added."""
+    """Build a region.  ``costs``: costs of the regions that were built before, by region key; the cost of this region is
+    added if its key is not there yet."""
     graph, members = traced.graph, set(nodes)
     new = Graph()
     root: dict[str, object] = {}
@@ -303,8 +303,8 @@ def _times(tiles: tuple[tuple[int, int], ...], repeat: int) -> tuple[tuple[int, 
 
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
-    """Return the memory of the values of a traced graph.  The result includes values that a split region returns incomplete,
-    because later regions write the rest; such values are not in the graph."""
+    """Return the memory of the values of a traced graph.  A split region may return an incomplete value, of which
+    later regions write the rest.  The node of an incomplete value is not in the graph, but the result includes its memory."""
     regions = [item for item in sequence if isinstance(item, CutRegion)]
     nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
@@ -313,8 +313,8 @@ def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutReg
 
 
 def _allocated(region: CutRegion) -> Iterable[Node]:
-    """Return the outputs of a region for which it allocates memory because it runs once per slice.  In the traced graph, such
-    an output may be a view."""
+    """Return the outputs of a region with ``slicing``, except for those that the region returns as views of its inputs.  In
+    the traced graph, the nodes of the returned outputs may be views."""
     if region.slicing is None:
         return ()
     if region.slicing.writes:

@@ -14,8 +14,9 @@ The operations are in the same order as in torch's kernel, ``(a + bi)(c + di) = 
 depends on which multiplications a compiler fuses with the following addition.  On a CPU, Inductor fuses none of them.  torch
 fuses none where it computes whole vectors, but it fuses some in the remainder of a row.  So products whose rows do not
 consist of whole vectors are not replaced.  Several threads may divide a row, so that torch's own result depends on the number
-of threads; real arithmetic gives the result of a single thread.  On a GPU, both torch's kernel and Inductor's kernel fuse
-``ac`` and ``ad`` (verified by comparing their machine code for an H100, with torch 2.11).
+of threads; real arithmetic gives the result that torch computes with a single thread.  On a GPU, both torch's kernel and
+Inductor's kernel fuse ``ac`` and ``ad`` with the subtraction or addition that follows (verified by comparing their machine
+code for an H100, with torch 2.11).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _is_complex(operand: Any) -> bool:
 
 def _rotated(product: Node) -> Node | None:
     """Return the real tensor that a product rotates: an operand of the product is a complex view of this tensor.  Return None
-    if there is no such tensor, or if its shape or layout differs from the result."""
+    if there is no such tensor, or if it differs in shape or layout from the real view of the result."""
     (result, *_) = (user.meta["val"] for user in product.users)
     for operand in product.all_input_nodes:
         if operand.target is _aten.view_as_complex.default:

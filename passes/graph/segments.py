@@ -16,7 +16,7 @@ class Segments:
     """Assigns the nodes of the source graph to segments, each of which becomes a region.
 
     ``of``: for each node that is computed in a single segment, the number of this segment.  ``lazy``: nodes that each segment
-    computes for itself if it needs them.  ``recomputed``: nodes in ``lazy`` that are neither views nor numbers.  Top-level
+    computes for itself if it needs them.  ``recomputed``: nodes in ``lazy`` that :meth:`recompute` has added.  Top-level
     nodes are in none of these three.
     """
 

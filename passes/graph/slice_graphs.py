@@ -35,8 +35,8 @@ class Walk:
     """The result of a walk through a region's graph, from the values that a phase computes (its roots) back to its inputs.
 
     ``taken``: for each node and slice that the phase takes as an input (slice None for the whole value), the placeholder in
-    the graph of the phase.  ``needs``: values that earlier phases must compute as a whole; for each value, the dimensions
-    along which it can be split, and the reason why it is needed.
+    the graph of the phase.  ``needs``: values that must be complete before the phase starts, so that earlier phases must
+    compute them; for each value, the dimensions along which it can be computed slice by slice, and why it is needed.
     """
 
     taken: dict[tuple[Node, Slice | None], Node] = field(default_factory=dict)
@@ -63,9 +63,9 @@ class Builder:
     """Builds the graph of a phase.
 
     ``values``: nodes that earlier phases compute.  ``streams``: inputs of which phases take slices (slices.py); empty if they
-    are not known yet.  ``fake``: mode in which metadata is computed, or None to compute no metadata, if only ``found`` is
-    needed.  ``closed``: whether this phase must compute everything except ``values``; otherwise it may leave more values to
-    earlier phases (``needs`` in ``found``).
+    are not known yet.  ``fake``: FakeTensorMode in which metadata is computed.  If only ``found`` is needed, it can be
+    None; then no metadata is computed.  ``closed``: whether this phase must compute everything except ``values``; otherwise
+    it may leave more values to earlier phases (``needs`` in ``found``).
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Builder:
 
     def root(self, node: Node, part: Part | None) -> Node:
         """Add the ops that compute a root, or a part of a root, and return the resulting node.  If ``part`` is None, the root
-        is computed as a whole, and no more values are left to earlier phases."""
+        is computed as a whole, and no further values are added to those that earlier phases compute."""
         self._making, self._inline = node, part is None
         todo: list[tuple[Node, Part | None]] = [(node, part)]
         while todo:  # a recursion could exceed Python's recursion limit
@@ -156,8 +156,9 @@ class Builder:
         return part is not None and part.outer != 1 and rule.args[0].node.op == "placeholder"
 
     def _note(self, operand: Operand, reader: Node) -> None:
-        """Add the value of an operand that is read as a whole to ``found.needs``, if an earlier phase should compute this
-        value, because the value depends on split inputs or its ops are too expensive to repeat in each run."""
+        """Add an operand, which ``reader`` reads as a whole, to ``found.needs`` if an earlier phase should compute it: if it
+        depends on split inputs, or if its ops are too expensive to repeat in each run.  The value that is added may also be
+        one from which the operand is computed (:meth:`_base`)."""
         node, along = operand.node, operand.along
         if (
             self.closed
@@ -215,7 +216,8 @@ class Builder:
         dimensions of this value that correspond to ``along``.
 
         If the value is computed slice by slice (``along`` is not empty), the result is the base of which ``node`` is a view.
-        Otherwise, the result is the last value from which ``node`` can be computed by light ops alone.
+        Otherwise, ``node`` is computed from the result by a chain of light ops with one operand each; the chain is as long as
+        possible.
         """
         while not self._is_given(node) and len(node.all_input_nodes) == 1:
             if along:
@@ -297,8 +299,8 @@ class Builder:
         with self.fake:
             value = node.target(*args, **kwargs)
             if isinstance(value, torch.Tensor) and value.storage_offset() and not is_view(node):
-                # FakeTensorMode caches results, and may return one with the storage offset of another operand; remove the
-                # offset, so that equal regions have equal keys
+                # FakeTensorMode caches results: this one may have the storage offset of an operand of an earlier call; remove
+                # the offset, so that equal regions have equal keys
                 value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return value
 

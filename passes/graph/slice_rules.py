@@ -111,7 +111,7 @@ def _created(node: Node, part: Part, item: int | None) -> Sliced:
 
 
 def _resized(node: Node, part: Part) -> list[int]:
-    """Return the shape of the result of a node, reduced to a part."""
+    """Return the shape that a part of a node's result has."""
     return [_size(part) if i == part.dim else size for i, size in enumerate(shape_of(node))]
 
 
@@ -120,7 +120,7 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
     given, made = shape_of(_operand(node)), shape_of(node)
     if isinstance(node.args[1], torch.dtype):
         raise NoRule("view changes the dtype")
-    rows = math.prod(made[: part.dim]) * part.outer  # how often the axis occurs in the order of elements
+    rows = math.prod(made[: part.dim]) * part.outer  # how often the part's axis is repeated in ``made``
     befores = [math.prod(given[:d]) for d in range(len(given))]
     dims = [d for d, before in enumerate(befores) if before <= rows < before * given[d]]
     if not dims:
@@ -138,8 +138,8 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
 
 
 def _rescaled(part: Part, length: int) -> Part | None:
-    """Return the same part of its axis, described for a division of the axis into ``length`` elements.  Return None if the
-    part does not consist of whole elements of this division."""
+    """Return the same part for another shape of the value, in which the part's axis has ``length`` elements.  Return None if
+    the part would begin or end inside an element, or if neither of the two lengths is a multiple of the other."""
     numbers = [n * length for n in (part.start, part.count)]
     if any(n % part.length for n in numbers) or max(length, part.length) % min(length, part.length):
         return None

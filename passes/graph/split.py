@@ -36,7 +36,7 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.con
 
 
 def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
-    """Return the cut with some of its regions split.  ``repeats``: number of slices of each region to split, by region key.
+    """Return the cut with some of its regions split.  ``repeats``: numbers of slices, by the keys of the regions to split.
 
     Raises Whole if a region cannot be split into its number of slices, and FindingError if the phases of a region do not
     compute the same as the region.
@@ -77,8 +77,8 @@ def _split(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[Gr
     layout than in ``module``.
 
     ``owned``: see :func:`phases`.  If only the transposed layout of an input prevents a result from overwriting it, an
-    additional first phase copies the input to a contiguous layout.  The copy reads and writes the input once more, but it
-    saves memory: without it, the input, the result, K and V would all be live at the same time.
+    additional first phase copies the input to a contiguous layout.  The copy takes time, but saves
+    memory: without the copy, the input, the result, K and V would all be live at the same time.
     """
     found, copies = phases(module, repeat, owned), list[_Calls]()
     for place in _transposed(module, found, owned):
@@ -161,7 +161,8 @@ def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Cal
 @dataclass(frozen=True)
 class _Calls:
     """A phase in the form of a region, with a graph, inputs, outputs and slicing.  ``inputs`` and ``outputs`` are nodes of
-    the graph that was divided into phases.  ``parts``: for each output that later phases complete, the complete value."""
+    the graph that was divided into phases.  ``parts``: for each output of which later phases write the rest, the node of the
+    whole value."""
 
     module: GraphModule
     inputs: tuple[Node, ...]

@@ -24,7 +24,7 @@ from chunkflow_compile.passes.problem import Parameter, Source
 
 from .traced import Traced
 
-# The maximum number of elements of a constant that is stored with its values, such as a mask.
+# The maximum number of elements of a constant, such as a mask.  A graph with a larger constant cannot be stored.
 _SMALL = 1024
 # The types of torch constants that are arguments of ops, each with the key under which constants of this type are stored.
 _CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -197,7 +197,7 @@ def _description(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _tensor(shape: Sequence[int], stride: Sequence[int], offset: int, dtype: str, device: str) -> torch.Tensor:
-    """Make a fake tensor.  Runs under FakeTensorMode."""
+    """Make a tensor.  It is a fake tensor, because the caller has entered a FakeTensorMode."""
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if not offset:
         return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)

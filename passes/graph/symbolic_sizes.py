@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-# A larger bound, such as the maximum of an int64, is meaningless.
+# An upper bound of this size or more, such as the maximum of an int64, is treated as no bound.
 _LARGEST = 1 << 31
 
 
@@ -61,8 +61,8 @@ def estimated(values: Mapping[str, int], unknown: Mapping[str, int | None]) -> d
     """Return the value of each symbol.  ``values``: values of the symbols of the inputs.  ``unknown``: upper bounds of all
     other symbols, see :func:`bounds`.
 
-    All unknown symbols get the same value, because a model combines tensors with these sizes: for example, query, key and
-    value of attention must have matching sizes.
+    All unknown symbols get the same value.  Otherwise tensors that a model combines, such as query, key and value of
+    attention, could get sizes that do not match.
     """
     bounds = [bound for bound in unknown.values() if bound is not None] or [*values.values()]
     return {**values, **dict.fromkeys(unknown, max(bounds, default=1))}
@@ -79,8 +79,8 @@ def is_size(node: Node) -> bool:
 
 
 def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
-    """Return a value from a node's metadata with its symbols replaced by ``sizes``.  The resulting tensors are on the meta
-    device.  No guards are added."""
+    """Return a value from a node's metadata with its symbols replaced by ``sizes``.  A tensor with symbolic sizes is
+    replaced by a tensor on the meta device.  No guards are added."""
     if not sizes:
         return value
     if isinstance(value, torch.Tensor):

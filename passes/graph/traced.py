@@ -1,4 +1,5 @@
-"""Traced: a traced graph, which is the input of the first pass.  Frozen.  No pass accesses the model or a process group."""
+"""Traced: a traced graph, which is the input of the first pass.  A Traced is immutable.  Passes access neither the
+model nor a process group."""
 
 from __future__ import annotations
 
