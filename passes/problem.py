@@ -59,12 +59,12 @@ HOST = Source()
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter that is an input of the Dynamo graph, found by identity.
+    """A parameter that is an input of the Dynamo graph.
 
-    ``index``: position among the inputs of the Dynamo graph.  ``names``: all its names in the model; more than one for
-    tied weights.  ``inside``: if the input is a tensor subclass, the attribute path from the input to the parameter,
-    such as ``.qdata``; otherwise empty.  ``keep``: why the parameter must stay on the device, or None if it may be
-    streamed.  ``source``: in a Traced, the source at the time of tracing; in a Cut, the planned source.
+    ``index``: position among the inputs of the Dynamo graph.  ``names``: all names under which the model contains this tensor
+    object; more than one for tied weights.  ``inside``: if the input is a tensor subclass, the attribute path from the input
+    to the parameter, such as ``.qdata``; otherwise empty.  ``keep``: why the parameter must stay on the device, or None if it
+    may be streamed.  ``source``: in a Traced, the source at the time of tracing; in a Cut, the planned source.
     ``compressible``: False if the values of the parameter are known to be incompressible.
     """
 
@@ -193,7 +193,8 @@ class Collective:
     """A collective.  ``nbytes``: bytes that this rank receives.  ``ranks``: size of its process group.
 
     ``before``: index of the first region after its start.  ``until``: index of the first region after compute has
-    waited for the end of the collective.  ``before`` and ``until`` can be equal to the number of regions, which means after the last region.
+    waited for the end of the collective.  ``before`` and ``until`` can be equal to the number of regions,
+    which means after the last region.
     ``engine``: whether kernels ("sm") or a copy engine ("copy") move its bytes; a busy copy engine cannot copy weights.
     """
 

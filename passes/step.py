@@ -383,7 +383,8 @@ class Scheduler:
     def _held(self, names: Iterable[str], before: int, issued: Mapping[str, Sequence[_Issued]]) -> Iterator[_Arrival]:
         """Yield the arrivals that compute waits for at a :class:`Barrier`, directly before a collective starts.
 
-        ``names``: weights of the barrier.  ``before``: the index of the region that follows the start.  There is one arrival for each sequence of consecutive weights in the same lane.
+        ``names``: weights of the barrier.  ``before``: the index of the region that follows the start.  There is one
+        arrival for each sequence of consecutive weights in the same lane.
 
         A weight is left out if compute has already waited for all its copies in the previous step.
         """
@@ -402,8 +403,8 @@ class Scheduler:
 
 
 def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
-    """Yield the copies of a weight that this step issues before region ``before``, and the other copies of the weight that
-    the previous step issued for this step."""
+    """Yield the copies of a weight that this step issues before region ``before``.  Of the other copies of the weight, yield
+    those that the previous step issued for this step."""
     for place, next_step in issued:
         if place[0] < before:
             yield (0 if place[0] >= 0 else -2), place
