@@ -220,8 +220,8 @@ def _sharded_now(traced: Traced) -> frozenset[str]:
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
     """Return the groups of regions with which the graph was cut before: for the plan or the timings in ``settings``, or for a
-    problem in ``settings.likes`` that has the same structure.  Return None if ``settings`` contain no plan and no timings,
-    and no cut has the structure of a problem in ``settings.likes``."""
+    problem in ``settings.likes`` that has the same structure.  If none is found, return None, or each
+    region as its own group if ``settings`` contain a plan or timings."""
     given = settings.plan or settings.timings
     structures = [problem.structure for problem, _ in settings.likes]
     if given is None and not structures:

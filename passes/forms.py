@@ -76,8 +76,8 @@ def prologue(
     *,
     jumps: bool = False,
 ) -> Step:
-    """Return the ops to issue before a call.  These ops put the arena into the state that it would have if all calls of the
-    pass up to this one had run in the planned order.
+    """Return the ops to issue before a call.  These ops put the arena into the state that it would have if all earlier calls
+    of the pass had run in the planned order.
 
     ``step``, ``events``: ops and events of all calls of the cycle.  ``begin``: index of the first op of the call.
     ``kept``: copies of the resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights
@@ -90,9 +90,9 @@ def prologue(
     calls would have issued for copies after the beginning of this call.  The prologue's own copies do not use the ring: for a
     weight in a file, the copy itself reads the file.
 
-    The call itself may contain no wait for a copy of a stale weight.  It contains no wait for a weight whose first reader is
-    in an earlier call, because that earlier call contains the wait.  If the prologue makes copies of such weights, compute
-    waits for all copies at the end of the prologue.
+    The ops of the call do not always include a wait for a weight that the prologue copies: they include none for some stale
+    weights, and none for a weight whose first reader is in an earlier call, because that earlier call contains the wait.  If
+    the prologue copies such weights, compute waits for all copies at the end of the prologue.
     """
     cold = stale is None and not jumps
     stale = stale or ()
@@ -153,8 +153,8 @@ def without_reads(step: Iterable[Op], events: CallEvents) -> Step:
 def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
     """Return the events to record after copies of resident chunks, by the index of the copy in ``kept``.
 
-    The step waits for these events but does not record them.  Each event is recorded after the copy of the last resident
-    chunk among the weights that its wait names.
+    The step waits for these events but does not record them.  Each event is recorded once the resident chunks of all weights
+    that its wait names have been copied.
     """
     last = {copy.weight: i for i, copy in enumerate(kept)}
     recorded = {op.event for op in step if isinstance(op, Record)}
@@ -179,7 +179,7 @@ def captured(step: Iterable[Op], events: CallEvents) -> Step:
     A wait for an event that the call itself does not record has no effect in a CUDA graph.  Such an event is the arrival of a
     copy that an earlier call has issued.  That copy has already ended: if the earlier call is a CUDA graph, it waits
     for all its copies before it ends; otherwise compute has waited for them before the graph of this call runs.  No weight
-    of such a call is in a file.
+    of a captured call is in a file.
     """
     ops, later = list[Op](), dict[Stream, list[Op]]()
     for op in without_reads(step, events):

@@ -106,7 +106,7 @@ class Hardware:
     """Number of ranks per node; 0 if all ranks are on one node.  Ranks on different nodes exchange data over the
     network between nodes."""
     node_bandwidth: float = 25e9
-    """Bytes/s that a collective moves into one rank from other nodes; 25 GB/s is a rank's share of 200 Gbit/s InfiniBand."""
+    """Bytes/s that a collective moves into one rank from other nodes; 25 GB/s is 200 Gbit/s InfiniBand per rank."""
     node_latency_s: float = 1e-5
     """Seconds of overhead per collective between nodes, in addition to collective_latency_s."""
     drive_bandwidth: float = 2e9
@@ -322,8 +322,8 @@ class Hardware:
         return Hardware(**body)
 
 
-# The valid range of each field.  On a real machine, a value outside its range has the wrong unit (GB instead of bytes, ms
-# instead of seconds).
+# The valid range of each field.  No real machine has a value outside these ranges: such a value is in the wrong unit (GB
+# instead of bytes, ms instead of seconds).
 _RANGES: Mapping[str, tuple[float, float]] = {
     "eta_gemm": (0.001, 1),
     "eta_memory": (0.01, 1),

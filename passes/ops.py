@@ -1,7 +1,7 @@
 """Transfer ops: the copies, reads, waits and evicts of a step (step.py) as FX nodes, with their events as arguments.
 
 The executor runs these ops, and listings show them. torch never dispatches them: calling one of them directly raises an
-error.  ``Library.define`` is used because ``custom_op`` takes over ten times as long to define an op.
+error.  ``Library.define`` is used because defining an op with ``custom_op`` takes more than ten times as long.
 
 ``prefetch(weight, first, end, window, next_step, lane, after, then, ring, read)``
     Copy chunks ``[first, end)`` of a weight into its slot.  ``after``: the opening of the window, an event that the lane

@@ -63,8 +63,9 @@ class WeightPlan:
     first_use``, the chunk is copied in the same step in which it is read, otherwise in the previous step (wrap-around).
     ``first_use`` and ``last_use``: indices of the first and the last region that read the weight.  ``slack_s``:
     predicted seconds from the arrival of the last chunk to the start of the first region that reads the weight;
-    negative if this region waits.  ``why``: reason for the placement, as a sentence.  ``source``: only ``ranks`` is set,
-    also for a sharded weight whose home is "device".  The Problem contains the other fields of the source.
+    negative if this region waits.  ``why``: reason for the placement, as a sentence.  ``source``: in a plan, only its field
+    ``ranks`` is set; a sharded weight has it even if ``home`` is "device".  The Problem contains the other fields of the
+    source.
     """
 
     name: str

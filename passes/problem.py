@@ -59,12 +59,12 @@ HOST = Source()
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter that is an input of the Dynamo graph, found by identity.
+    """A parameter that is an input of the Dynamo graph.
 
-    ``index``: position among the inputs of the Dynamo graph.  ``names``: all its names in the model; more than one for
-    tied weights.  ``inside``: if the input is a tensor subclass, the attribute path from the input to the parameter,
-    such as ``.qdata``; otherwise empty.  ``keep``: why the parameter must stay on the device, or None if it may be
-    streamed.  ``source``: in a Traced, the source at the time of tracing; in a Cut, the planned source.
+    ``index``: position among the inputs of the Dynamo graph.  ``names``: all names under which the model contains this tensor
+    object; more than one for tied weights.  ``inside``: if the input is a tensor subclass, the attribute path from the input
+    to the parameter, such as ``.qdata``; otherwise empty.  ``keep``: why the parameter must stay on the device, or None if it
+    may be streamed.  ``source``: in a Traced, the source at the time of tracing; in a Cut, the planned source.
     ``compressible``: False if the values of the parameter are known to be incompressible.
     """
 

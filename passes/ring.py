@@ -3,7 +3,7 @@ their bytes from it.
 
 Reads and copies are in the same order, and each read uses the same bytes of the ring in every step.  The reads of a step fill
 the ring several times, each time from its beginning.  Each such pass through the ring is a *lap*, and all laps have about the
-same size.  A read waits until the copies that the previous lap made from the same bytes have ended.
+same size.  A read waits until the copies that took the same bytes in the previous lap have ended.
 """
 
 from __future__ import annotations

@@ -403,8 +403,8 @@ class Scheduler:
 
 
 def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
-    """Yield the copies of a weight that this step issues before region ``before``, and the other copies of the weight that
-    the previous step issued for this step."""
+    """Yield the copies of a weight that this step issues before region ``before``.  Of the other copies of the weight, yield
+    those that the previous step issued for this step."""
     for place, next_step in issued:
         if place[0] < before:
             yield (0 if place[0] >= 0 else -2), place

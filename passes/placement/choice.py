@@ -12,11 +12,12 @@ device.  If copies are hidden anyway, unpacking only costs time.  If copies are 
 the weights.  In each block, the same weights are packed, so that the regions of equal blocks stay equal, and are lowered
 once.
 
-Shards occupy device memory under every plan, so a weight that stays on the device as a whole should not be sharded.
-Therefore all weights are sharded first.  Then the weights that the plan keeps on the device are unsharded, which frees
-memory in which more weights can stay.  If copies from host memory do not share an interconnect with pulls, more weights are
-unsharded, as many as can be copied from host memory per step.  The unsharded weights are spread evenly over the step.  They
-need no memory for shards and do not use the interconnect of the pulls.
+Shards occupy device memory under every plan, so a weight that stays on the device as a whole should not be sharded.  Which
+weights stay is known only when there is a plan.  Therefore the first plan is made with all weights sharded.  Then the
+weights that this plan keeps on the device are unsharded, which frees memory in which more weights can stay.  If copies from
+host memory do not share an interconnect with pulls, more weights are unsharded: as many as can be copied from host memory
+during a step.  The unsharded weights are spread evenly over the step.  They need no memory for shards and do not use the
+interconnect of the pulls.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ def to_peers(
 
 
 def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget: bool = True) -> frozenset[str]:
-    """Return the names of the weights to keep sharded in a coarser cut.  The sharded weights of ``cut`` were chosen for a
-    finer cut.
+    """Return the names of the weights of ``cut`` to keep sharded.  ``cut`` is coarser than the cut for which its sharded
+    weights were chosen.
 
-    In a coarser cut, more bytes must be pulled between two collectives, and the time between them may be too short for this.
-    So some of the weights are unsharded: they are no longer pulled, and stay on the device if they fit there.  The arguments
-    are the same as for :func:`to_peers`.
+    In a coarser cut, more bytes must be pulled between two collectives, and the time between the two may be too short for
+    these pulls.  So some of the weights are unsharded: they are no longer pulled, and stay on the device if they fit there.
+    The arguments are the same as for :func:`to_peers`.
     """
     names = frozenset(w.name for w in cut.problem.weights if w.source.sharded)
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget, names)
@@ -236,7 +237,7 @@ def _positions(problem: Problem) -> dict[str, tuple[str, str]]:
 
 
 def _spread(order: Sequence[_Item], nbytes: Mapping[_Item, int], share: float) -> Iterator[_Item]:
-    """Yield items that contain about this share of all bytes, evenly spread over ``order``."""
+    """Yield items, evenly spread over ``order``, whose bytes are about ``share`` times the bytes of all items."""
     due = 0.0
     for item in order:
         due += share * nbytes[item]

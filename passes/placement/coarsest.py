@@ -4,10 +4,10 @@ Contract
     On entry: the finest Cut, and a function that plans its problem and the problems of coarser cuts.
     On exit: the groups of regions (graph/coarsen.py) that form the coarsest cut whose predicted step is at most ``AS_GOOD``
     times as long as with the finest cut.  If the finest cut does not fit in the budget, the result is the coarsest cut
-    that fits; a coarser cut may fit, because its activations can be smaller.  If plans are made for a step time, the plan may
-    also need more memory on the device than the plan of the finest cut, by at most ``AS_GOOD - 1`` times the weight bytes.
-    For a block that is compiled separately, the plans cover several repetitions of the block, with at most ``MOST_REGIONS``
-    regions.
+    that fits; a coarser cut may fit, because its activations can be smaller.  If plans are made for a step time, the plan of
+    the result may also need more memory on the device than the plan of the finest cut: at most ``AS_GOOD - 1`` times the
+    weight bytes more.  For a block that is compiled separately, the plans cover several repetitions of the block, with at
+    most ``MOST_REGIONS`` regions.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class MakePlan(Protocol):
 
 
 def judged(finest: Problem, repeats: Repeats | None, goal: Goal, plan: MakePlan) -> Callable[[Problem], Plan]:
-    """Return the function with which problems of a graph are planned, to compare its cuts.  If the graph is a block that is
-    compiled separately, the plan covers several repetitions of the block, and is made for the common goal of these blocks.
-    Otherwise the plan covers the graph alone, and is made for ``goal``.
+    """Return a function that plans the problem of any cut of a graph, so that cuts can be compared by their plans.  If the
+    graph is a block that is compiled separately, the plan covers several repetitions of the block, and is made for the common
+    goal of these blocks.  Otherwise the plan covers the graph alone, and is made for ``goal``.
 
     ``finest``: problem of the finest cut.  ``repeats``: the blocks that the graph stands for, or None for a whole model.
     ``plan``: plans a problem for a goal.
@@ -91,11 +91,13 @@ def _as_good(plan: Plan, best: Plan, budget: bool) -> bool:
 
 
 def _in_turns(plan: MakePlan, repeats: Repeats, finest: Problem, problem: Problem) -> Plan:
-    """Return the plan for several programs of this problem that run one after the other."""
+    """Return the plan for several repetitions of a block that run one after the other.  ``problem``: problem of a single
+    repetition."""
     count, goal = max(1, min(repeats.count, MOST_REGIONS // len(finest.regions))), repeats.goal
     if goal.memory is not None:
-        # the plan covers only ``count`` of all repetitions, so it gets the same fraction of the memory for resident
-        # weights.  The memory for activations and for streamed weights does not depend on the number of repetitions
+        # the plan covers only ``count`` of all repetitions, so it gets only the fraction ``count / repeats.count`` of the
+        # memory for resident weights.  The memory for activations and for streamed weights does not depend on the number of
+        # repetitions
         through, live = 2 * max(streamed_bytes(finest)), problem.live_bytes
         memory = through + max(0, repeats.weights(live) - through) * count // repeats.count
         goal = replace(goal, memory=min(goal.memory, goal.counted(live) + memory))

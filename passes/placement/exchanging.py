@@ -106,8 +106,8 @@ def groups_of_problem(traced: Traced, problem: str, digest: Callable[[Traced], s
     """Return the number of groups for which a plan or timings were made.  Return 1 if the plan or the timings do not match
     the graph with any number of groups.
 
-    ``problem``: digest of the problem that the plan or timings contain.  ``digest``: returns the digest of the problem of
-    a graph whose exchanges have been divided.
+    ``problem``: digest of the problem that the plan or timings contain.  ``digest``: function that returns the digest of a
+    graph's problem; the exchanges of the graph have already been divided.
     """
     with contextlib.suppress(NoGroups):
         for count in possible_groups(traced):

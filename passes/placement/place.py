@@ -31,8 +31,8 @@ from .windows import as_windows
 
 # The policies whose plans depend on the budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
-# The numbers of regions by which copies may be ahead of compute, in the order in which they are tried for a call that streams
-# every weight within a memory limit.
+# Limits for a call that must stream every weight and does not fit in memory: the maximum number of regions by which a copy is
+# ahead of its reader.  They are tried in this order until the call fits.
 _WINDOWS_AHEAD = (8, 4, 2, 1)
 
 
@@ -54,9 +54,9 @@ def place(
 
     ``part``: whether the program is a part of a model, and the other parts use the same arena before it runs again.  Then
     every weight is streamed, and every copy is for the call in which it is issued.  ``like``: a plan for the same goal and
-    for a problem that has the same structure, but other sizes.  Its placement is reused if it meets the goal, so that the two
-    programs can alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are placed in the
-    arena.  Then programs that share the arena need no more memory for weights than the largest of their plans.
+    for a problem that has the same structure, but other sizes.  Its placement is reused if it meets the goal: then the
+    programs of both plans can alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are
+    placed in the arena.  Then programs that share the arena need no more memory for weights than the largest of their plans.
     ``external_bytes``: bytes of weights on the device that the program does not read.  These bytes count against the budget.
     This rank's shards and the unpacked values of the largest packed weight count, too, and so do activations if the budget
     covers them.  ``arena``: minimum size of the arena in bytes, if another program of the model needs an arena of this size.
@@ -228,10 +228,10 @@ class PlanBuilder:
         return self._arena(windows, streamed, candidate.slots, quick)[1] + self._outside(streamed)
 
     def minimal(self, part: bool = False) -> tuple[Candidate, int]:
-        """Return the smallest placement that streams all weights, and the minimum of the weight bytes that any plan needs on
-        the device.  In this placement, each copy starts in the window of the weight's first reader.  ``part``: see
-        :func:`place`.  If it is False, the minimum also considers the plan with all weights resident, which may be even
-        smaller."""
+        """Return the smallest placement that streams all weights, and the weight bytes on the device of the smallest plan.
+        In this placement, each copy starts in the window of the weight's first reader.  The smallest plan has this
+        placement or, unless ``part`` is set, all weights resident, if that takes even less memory.  ``part``: see
+        :func:`place`."""
         smallest = self.planner.play([c.first for c in self.planner.chunks])
         return smallest, min(map(self.slots, (smallest,) if part else (smallest, self.planner.all_resident)))
 

@@ -50,7 +50,8 @@ def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
 
 
 def next_block_barriers(problem: Problem, streamed: Sequence[Weight]) -> tuple[Barrier, ...]:
-    """Return a barrier at the first collective of each block, which waits for the weights of the next block."""
+    """Return one barrier per block, at the block's first collective: there, compute waits for the weights of the next
+    block."""
     blocks = block_regions(problem)
     barriers = []
     for b, (first, last) in enumerate(blocks):

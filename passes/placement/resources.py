@@ -4,14 +4,14 @@
     SMs           regions; the latency of a            regions run one after the other; a copy in flight slows down
                   collective (ranks synchronize)       regions and latencies by ``compute_slowdown``, a pull by
                                                        ``compute_pull_slowdown``;
-                                                       attention and a collective whose bytes kernels move slow each
-                                                       other down by ``attention_slowdown``, both while the ranks
+                                                       if kernels move the bytes of a collective, it and attention slow
+                                                       each other down by ``attention_slowdown``, both while the ranks
                                                        synchronize and while they exchange bytes
     collectives   collectives                          run one at a time, in the order of their start
     PCIe          copies; the bytes of a collective    run concurrently: a collective slows down a copy by
                                                        ``copy_slowdown``, a copy slows down a collective by
-                                                       ``collective_slowdown``; both are 2 if either alone would use the
-                                                       full bandwidth, and 1 if collectives use another interconnect
+                                                       ``collective_slowdown``; both are 2 if each of the two alone would use
+                                                       the full bandwidth, and 1 if collectives use another interconnect
     interconnect  pulls; the bytes of a collective     run concurrently and slow each other down by ``pull_slowdown``
     of peers                                           and ``collective_pull_slowdown``
     copy engines  copies; pulls; the bytes of a        copies run one at a time in the order of issue; so do pulls, on

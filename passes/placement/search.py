@@ -200,8 +200,8 @@ class Planner:
         self, candidate: Callable[[int], Candidate | None], low: int, high: int, samples: Sequence[int]
     ) -> list[Candidate]:
         """Try candidates with ``low`` to ``high`` resident chunks, and return all that exist.  In the first round, the tried
-        numbers are spread evenly from ``low`` to ``high``.  Each round after it tries numbers between the two neighbors of
-        the best number so far.
+        numbers are spread evenly from ``low`` to ``high``.  Each later round tries numbers in a smaller range: of the numbers
+        that the round before tried, from the one below the best to the one above it.
 
         ``candidate``: makes the candidate for a number of resident chunks.  ``samples``: number of tries per round.
         """
@@ -314,7 +314,8 @@ class Planner:
         return sums
 
     def _least(self, residents: int) -> int:
-        """Return the maximum, over all regions, of the streamed bytes that a region reads."""
+        """Return the maximum, over all regions, of the streamed bytes that a region reads if the first ``residents`` chunks
+        of the ranking are resident."""
         kept = set(self.ranking[:residents])
         streamed = [c for i, c in enumerate(self.chunks) if i not in kept]
         return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0

@@ -1,8 +1,8 @@
 """Slots: assigns each streamed weight an offset in the arena.
 
 A step is treated as a circle of windows, because its last windows prefetch the first weights of the next step.  The chunks of
-a weight may arrive in different windows.  Consecutive chunks that arrive in the same window are live in the same arc of the
-circle, their *live range*.  Two live ranges must not share bytes in the same window.  :func:`assign_slots` looks for the
+a weight may be copied in different windows.  Consecutive chunks with the same window are live in the same arc of the circle,
+their *live range*.  Two live ranges must not share bytes in the same window.  :func:`assign_slots` looks for the
 smallest arena: it tries first fit in several orders, and then a ring buffer.  Of several equally small arenas, it takes the
 first one that it finds, so equal inputs give equal results.  :class:`ArenaSpace` assigns slots in an arena of given size,
 before windows are chosen.
@@ -112,8 +112,8 @@ def _lifted(
 def _ring(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Layout, turns: int
 ) -> _Layout:
-    """Return the smallest arena in which weights use a ring buffer one after the other, or ``best`` if none is smaller.
-    Partly resident weights are placed below the ring buffer."""
+    """Place the weights one after the other in a ring buffer, and return the smallest arena in which this succeeds, or
+    ``best`` if no such arena is smaller.  Partly resident weights are placed below the ring buffer."""
     stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.ranges)]
     offsets, base = [0] * len(lifetimes), 0
     for i in stay:
@@ -240,10 +240,10 @@ class ArenaSpace:
         """Return the best offset for a weight of ``nbytes`` bytes, or None if there is no offset at which all of its bytes
         are free before its first reader, region ``first``.
 
-        ``wanted``: window in which the copy of the weight should start.  At the best offset, the last byte becomes free
-        earliest; bytes that become free in window ``wanted`` or before it count as equally early.  Of several such offsets,
-        the one with the smallest total delay is chosen: the delay of a byte is the number of windows from ``wanted`` until
-        the byte is free.  Of several offsets with equal totals, the lowest is chosen.
+        ``wanted``: window in which the copy of the weight should start.  At the best offset, all of the
+        weight's bytes are free earliest; all windows up to ``wanted`` count as equally early.  Of several such offsets, the
+        one with the smallest total delay is chosen: the delay of a byte is the number of windows from ``wanted`` until the
+        byte is free.  Of several offsets with equal totals, the lowest is chosen.
         """
         best: tuple[int, int, int] | None = None
         ends = {at for begin, end, _ in self.stretches for at in (begin, end - nbytes)}

@@ -5,8 +5,8 @@ Contract
     On entry: a Cut in which each block without collectives is one region, and a function that plans its problems.
     On exit: the Cut with some of its blocks split into slices of their tokens.  The number of slices is the minimum
     with which weights and activations fit in the budget.  More slices are used only if they make the predicted step shorter
-    by a factor of more than ``AS_GOOD``; they can, because smaller activations leave more memory for weights.  If no number
-    of slices is enough, the result is the Cut that needs the smallest budget.
+    by a factor of more than ``AS_GOOD``.  This is possible because smaller activations leave more memory for weights.  If no
+    number of slices is enough, the result is the Cut that needs the smallest budget.
 
 Block types with smaller activations get fewer slices.
 """

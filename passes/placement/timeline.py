@@ -83,7 +83,7 @@ class Simulator(Durations):
     """Simulates steps of one problem on one machine."""
 
     def with_slower_copies(self, factor: float) -> Simulator:
-        """Return a copy of this simulator in which copies take ``factor`` times as long."""
+        """Return a simulator like this one in which copies take ``factor`` times as long."""
         other = copy.copy(self)
         other.strain = factor * self.strain
         return other
@@ -358,7 +358,7 @@ class Playback:
 
 def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
     """Yield the items of a step to simulate.  Consecutive waits of compute become one wait per weight, in the order of the
-    weights' names.  Then a stall is attributed to the same weight whichever lanes the weights are in."""
+    weights' names.  With this order, a stall is attributed to the same weight whichever lanes the weights are in."""
     joins = {op.event for op in step if isinstance(op, Wait) and op.stream == "compute" and not op.weights}
     waits: list[Wait] = []
     for op in step:

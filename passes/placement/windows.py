@@ -30,8 +30,8 @@ from .timeline import Simulator, Timeline
 BACKWARD_LAPS = 4
 FORWARD_LAPS = 3
 # If the chunks do not fit in the gaps between collectives, the step is stretched by this factor, at most _STRETCHES times.
-# Only whole chunks fit in a gap, so each gap loses up to the copy time of one chunk.  2 % is about a tenth of this loss if
-# gaps are short.
+# Only whole chunks fit in a gap, so each gap loses up to the copy time of one chunk.  A stretch of 2 % is small compared with
+# this loss: it makes up for about a tenth of the loss if gaps are short.
 _STRETCH = 1.02
 _STRETCHES = 24
 
@@ -145,7 +145,7 @@ def _pack(chunks: Sequence[Chunk], free: FreeTime, margin: float) -> tuple[list[
         for i in range(len(chunks) - 1, -1, -1):
             chunk = chunks[i]
             begin = cursor.place(min(begin, free.opens[chunk.first] - margin), chunk.seconds)
-            earliest = chunk.last + 1 - count  # in earlier windows, the previous step's copy is in use
+            earliest = chunk.last + 1 - count  # in earlier windows, the previous step still reads the chunk
             answer[i] = max(_open_window(free, begin), earliest)
             if answer[i] == earliest and begin < _opening(free, earliest):
                 begin, cramped = _opening(free, earliest), True
@@ -260,8 +260,8 @@ def fit_slots(
             spans[i] = begin, begin + chunks[i].nbytes
             windows[i] = max(windows[i], room.free(*spans[i]))
         room.take(at, nbytes, weight.last + 1)
-    # the weight that uses these bytes last in a step also used them last in the previous step: they become free only after
-    # its last reader there
+    # the weight that uses these bytes last in a step also used them last in the previous step: they become free only when
+    # the last reader of this weight in the previous step has finished
     for i, (begin, end) in spans.items():
         windows[i] = max(windows[i], room.free(begin, end) - count)
     return [windows.get(i) for i in range(len(chunks))], slots

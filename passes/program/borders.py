@@ -3,8 +3,8 @@
 The other checks of verify prove that passes without jumps are safe.  At the border between two calls of such a pass, some
 chunks are in flight or in use.  The prologue of a jump copies exactly these chunks, in the order in which the pass would have
 issued their copies.  Every reader after the jump waits for one of these copies, for a copy that is issued after the jump, or
-for a resident chunk.  So the call, and every call after it, finds the same data as in the pass, and the proof of the pass
-holds.
+for a resident chunk.  So the call at which a jump arrives, and every later call, finds the same data as in the pass, and the
+proof of the pass holds for these calls, too.
 
 Only the order of eager calls is checked, because a captured call waits for all copies of the prologue.
 

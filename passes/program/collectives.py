@@ -28,8 +28,8 @@ from .rewrite import Program, issued, source_of
 
 
 def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
-    """Yield a sentence for each violation of a program that involves collectives or releases.  ``order``: order of this
-    program alone, if it has already been computed."""
+    """Yield a sentence for each violation that involves the collectives or the releases of a program.  ``order``: order of
+    this program alone, if it has already been computed."""
     yield from _check_readers_of_released(program)
     if not any(collective_kind(node) is not None for node in program.module.graph.nodes):
         return
@@ -101,8 +101,8 @@ class _StepCollectives:
     def check_readers(self) -> Iterator[str]:
         """Check that the results of a collective are read after its end.
 
-        The wait for its end, and nodes that take an element of its results, may come before the end, because they read no
-        bytes.
+        The node that waits for this end, and nodes that only take one element from its list of results, need not come after
+        the end, because they read no bytes.
         """
         order = self.order
         for node in self.program.module.graph.nodes:
@@ -121,7 +121,7 @@ class _StepCollectives:
                     )
 
     def check_memory(self) -> Iterator[str]:
-        """Check the order of each collective and every other op that uses the same memory, if one of the two writes to this
+        """Check that a collective and another op that uses the same memory are ordered if one of the two writes to this
         memory."""
         users: dict[str, list[str]] = {}
         for name in self.ops:
@@ -183,8 +183,8 @@ class _StepCollectives:
                         )
 
     def _end(self, op: int) -> str:
-        """Return the name of an op, for the text of a missing edge that begins at the end of this op.  For a collective,
-        the text continues with the node that waits for its end."""
+        """Return the text with which a missing edge begins if it leads from the end of an op: the name of the op and, for a
+        collective, of the node that waits for its end."""
         used = self.order.ops[op]
         if used.stream != "collective":
             return used.label

@@ -85,7 +85,8 @@ def _computed(region: CutRegion) -> list[Node]:
 
 
 def check_plan(plan: Plan, problem: Problem, goal: Goal) -> None:
-    """Check that the plan covers the weights, chunks and windows of this problem, within its arena and the budget."""
+    """Check that the plan has the weights, chunks and windows of this problem, that its slots are inside its arena, and that
+    it fits in the budget."""
     plan.check_problem(problem)
     count = len(problem.regions)
     if len(plan.regions) != count:

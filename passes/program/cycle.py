@@ -39,10 +39,10 @@ class Call:
     """A call of a cycle.  ``cut``: regions of the graph that the call runs.  The graph may have been compiled for another
     block, so its weights can have other names than in the cycle.
 
-    ``names``: for each weight of the graph, its name in the cycle.  ``keep``: reasons why some weights must stay on the
-    device although the graph could stream them, by their names in the cycle.  ``in_files``: weights that are in files on
-    the SSD, by their names in the cycle.  ``live``: the peak activation bytes of the call, as the maximum over all input
-    sizes of its calls so far; each region is planned with at least this number of bytes.
+    ``names``: for each weight of the graph, its name in the cycle.  ``keep``: for some weights that the graph
+    could stream, the reason why they must stay on the device, by their names in the cycle.  ``in_files``: weights that are in
+    files on the SSD, by their names in the cycle.  ``live``: peak activation bytes, as the maximum over all input sizes that
+    this call has had so far; each region is planned with at least this number of bytes.
     """
 
     cut: Cut
@@ -181,8 +181,8 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
 
 
 def rewritten(cycle: Cycle, number: int, call: Call, *, share: bool = True) -> Program:
-    """Write the program of ``call`` as call ``number`` of a cycle.  This program may replace a call of the cycle whose graph
-    has the same regions and weights."""
+    """Write the program of ``call`` as call ``number`` of a cycle.  It may replace the program of a call in the cycle if
+    the graph of that call has the same regions and weights."""
     index = {c.name: i for i, c in enumerate(cycle.problem.collectives)}
     names = {c.name: collective_name(number, c.name) for c in call.cut.problem.collectives}
     collectives = {name: index[of_cycle] for name, of_cycle in names.items() if of_cycle in index}

@@ -46,8 +46,9 @@ def check_order(program: Program) -> Iterator[str]:
 def check_readers(program: Program, memory: Memory) -> Iterator[str]:
     """Check the ops that use streamed weights:
 
-    * Only regions read streamed weights, because waits and evicts order no other readers.
-    * No region writes to a streamed weight, because the next copy from host memory would undo the write.
+    * Only regions read streamed weights: waits and evicts are placed around regions only, so any other reader would not be
+      ordered with the copies.
+    * No region writes to a streamed weight: the next copy from host memory would undo the write.
     * Only streamed weights are copied, waited for or evicted, and each copy is in the lane that the plan gives the weight.
     """
     moved = {w.name for w in program.plan.streamed}

@@ -17,8 +17,9 @@ eager lanes, by prologues and by eager calls of any program.  At the end of a ca
 all copies of the call.
 
 ``FORMS`` are the sequences of forms that are unrolled: all calls eager, all captured, and both alternating sequences.  A
-property that holds for these four sequences holds for every sequence: the order between an op and a later op is the same in
-every sequence in which the calls of both ops, and the calls between them, have the same forms.  The cases are:
+property that holds for these four sequences holds for every sequence.  Consider an op of one call and an op of the same or
+of a later call: whatever forms the calls have, the order between the two ops already occurs in one of the four sequences.
+The cases are:
 
 * A copy after an op of compute: the copy waits for the opening of its window, which is part of the copy's call in both
   forms.
@@ -30,9 +31,9 @@ every sequence in which the calls of both ops, and the calls between them, have 
 * A copy after a copy: if both calls are eager, the two copies are ordered by their lane; otherwise they are ordered through
   compute, as above.
 
-If a step consists of a single call, the four sequences contain all pairs of forms.  The copies of a prologue before a
-captured call are in the eager lanes, so the call waits for them as a part of the tail.  A prologue at a jump, or after
-weights were written, has the same order as the prologue at a cold start, but it copies less (borders.py).
+If a step consists of a single call, the four sequences contain each pair of forms of two successive calls.  The copies of a
+prologue before a captured call are in the eager lanes, so the call waits for them as a part of the tail.  A prologue at a
+jump, or after weights were written, has the same order as the prologue at a cold start, but it copies less (borders.py).
 """
 
 from __future__ import annotations

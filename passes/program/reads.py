@@ -13,9 +13,9 @@ an event, the copy stream records this event.  Because of this pattern, prologue
 stream on a host thread (runtime/streams.py) can find the place where the event that it waits for was recorded.  Reads can be
 left out of captured calls, and of programs whose weights are in host memory.
 
-A copy without a read reads its file itself.  The prologues of jumps and cold starts repeat, in the same order, the reads that
-a pass would have issued before the call for copies that come after the beginning of the call.  These reads start after all
-copies that were issued before the prologue have ended.  Captured calls contain no reads.
+A copy without a read reads its file itself.  Before a call, the prologue of a jump or a cold start repeats, in the same
+order, the reads that a pass would have issued by then for copies of this call or of later calls.  These reads start after
+all copies that were issued before the prologue have ended.  Captured calls contain no reads.
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ from .rewrite import Program
 
 CHECKED_STEPS = 2
 # The version of the rules, which is recorded in each proof.  Version 2 added rules for handovers, resident chunks and several
-# programs.  Version 3 added the stream of the collectives, writes and releases.  Version 4 added cycles and jumps.  Version 5
-# added the ring for reads from the SSD, and the waits after a jump.  Version 6 added captured calls.  Version 7 added a lane
-# for pulls.  Version 8 added the events in a program.  Version 9 added the ops of prologues and of captured calls, as they
-# are issued.  Version 10 added repeated regions, and regions that take over the values that they are the last to read.
-# Version 11 added reads as ops, and the ops next to reads.
+# programs.  Version 3 added the stream of collectives, and also writes and releases.  Version 4 added cycles and jumps.
+# Version 5 added the ring for reads from the SSD, and the waits after a jump.  Version 6 added captured calls.  Version 7
+# added a lane for pulls.  Version 8 added the events in a program.  Version 9 added the ops of prologues and of captured
+# calls, as they are issued.  Version 10 added repeated regions, and regions that take over the values that they are the last
+# to read.  Version 11 added reads as ops, and the ops next to reads.
 VERSION = 11
 
 
