@@ -131,7 +131,7 @@ class CompileProgress:
         return f"{part} for other inputs" if self._kinds else f"{part} (graph {self._done + 1})"
 
     def _called(self) -> str:
-        """Return the name of the innermost module, within the model, that this thread is calling; empty for the model itself.
+        """Return the name of the innermost module of the model that this thread is calling; empty for the model itself.
 
         The module is found on the call stack, because Dynamo does not pass to its callbacks which code it compiles.
         """

@@ -18,9 +18,9 @@ from chunkflow_compile.weights.leaves import leaves, named_leaves, tensors_of
 class ModelIndex:
     """The names of a model's weights, the model's blocks, and the weights that share memory.
 
-    ``root``: the compiled module; if that is not known, the smallest module that contains all parameters.  If the compiled
-    module is a block in a ``ModuleList``, ``root`` is the model that contains this block.  None if no module contains all
-    parameters.  ``names``: id of a tensor -> the names of this tensor.  The tensors are parameters, buffers, and the inner
+    ``root``: the compiled module; if it is not known, the smallest module that contains all parameters, or None if no
+    module contains them all.  If the compiled module is a block in a ``ModuleList``, ``root`` is the model that contains this
+    block.  ``names``: id of a tensor -> the names of this tensor.  The tensors are parameters, buffers, and the inner
     tensors of tensor subclasses.  ``shared``: ids of the tensors that share memory with another tensor.  ``blocks``: key in
     ``nn_module_stack`` (the id of a module) -> name of the block.  A block is an element of an outermost ``ModuleList`` (see
     :func:`elements`).  ``maybe_block``: True if no module was found that contains ``root``, but ``gc.freeze()`` may have
@@ -63,8 +63,8 @@ def is_called(module: nn.Module) -> bool:
 
 
 def elements(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module for each element in a list of modules.  An element without a forward method, such as a nested
-    list, is replaced by its elements."""
+    """Yield the name and the module for each element of a list of modules.  For an element without a forward method, such as
+    a nested list, yield the elements of this element instead."""
     for name, child in module.named_children():
         if is_called(child):
             yield prefix + name, child

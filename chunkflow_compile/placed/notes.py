@@ -36,8 +36,8 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return one sentence per block type: how many weights of a placed model are hoisted, and how often their tables had hits
-    and misses.
+    """Return one sentence per block type of a placed model: how many weights are hoisted, and how many calls found their row
+    in a table of rows.
 
     Empty if no weights are hoisted.
     """

@@ -53,9 +53,10 @@ class Placement:
 
     ``min_bytes``: the size in bytes below which weights stay on the device.
     ``progress``: the progress display for the compilation of the model's parts; None before the first compilation.
-    ``fixed``: one tuple of weight names for each part of the model that is compiled separately for each size.  The reason is
-    that Inductor fails on dynamic shapes in this part, or that its blocks have to be split.  ``owner``: a function that
-    returns the name of the owner of this placement, or None if there is no owner.  Only the owner may undo the placement.
+    ``fixed``: one tuple of weight names for each part of the model that is compiled anew for each input size, because
+    Inductor fails on dynamic shapes in this part, or because blocks of this part have to be split.
+    ``owner``: a function that returns the name of the owner of this placement, or None if there is no owner.  Only the owner
+    may undo the placement.
     ``goal``: the goal that the owner or ``replan`` has set, or None.  It also applies to input sizes that occur for the first
     time after it was set.  ``owned_arena``: the arena that the owner provides for the programs, or None.
     ``expected``: the goal that the owner expects to set later; regions are cut for this goal.  It is None if there is no
@@ -389,8 +390,8 @@ def _quiet(ref: weakref.ref[Placement]) -> Iterator[None]:
 
 
 def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
-    """Call a method if its object still exists.  The object is a module or a placement; guards and buffers may outlive
-    it."""
+    """Call a method if its object, a module or a placement, still exists.  Guards and buffers, which hold ``ref``, may
+    outlive this object."""
     if (method := ref()) is not None:
         method()
 

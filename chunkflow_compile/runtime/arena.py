@@ -36,7 +36,8 @@ MakeDevice = Callable[[torch.device, DeviceKind], Device]
 
 
 class SharedDevice(Protocol):
-    """The interface of an object that limits the memory of each arena on a device that several arenas share."""
+    """The interface of an object that stands for a device that several arenas share.  The object limits the memory of each
+    of these arenas."""
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
         """Free memory that other arenas hold on the device, because ``arena`` is about to allocate ``nbytes``."""
@@ -51,9 +52,9 @@ class Binding:
     """The memory that a program reads its weights from.
 
     ``arena``: the arena whose memory contains the slots, and whose streams the program uses.
-    ``values``: name of an offloaded weight -> the tensor on the device that regions read.  It is a view of a slot, or a
-    resident copy.  A weight that is not offloaded is not in this mapping, because regions read its parameter, which is an
-    input of every call.
+    ``values``: name of an offloaded weight -> the device tensor that regions read instead of the parameter.  It is a view
+    of a slot, or a resident copy.  A weight that is not offloaded is not in this mapping: its parameter is an input of every
+    call, and regions read this parameter.
     ``slots``: name of a streamed weight -> its bytes in the arena's memory, uint8.
     ``hosts``: name of a streamed weight -> its bytes in host memory or on the SSD, uint8.
     ``state``: the contents of the slots.  All programs that place the same weights in the same slots share this object, and
@@ -155,9 +156,9 @@ class Arena:
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
         # Cycles that place the same weights in the same slots share one state object, which describes the contents of the
-        # memory.  The key of this object in ``_states`` also says for each weight whether it is read from the SSD, because
-        # this can change although the weight keeps its values: after a failed write to a weight, cycles that are bound from
-        # then on no longer read this weight from the SSD.
+        # memory.  The key of this object in ``_states`` also says for each weight whether it is read from the SSD.  A write
+        # first moves a weight from the SSD to host memory.  If the write then fails, the values of the weight are unchanged,
+        # but cycles that are bound later read the weight from host memory, and need a new state object.
         weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
@@ -195,16 +196,16 @@ class Arena:
         self._residents.pop(owner, None)
 
     def displace(self, buffers: Iterable[HostBuffer]) -> None:
-        """Release the programs that keep any of the weights in ``buffers`` outside the arena's memory, because a cycle is
-        going to store these weights inside this memory."""
+        """Release the programs that keep any of the weights in ``buffers`` outside the arena's memory.  The caller is about
+        to bind a cycle that stores these weights inside this memory."""
         displaced = set(buffers)
         for program in self.programs:
             if not displaced.isdisjoint(self._residents.get(program, ())):
                 self.release(program)
 
     def _evict_for(self, nbytes: int, residents: int) -> None:
-        """Evict all weights if the weights that are on the device now and the weights of the next plan would together exceed
-        the budgets of the models.
+        """Evict all weights if the device memory in use now, plus the memory that the next plan needs in addition, would
+        exceed the budgets of the models.
 
         ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes of resident weights that the
         plan must still copy to the device, outside the arena's memory.
@@ -301,8 +302,9 @@ class Arena:
         """Grow the arena's memory to at least ``nbytes``; return the memory as a uint8 tensor that is aligned to 256 bytes.
         The caller holds the lock.
 
-        If the memory must grow, the old memory is freed first, and other arenas on a shared device free memory if needed.
-        All cycles are unbound; each of them is bound to the new memory at its next call.
+        If the memory must grow, all cycles are unbound, and the old memory is freed before the new memory is allocated.  If
+        several arenas share the device, the other arenas free memory if needed.  Each cycle is bound to the new memory at its
+        next call.
 
         ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.  Raises
         ChunkflowError if the device does not have enough memory.  Before the error is raised, memory of the old size is

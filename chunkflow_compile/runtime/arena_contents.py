@@ -52,7 +52,8 @@ class ArenaContents:
         ``begin``; 0 if the previous call was not measured.
 
         ``number``, ``begin``, ``end``: the number of a measured call, and the times in seconds when this call began and
-        ended.  Its number and its end time are kept until this method is called for the next measured call.
+        ended.  This method is called once for each measured call, in order, and keeps ``number`` and ``end`` until the next
+        time.
         """
         before, self._last_end = self._last_end, (number, end)
         return max(0.0, begin - before[1]) if before is not None and before[0] == number - 1 else 0.0

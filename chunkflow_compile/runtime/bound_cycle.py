@@ -155,7 +155,7 @@ class BoundCycle:
         self.position = (number + 1) % len(self.calls)
         self._in_order = number + 1 if number in (0, self._in_order) else 0
         if number == 0:
-            # times are saved not only at the end, but also after passes 1, 2, 4, 8, ..., because the process may be killed
+            # times are saved not only in unbind(), but also after passes 1, 2, 4, 8, ..., because the process may be killed
             if self.folder is not None and self._passes_begun and not self._passes_begun & (self._passes_begun - 1):
                 self._collect(wait=False)
                 self.times.save(self.folder)
@@ -241,8 +241,8 @@ class BoundCycle:
         return Executor(cycle.calls[number], run, self._bind(call), poison, cycle, file, self._versions, captures)
 
     def _program_for(self, call: CallSite, number: int, placed: Call) -> Program:
-        """Return a program for a call at position ``number`` in the cycle.  The call for which this position was planned has
-        another graph, other sizes, or its weights in another order."""
+        """Return a program for a call at position ``number`` in the cycle.  This call differs from the call for which the
+        position was planned: in its graph, in its input sizes, or in the order of its weights."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         earlier = [(self.cycle.calls[number], self.calls[number].cut)]
         earlier += [(e.program, other.variant.cut) for other, e in [*self._executors[number].items()]]

@@ -85,7 +85,7 @@ class CallSite:
         weights = [parameters[name] for name in self.buffers]
         self._marks = list(
             map(mark_of, weights)
-        )  # the marks are read before the states, so that fits() notices a concurrent change
+        )  # read before the states: if a weight changes in between, fits() finds a different mark and reads the states again
         self._watch(list(map(state_of, weights)))
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
@@ -137,8 +137,8 @@ class CallSite:
         whether exported weights (tensors of a state_dict) were written, because no version counter records these writes.
 
         The caller does not hold the lock of the arena.  ``again``: whether :meth:`refresh` already ran for the current call.
-        If it did, exported weights are not checked again, because each check counts as a write to every exported weight that
-        is still in use.
+        If it did, exported weights are not checked again.  Each check may count an exported weight as written if the user
+        still holds its exported tensor, and the weight is then copied to the device again.
         """
         for fill in self._fills:
             fill()

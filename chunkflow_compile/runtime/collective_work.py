@@ -72,8 +72,8 @@ def finish_issue(target: Target, completion: Issue | None, ended: Any, recorded:
     """Return a function that makes compute wait for the end of a collective.
 
     ``completion``: a function that issues the completion of the collective; None if there is no completion to issue.
-    ``ended``: the event that marks the end of the collective.  ``recorded``: whether this event is already recorded by the
-    function that :func:`start_issue` returned.
+    ``ended``: the event that marks the end of the collective.  ``recorded``: whether the function that
+    :func:`start_issue` returned records this event.
     """
     compute, stream = target.device.compute, target.device.collective
 

@@ -104,8 +104,8 @@ def poison_work(target: Target, weight: str) -> Work:
     """Return the work that overwrites those chunks of an evicted weight that are streamed, that is, copied again in every
     step.
 
-    No event is needed between this work and the next copies of these chunks, because these copies wait for their window,
-    which opens later on the same compute stream.
+    No event is needed between this work and the next copies of these chunks: these copies wait until their window opens,
+    and the compute stream reaches this point only after it has done this work.
     """
     plan = target.program.plan
     placed = next(w for w in plan.streamed if w.name == weight)

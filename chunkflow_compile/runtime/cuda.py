@@ -30,8 +30,8 @@ from .torch_cuda import TorchCuda
 class CudaDevice(Device):
     """Issues compute and collectives on the caller's stream, and copies on a separate stream.
 
-    The process group runs each collective on its own stream, and wait_tensor makes the caller's stream wait for the end of
-    the collective.
+    The process group has a separate stream, on which the GPU executes the collectives.  wait_tensor makes the caller's
+    stream wait until a collective has ended.
     """
 
     name = "cuda"
@@ -126,7 +126,7 @@ class CudaDevice(Device):
         for lane in self.lanes:
             lane.synchronize()
         if self._launched is not None and not self.copy.inherited:
-            self._launched.synchronize()  # a graph's copies do not run on the streams of the lanes
+            self._launched.synchronize()  # copies that are part of a graph do not run on the streams of the lanes
 
     def why_not_recorded(self) -> str:
         if torch.version.hip is not None:
@@ -174,7 +174,7 @@ class CudaDevice(Device):
         self.collect()  # done now, while the GPU runs the step: to read a thousand events takes the host milliseconds
 
     def collect(self, wait: bool = False) -> None:
-        # after measure(0), the caller times the steps, and reading events would disturb these times
+        # after measure(0), the caller times the steps itself, and reading events would add to these times
         if self.compute.inherited or (self._left == 0 and not wait):
             return
         try:

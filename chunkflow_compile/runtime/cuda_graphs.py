@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 PASSES = 3
 # The maximum number of graphs in an arena.  Each call and each size needs its own graph, and each graph holds device memory.
 MOST_GRAPHS = 4
-# A recording takes 0.1 s or more.  After this number of launches, the launches have saved about as much time.
+# The number of launches after which a graph has saved about as much time as its recording took (0.1 s or more).
 _LEAST_LAUNCHES = 8
 # If this many graphs in a row are dropped after fewer than _LEAST_LAUNCHES launches, no more graphs of the call are
 # recorded.
@@ -64,8 +64,8 @@ class CaptureLog:
 
     ``counts``: the counters of the model.  ``wanted``: the value of the option cudagraphs.  ``why_not``: the reason why the
     call is not recorded from now on; empty as long as it may be recorded.  ``passes``: the number of passes that were issued
-    op by op; once it is ``PASSES``, the call may be recorded.  ``captures``: the number of recordings.  ``launches``: the
-    total number of launches of all recorded graphs.
+    op by op; once it is ``PASSES``, the call may be recorded.  When a graph is dropped, the number is set to ``PASSES`` - 1.
+    ``captures``: the number of recordings.  ``launches``: the total number of launches of all recorded graphs.
     ``capture_s``: the duration of the latest recording in seconds.  ``nbytes``: bytes of device memory that the latest graph
     holds.  ``step_s``: the durations in seconds of the latest launches that were timed.  ``shares``: for each of the latest
     measured steps, the fraction of the step time that the host spent issuing ops, including the time for which it waited

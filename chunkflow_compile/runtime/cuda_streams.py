@@ -139,11 +139,11 @@ class StagedCopies(CudaStream):
         self._records[id(event)] = self._put(partial(super().record, event))
 
     def wait(self, event: torch.cuda.Event | HostEvent, waited: Waited | None = None) -> None:
-        """Make the copies that are enqueued from here on wait for ``event``, which compute or the stream of reads has just
-        recorded.
+        """Make all copies that are enqueued after this call wait for the latest record of ``event``, which is a record on
+        the compute stream or on the stream of reads.
 
-        The compute stream may record the same event again before the separate thread issues this wait.  So the copies wait
-        for a second event instead, which is recorded on the compute stream now.
+        The compute stream may record ``event`` again before the separate thread issues this wait.  So a second event is
+        recorded on the compute stream now, and the copies wait for this second event instead.
         """
         if isinstance(event, HostEvent):
             self._put(partial(event.block, event.recorded))
@@ -157,7 +157,7 @@ class StagedCopies(CudaStream):
                 wait(mark)
             else:
                 mark.synchronize()
-            self._marks.append(mark)  # this event can be used for another wait, because its wait has been issued
+            self._marks.append(mark)  # the mark can now be reused, because the wait for it has been issued
 
         self._put(issue)
 

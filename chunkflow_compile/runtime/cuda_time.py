@@ -175,6 +175,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # free only now, because since() has read its first mark
+            self._free.append(before)  # not freed earlier, because since() needed the first mark of this frame
         self._newest = frame, start
         frame.report(start)

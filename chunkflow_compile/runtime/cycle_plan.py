@@ -24,9 +24,9 @@ from .variants import without_call_fields
 
 # The maximum number of calls in a cycle.  It is enough for two models of 128 blocks that are called twice per step.
 MOST_CALLS = 512
-# A cycle that ends now may have begun at any previous call that has the same key as the last call.  At most this many of
-# these previous calls are tried.  The latest one would not be enough, because a step cache skips blocks in some steps, so the
-# calls since the latest one are not always a whole cycle.
+# A cycle may have begun at any previous call that has the same key as the last call.  At most this many of these previous
+# calls are tried as the begin of a cycle, the latest one first.  To try only the latest one would not be enough: if a step
+# cache skips blocks in some steps, the calls since then may be only a part of the cycle.
 _TRIES = 4
 
 
@@ -151,7 +151,8 @@ def _outside(calls: Sequence[CallSite]) -> int:
 
 
 def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:
-    """If any of the ``calls`` has a dump folder, write the plan and the programs of the cycle to a folder next to it."""
+    """If any of the ``calls`` has a dump folder, write the plan and the programs of the cycle to a new folder next to that
+    dump folder, and write the cycle's measurements into the new folder from now on."""
     other = next((call.variant.folder for call in calls if call.variant.folder is not None), None)
     if other is not None:
         with contextlib.suppress(OSError):  # a full disk must not stop the model

@@ -26,8 +26,8 @@ from .read_ahead import InRing
 # Measuring a call costs 0.1 ms of host time.  On a GPU, a pass over the calls of a program or a cycle has about two thousand
 # events; recording an event takes 1 to 2 us, and reading its time takes 3 to 5 us.  So after the first FIRST_STEPS passes,
 # only two consecutive passes in every EVERY passes are measured.  On a GPU, only the second of these two passes is used; the
-# first is measured to know which of its copies are still running when the second begins.  EVERY is prime, so that each step
-# of a repeating pattern, such as a generation of 28 steps, is measured at some time.
+# first is measured to know which of its copies are still running when the second begins.  EVERY is prime, so that
+# in a repeating pattern, such as generations of 28 steps, each step of the pattern is measured at some time.
 FIRST_STEPS = 16
 EVERY = 17
 
@@ -61,10 +61,10 @@ class Stream(Protocol):
         profilers of the device show."""
 
     def record(self, event: Any) -> None:
-        """Record the event at this point of the stream, after all work that was enqueued before."""
+        """Enqueue a record of the event, which marks the end of all work that was enqueued earlier."""
 
     def wait(self, event: Any, waited: Waited | None = None) -> None:
-        """Make the work that is enqueued from here on wait for the latest record of ``event``.
+        """Make all work that is enqueued after this call wait for the latest record of ``event``.
 
         ``waited``: a callback that gets the seconds for which the stream stalled, or None.
         """
@@ -77,12 +77,13 @@ class ReadStream(Stream, Protocol):
     """The stream of reads from the SSD."""
 
     def recover(self) -> None:
-        """Run the work that is enqueued from here on even if work that was enqueued before fails.  An error of the earlier
-        work is then raised only if the host or a stream waits for an event that was also recorded before this point."""
+        """Make the stream run all work that is enqueued after this call, even if earlier work fails.  An error of the
+        earlier work is then raised only where the host or a stream waits for an event that was recorded before this call."""
 
 
 class Device:
-    """A device with the memory and the streams of an arena.  Methods that do nothing in this class are needed only on a GPU.
+    """A device with the memory and the streams of an arena.  If a method does nothing in this class, only some devices need
+    it, and these devices override it.
 
     ``copy``: the stream of copies from the host.  ``pull``: the stream of pulls from other ranks.  ``reads``: the stream of
     reads from the SSD.  ``pull`` and ``reads`` are None until they are first used.
@@ -126,7 +127,7 @@ class Device:
         return self.pull
 
     def recover(self) -> None:
-        """Run the copies that are enqueued from here on even if copies that were enqueued before have failed."""
+        """Make the lanes run all copies that are enqueued after this call, even if earlier copies have failed."""
 
     def _make_pull(self) -> Stream:
         """Create the stream for pulls."""

@@ -1,10 +1,10 @@
 """The executor: issues the verified ops of a call (step.py) to the streams of a device.
 
 The ops of a call form its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue
-(``Cycle.prologue``) is issued before the step: it copies the weights that the arena lacks.  The streams are ordered only by
-the events that the ops of step and prologue record and wait for.  If collectives run on separate streams, the executor
-orders these streams by additional events.  One event makes a collective wait until compute has reached the Start op.  One
-event per collective makes compute wait at the Finish op until the collective has ended.
+(``Cycle.prologue``) is issued before the step: it copies the weights that the arena lacks.  The streams of compute,
+copies and reads are ordered only by the events that the ops of step and prologue record and wait for.  If collectives run on
+separate streams, the executor orders these streams by additional events.  One event makes a collective wait until compute
+has reached the Start op.  One event per collective makes compute wait at the Finish op until the collective has ended.
 
 instructions.py makes the functions that issue the ops.  For each call, the executor either calls these functions or launches
 a CUDA graph of the call.
@@ -159,7 +159,7 @@ class Executor:
                 issue(step)
             step.cost.end_issue(self.device.clock.now() - begin_s)
         number = state.end_call(self._next)
-        # the callback gets only the cost of the step, because a reference to the step would keep its values alive
+        # the callback gets only the cost of the step: if it got the step, it would keep the values of the step alive
         over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
         return step
@@ -210,11 +210,11 @@ class Executor:
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
         if cold:
-            self.device.recover()  # no copy is lost: a failed copy was for another model, or the prologue repeats it
+            self.device.recover()  # failed copies do not matter: they were for another model, or the prologue repeats them
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
-                reads.recover()  # no read is lost: a failed read was for another model, or the prologue repeats it
+                reads.recover()  # failed reads do not matter: they were for another model, or the prologue repeats them
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)

@@ -44,8 +44,9 @@ _log = logging.getLogger(__name__)
 _Key = tuple[int, int, Sizes]
 
 # A function that places a model.  Its arguments are the parameters by name, the names of the weights that are to be
-# offloaded, and another function, ``start``.  It moves these weights to host memory, and calls ``start`` with the model's
-# arena.  The program that ``start`` returns is then added to the placement of the model.
+# offloaded, and another function, ``start``.  The placing function moves these weights to host memory, calls ``start``
+# with the model's arena, adds the program that ``start`` returns to the placement of the model (if there is a placement), and
+# returns this program.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
 # A function that gets the parameters of a model by name.  It returns the goal that replan or a pipeline has set for the
@@ -262,9 +263,10 @@ def _shard_across_peers(buffers: Mapping[str, HostBuffer], wanted: Collection[st
     """Shard the ``wanted`` weights across the peers of their models, unless they are sharded already.  Return the names of
     all sharded weights.
 
-    The decision which weights to shard is made once, for all weights that the ranks have placed together: each rank must
-    call this function for these weights, in the same order, even if its ``wanted`` is empty.  A weight is sharded only if
-    all ranks want to shard it in this call.  A weight that is placed after the decision is never sharded.
+    The ranks decide only once which weights are sharded, for all weights that they have placed together.  So each rank must
+    call this function for these weights, in the same order as the other ranks, even if its ``wanted`` is empty.  A
+    weight is sharded only if all ranks want to shard it in this call.  A weight that is placed after the decision is never
+    sharded.
     """
     for peers in dict.fromkeys(buffer.store.peers for buffer in buffers.values()):
         todo = {

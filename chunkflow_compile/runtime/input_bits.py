@@ -67,8 +67,8 @@ class InputBits:
         return found  # type: ignore[return-value]
 
     def elements_of_base(self, view: Any) -> tuple[list[bytes], int] | None:
-        """If ``view`` is a single element of a small base tensor (possibly expanded), return all elements of the base and
-        the index of this element.
+        """If ``view`` shows only one element of a small base tensor (once, or repeated by expand), return all elements of
+        the base and the index of the element that ``view`` shows.
 
         Returns None for all other inputs, and for a device tensor whose base has not been read by :meth:`find`.
         """

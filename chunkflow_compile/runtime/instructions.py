@@ -179,8 +179,8 @@ class _Compiler:
         self._picks_and_drops = None
 
     def _latest_picks_and_drops(self) -> PicksAndDrops:
-        """Return the work to which a pick of an output or a drop of a value can be added.  If the latest work already drops
-        values, begin new work."""
+        """Return work to which a pick of an output or a drop of a value can be added: the latest work if it only picks
+        outputs so far, otherwise new work."""
         if self._picks_and_drops is None or self._picks_and_drops.drops:
             work = PicksAndDrops()
             self._compute(Compute(work.work()))

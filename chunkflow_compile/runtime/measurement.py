@@ -120,7 +120,7 @@ class Measured:
     """Medians of measured times over the warm steps of a program; over its cold steps if all of its steps are cold.
 
     ``plan``, ``problem``: digests of the plan and of the problem.  ``steps``: the number of steps over which the medians are
-    taken.  ``cold``: the number of cold steps (the first step is always cold).
+    taken.  ``cold``: the number of cold steps; usually, the first step is cold.
     ``copy_rate``: the rate in bytes/s of the copies from the host that overlapped neither a collective nor a pull; None if
     there were no such copies.  ``drive_rate``: the rate in bytes/s of reads from the SSD; None if there were no reads.
     ``alone_s``: for each window, the median seconds of its collectives, over the steps in which these collectives overlapped
@@ -262,8 +262,8 @@ class CycleTimes:
         """Note that a pass has ended.  If re-planning is due, return the times to re-plan from, as maxima over all ranks;
         otherwise return None.
 
-        After every ``after`` + 1 complete passes, it is checked whether at least ``after`` of all passes so far were warm.
-        If they were, re-planning is due.  This rule depends only on counts of passes, so ranks that run the same calls
+        After every ``after`` + 1 complete passes, the warm passes so far are counted.  If there are at least ``after``,
+        re-planning is due.  This rule depends only on counts of passes, so ranks that run the same calls
         re-plan in the same pass.  To exchange the times with the other ranks takes one more pass per process group.  Raises
         ChunkflowError if another rank does not run this cycle.
         """
@@ -302,10 +302,10 @@ def seconds_of_calls(cycle: Cycle) -> list[float]:
 
 
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
-    """Return the fraction of the time of compute and collectives that overlaps copies, from 0 to 1.
+    """Return for which fraction of the step, not counting stalls, a copy is in flight, from 0 to 1.
 
-    While compute stalls, a copy is in flight.  So the time of stalls is subtracted both from the step time and from the copy
-    time.
+    While compute stalls, a copy is always in flight.  So the time of the stalls is subtracted both from the step time and
+    from the copy time.
     """
     work_s = step_s - exposed_s
     return min(1.0, max(0.0, copy_s - exposed_s) / work_s) if work_s > 0 else 0.0

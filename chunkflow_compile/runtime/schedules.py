@@ -34,8 +34,8 @@ def later_then_earlier(values: Sequence[Any], index: int) -> list[Any]:
 
 
 def keys_with(key: Key, position: int, elements: list[bytes]) -> list[Key]:
-    """Return one key for each value in ``elements``.  This key differs from ``key`` only in the tensor at ``position``, whose
-    elements are all equal to the value."""
+    """Return one key for each value in ``elements``.  Each returned key equals ``key``, except that all elements of the
+    tensor at ``position`` have this value."""
     dtype, shape, _ = key[position]
     return [with_value(key, position, (dtype, shape, element * shape.numel())) for element in elements]
 

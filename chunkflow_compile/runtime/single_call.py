@@ -73,7 +73,7 @@ class SingleCall(BoundCycle):
         self.arena.add(self, variant.kind)
         try:
             self.key = self.order.add(self.call)
-            if not (self.call.part and self.key):  # a part of a cycle is re-planned with its cycle
+            if not (self.call.part and self.key):  # a part of a model runs in a cycle, and is re-planned with it
                 self.replan_after = variant.replan_after
             self.executor_of(self.call, 0)
         except BaseException:

@@ -48,8 +48,8 @@ class Bell:
         self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
 
     def ring(self) -> None:
-        """Wake each waiting thread whose function ``ready`` now returns True.  The thread that rings calls ``ready``,
-        because waking a thread in vain would take longer."""
+        """Wake each waiting thread whose function ``ready`` now returns True.  This method itself calls ``ready``: to wake
+        every waiting thread, so that it calls its own ``ready``, would take longer."""
         with self.lock:
             for waiter, ready in list(self._waiting.items()):
                 if ready():

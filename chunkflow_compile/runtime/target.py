@@ -110,7 +110,8 @@ class Target:
         self.events = events
         self.poison = poison
         self.traffic = Traffic()
-        pulled = program.plan.pulled  # a pulled weight is not read ahead: its copy reads the SSD itself
+        # pulled weights are not read into the ring: if such a weight is on the SSD, its copy reads from the SSD
+        pulled = program.plan.pulled
         self.on_drive = frozenset(
             n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
         )

@@ -23,9 +23,9 @@ class Owner(Protocol):
 class Tenant(Owner, Protocol):
     """The interface of a program that runs in an arena, alone or as part of cycles.
 
-    ``budget``: an id of the program's model, and the maximum bytes that the offloaded weights of this model may occupy on
-    the device (None means no limit), as a pair.  If the program does not limit the memory of the arena, ``budget`` is None
-    instead of a pair.
+    ``budget``: a pair: an id of the program's model, and the maximum bytes that the offloaded weights of this model may
+    occupy on the device.  The bytes are None if there is no limit.  If the program has no influence on the limit of the
+    arena's memory, ``budget`` is None instead of a pair.
     ``reads``: ids of the weights that the program reads; programs that read the same weights have the same ids.
     ``stale``: whether the program can never run again, because one of its weights was dropped, moved or stored in other
     memory.

@@ -43,8 +43,8 @@ class TorchCuda:
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which ``stream`` is the current stream."""
-        # When the context torch.cuda.stream ends, it selects the previous GPU of the thread (by default GPU 0) again, which
-        # initializes this previous GPU.  So if another GPU is current, the stream's GPU is selected first.
+        # When the context torch.cuda.stream ends, it selects the GPU again that was current before, which initializes that
+        # GPU (by default GPU 0).  So if another GPU than the stream's GPU is current, the stream's GPU is selected first.
         here = torch.cuda.current_device() == stream.device_index
         return torch.cuda.stream(stream) if here else self._on_other(stream)
 

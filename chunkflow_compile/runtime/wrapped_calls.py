@@ -30,9 +30,9 @@ def owning(
 
     If an op does not change its input (w * 1), Inductor may return the input itself as an output.  So an output may be
     stored in the memory of one of ``values``, the copies of weights on the device.  Such an output is cloned, because the
-    next weight in the slot, or new values of a resident weight, would overwrite it.  The first call determines which outputs
-    must be cloned.  It then calls ``settled`` with the function for all further calls.  If no output must be cloned, this
-    function is the region itself.
+    next weight in the slot, or new values of a resident weight, would overwrite it.  The first call finds out which outputs
+    must be cloned, and then passes a function to ``settled``.  This function replaces the wrapper in all further calls.  If
+    no output must be cloned, it is ``region`` itself.
     """
     memory = frozenset(value.untyped_storage()._cdata for value in values)
 
@@ -77,7 +77,7 @@ def repeated(region: LoweredRegion, slicing: Slicing, values: Sequence[torch.Ten
 
 
 def _part(value: torch.Tensor, part: Slice, call: int) -> torch.Tensor:
-    """Return the slice with the number ``call`` of a value; slices are counted from 0."""
+    """Return one slice of a value.  ``call``: the number of the slice, counted from 0."""
     return value.narrow(part.dim, part.offset + call * part.size, part.size)
 
 
