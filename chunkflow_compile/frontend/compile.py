@@ -154,8 +154,8 @@ def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
     hoist = options.get("hoist")
     if not hoist or (isinstance(hoist, bool | str) and _hoists_by_kind(model)):
         return ""
-    # Only a trace of the whole model shows whether hoisting is worth it.  This trace takes most of the compilation time, so
-    # with "auto", too, the model is compiled as one graph.
+    # Only a trace of the whole model shows whether hoisting is worth it.  This trace takes most of the compilation time.
+    # Therefore "auto" also compiles the model as one graph.
     return "may have hoisted weights" if hoist == "auto" else "has hoisted weights"
 
 

@@ -148,7 +148,7 @@ def _holder(
             candidates[id(module)] = module
             todo.extend(parents.get(id(module), ()))
     around = [module for module in candidates.values() if wanted <= held_by([module])]
-    if not around:  # some layers are outside the model, as for some adapters
+    if not around:  # some layers are outside the model, as happens with some adapters
         wanted &= {id(p) for p in parameters if p.nbytes >= min_bytes}
         around = [module for module in candidates.values() if wanted <= held_by([module])]
     if candidates and not around:

@@ -31,8 +31,8 @@ class CompileProgress:
     """A context manager for calls of a model.  While the model is compiled, one line shows which part is being compiled.
 
     The line appears when Dynamo begins, before the first part is traced.  It shows the name and the number of the part, and
-    the elapsed time.  If the compilation of a part takes LINE_S seconds or longer, its end is also reported.  Begin and end
-    are logged at level INFO, whether or not stderr is a terminal.
+    the elapsed time.  If the compilation of a part takes LINE_S seconds or longer, its end is also reported.  The
+    reports are also logged at level INFO, even if stderr is not a terminal.
     ``name``: the name of the model.  ``kinds``: the expected number of compilations in the first call; 0 if it is not known.
     ``model``: the model, which is held weakly.  ``now``: a function that returns the current time in seconds.
     """
@@ -133,7 +133,7 @@ class CompileProgress:
     def _called(self) -> str:
         """Return the name of the innermost module of the model that this thread is calling; empty for the model itself.
 
-        The module is found on the call stack, because Dynamo does not pass to its callbacks which code it compiles.
+        The module is found on the call stack, because Dynamo does not tell its callbacks which code it is compiling.
         """
         model = self._model()
         names: dict[nn.Module, str] = {}

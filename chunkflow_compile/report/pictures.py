@@ -125,7 +125,7 @@ def draw_regimes(records: Mapping[str, ComparisonRecord], path: Path) -> None:
 
 
 def _draw_steps(axes: Any, record: ComparisonRecord) -> list[float]:
-    """Draw the parts of each arm's step as a stacked bar; return the ends of the bars in ms."""
+    """Draw one stacked bar per measured policy: the parts of its step.  Return the ends of the bars in ms."""
     names = list(record.arms)
     ends = [0.0] * len(names)
     parts = zip(*map(_parts_of_step, record.arms.values()), strict=True)

@@ -35,7 +35,7 @@ class ArenaContents:
         self.measured, self.measurement_requested = measured, requested
 
     def fill(self, versions: dict[str, int]) -> None:
-        """Note that all copies of a prologue were issued.  ``versions``: the versions of the weights that are now in the
+        """Record that all copies of a prologue were issued.  ``versions``: the versions of the weights that are now in the
         memory."""
         self.versions = versions
 

@@ -119,7 +119,7 @@ class Order:
             self.current = again if runs else self.current
 
     def advance(self, call: CallSite, key: CallKey) -> tuple[BoundCycle, Executor] | None:
-        """Note that ``call`` is about to run.  Return the cycle that runs the call, and the executor of the call in this
+        """Record that ``call`` is about to run.  Return the cycle that runs the call, and the executor of the call in this
         cycle; None if the call runs alone."""
         if (place := self._locate(call, key)) is None:
             return None

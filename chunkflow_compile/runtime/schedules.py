@@ -80,8 +80,9 @@ class ExpectedSchedule:
         In each of these keys, one of the other timesteps, in the same form, replaces the present value; the rest is as in
         ``key``.  The keys for the timesteps after the present one come first.
 
-        If the present value occurs in several forms, the form in which it occurs earliest in the schedule is used.  For
-        example, 0 may be the last timestep, or it may be the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
+        The present value may equal a timestep in several forms, such as unchanged and divided by 1000.  Then the form
+        whose matching timestep comes first in the schedule is used.  For example, 0 may be the last
+        timestep, or it may be the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
         """
         dtype, *shape, content = key[position]
         forms = self._forms.get(dtype, [])

@@ -33,7 +33,8 @@ def off() -> bool:
 def _on_stderr() -> dict[str, Any]:
     """Return arguments for tqdm.
 
-    ``disable``: True, or None to disable the bar if stderr is not a terminal.  ``ncols``, ``nrows``: a default size for
+    ``disable``: True if progress is disabled; otherwise None, with which tqdm shows a bar only if stderr is a
+    terminal.  ``ncols``, ``nrows``: a default size for
     a terminal that reports none, as in a container or a script; without a size, tqdm would draw nothing.
     """
     given: dict[str, Any] = {"disable": True if off() else None}

@@ -22,9 +22,8 @@ def barriers(problem: Problem, step: Step, lanes: Sequence[Collection[str]]) -> 
     newest = {lane_of[weight]: weight for window, weight in moved if window >= last}
     placed, at = list[Barrier](), 0
     for collective in sorted(problem.collectives, key=lambda c: c.before):
-        while (
-            at < len(moved) and moved[at][0] < collective.before
-        ):  # window k opens after the starts of the collectives before region k
+        # Copies of later windows are issued only after this collective has started.
+        while at < len(moved) and moved[at][0] < collective.before:
             newest[lane_of[moved[at][1]]] = moved[at][1]
             at += 1
         if newest:

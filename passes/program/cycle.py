@@ -39,8 +39,8 @@ class Call:
     """A call of a cycle.  ``cut``: regions of the graph that the call runs.  The graph may have been compiled for another
     block, so its weights can have other names than in the cycle.
 
-    ``names``: for each weight of the graph, its name in the cycle.  ``keep``: for some weights that the graph
-    could stream, the reason why they must stay on the device, by their names in the cycle.  ``in_files``: weights that are in
+    ``names``: for each weight of the graph, its name in the cycle.  ``keep``: the reasons why some weights must
+    stay on the device, by the names of these weights in the cycle.  ``in_files``: weights that are in
     files on the SSD, by their names in the cycle.  ``live``: peak activation bytes, as the maximum over all input sizes that
     this call has had so far; each region is planned with at least this number of bytes.
     """

@@ -1,6 +1,6 @@
 """Repeats: proves that the runs of a repeated region (graph/split.py), one per slice, write correct values.
 
-* The slices of each run are within the bounds of their values.
+* Every slice that a run reads or writes is within the bounds of the value that it is a slice of.
 * If several runs or regions write slices of an output, these slices do not overlap, and they cover the whole output before
   anything reads it.
 * If a run overwrites a slice of an input with a slice of an output, the run reads no other slice of this input, and the
@@ -28,7 +28,7 @@ from .rewrite import Program
 
 
 def check_repeats(program: Program, memory: Memory) -> Iterator[str]:
-    """Yield a sentence for each violation by the repeated regions of a program."""
+    """Yield one sentence for each case in which a repeated region violates one of the rules above."""
     nodes = list(program.module.graph.nodes)
     number = {node: i for i, node in enumerate(nodes)}
     inputs = {node.name for node in nodes if node.op == "placeholder"}

@@ -522,7 +522,7 @@ PIPELINES = {"qwen-image": 0, "flux": 1, "hunyuanvideo": 1, "sd3": 1, "sd3.5": 2
 @pytest.mark.long  # test_hoisting_by_kind.py runs a pipeline in make test
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline(name: str, applied: Applied) -> None:
-    pipe, _ = applied(name, "3MiB" if "sd3" in name else "1MiB", hoist=True)
+    pipe, _ = applied(name, "4.5MiB" if "sd3" in name else "1MiB", hoist=True)
     placement = placement_of(pipe.transformer)
     assert placement is not None
     missed = list[int]()
