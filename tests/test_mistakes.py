@@ -20,7 +20,7 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, apply, compile, explain, offload, remove, restore
-from chunkflow_compile.cli import pipeline, target
+from chunkflow_compile.cli import pipeline, planning_arguments
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.options import ALIASES, BackendOptions, Options, PipelineOptions
 from chunkflow_compile.servers.settings import settings_from
@@ -290,7 +290,7 @@ def test_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def traced(*_: Any) -> None:
         raise AssertionError("it is traced")
 
-    monkeypatch.setattr(target, "_trace", traced)
+    monkeypatch.setattr(planning_arguments, "_trace", traced)
     monkeypatch.setattr(pipeline, "_components", traced)
     model = {"plan": [], "simulate": [], "dump": [], "why": ["x"], "timeline": ["--out", "x.json"], "pipeline": []}
     for command, more in model.items():
