@@ -127,7 +127,7 @@ class GraphCompiler:
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
         make = partial(self._graph, halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-        # In a survey (survey.py), the graph gets a preamble of its own, because a graph of a survey never runs.
+        # In a survey (survey.py), the graph gets its own preamble, because a graph of a survey never runs.
         placement = placement_of(self.index.root) if self.index.root is not None and self.survey is None else None
         preamble = preamble_of(placement, hoisting, self.chosen, traced.repeats is not None, make)
         main = self._graph(halves.main, replace(hoisting.main, goal=unhoisted.goal), moved)
