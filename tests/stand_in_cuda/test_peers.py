@@ -81,7 +81,7 @@ def rates_on_a_card(rank: int) -> None:
             control.settings(compute=0, rate=int(rate))  # from here on, on the stand-in's clock
             found = pulls.pulls_of(device, pieces)
     assert found.seconds == pytest.approx((16 << 20) / rate, rel=1e-3)
-    assert (found.nbytes, found.from_others, found.beside) == (16 << 20, 8 << 20, None)
+    assert (found.nbytes, found.from_others, found.exchange_slowdowns) == (16 << 20, 8 << 20, None)
     assert found.rate(2 * rate, 0.0) == pytest.approx(rate, rel=1e-2)
 
 
