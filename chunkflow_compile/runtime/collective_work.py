@@ -43,15 +43,10 @@ def collective_issue(target: Target, node: Node, window: int, stream: Stream | N
     return issue
 
 
-def start_issue(target: Target, collective: Issue, completion: Issue | None = None, ended: Any = None) -> Issue:
+def start_issue(target: Target, collective: Issue) -> Issue:
     """Return a function that issues a collective.  On the device, the collective waits for all compute work that was enqueued
-    earlier.
-
-    If ``completion`` is given, the function also issues the completion of the collective to the stream of completions, and
-    then records the event ``ended`` on this stream.
-    """
+    earlier."""
     compute, stream, started = target.device.compute, target.device.collective, target.started
-    completions, in_flight = target.device.completion, target.in_flight
 
     def issue(step: RunningStep) -> None:
         if stream is not compute:
@@ -59,21 +54,32 @@ def start_issue(target: Target, collective: Issue, completion: Issue | None = No
             stream.wait(started)
         collective(step)
         step.cost.add_collective()
-        if completion is not None and completions is not None:
-            stream.record(in_flight)
-            completions.wait(in_flight)
-            completion(step)
-            completions.record(ended)
 
     return issue
 
 
-def finish_issue(target: Target, completion: Issue | None, ended: Any, recorded: bool) -> Issue:
+def completion_issue(target: Target, completions: Stream, completion: Issue, ended: Any) -> Issue:
+    """Return a function that issues the completion of the collective that was issued last.
+
+    ``completions``: the device's stream of completions.  ``completion``: a function that issues the completion to this
+    stream.  ``ended``: the event that this stream then records.
+    """
+    stream, in_flight = target.device.collective, target.in_flight
+
+    def issue(step: RunningStep) -> None:
+        stream.record(in_flight)
+        completions.wait(in_flight)
+        completion(step)
+        completions.record(ended)
+
+    return issue
+
+
+def finish_issue(target: Target, completion: Issue | None, ended: Any) -> Issue:
     """Return a function that makes compute wait for the end of a collective.
 
     ``completion``: a function that issues the completion of the collective; None if there is no completion to issue.
-    ``ended``: the event that marks the end of the collective.  ``recorded``: whether the function that
-    :func:`start_issue` returned records this event.
+    ``ended``: the event that marks the end of the collective.
     """
     compute, stream = target.device.compute, target.device.collective
 
@@ -81,8 +87,7 @@ def finish_issue(target: Target, completion: Issue | None, ended: Any, recorded:
         if completion is not None:
             completion(step)
         if stream is not compute:
-            if not recorded:
-                stream.record(ended)
+            stream.record(ended)
             compute.wait(ended)
 
     return issue

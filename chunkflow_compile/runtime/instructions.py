@@ -31,7 +31,7 @@ from chunkflow_compile.passes.step import (
 from chunkflow_compile.passes.step import Stream as StreamName
 from chunkflow_compile.weights.pieces import Pieces
 
-from .collective_work import collective_issue, finish_issue, start_issue
+from .collective_work import collective_issue, completion_issue, finish_issue, start_issue
 from .compute_work import Compute, PicksAndDrops, node_work, poison_work, region_work, run_all, together
 from .device_base import NamedCopy
 from .measurement import RegionWatch
@@ -141,20 +141,22 @@ class _Compiler:
         """Add the start of a collective.  If the device has a stream for completions, add the completion of the collective
         as well."""
         target, window = self._target, self._window_of(index)
-        completion, completions = None, target.device.completion
+        self._issue(start_issue(target, collective_issue(target, node, window)))
+        completions = target.device.completion
         if completions is not None and (found := completion_of(node)) is not None:
             self._completed.add(found)
             completion = collective_issue(target, found, window, completions)
-        self._issue(start_issue(target, collective_issue(target, node, window), completion, target.ended[index]))
+            self._issue(completion_issue(target, completions, completion, target.ended[index]))
 
     def _finish(self, node: Node | None, index: int) -> None:
         """Add the finish of a collective.  ``node``: the completion of the collective, or None if no completion is to be
         issued."""
-        target = self._target
-        recorded, completion = node in self._completed, None
-        if node is not None and not recorded:
-            completion = collective_issue(target, node, self._window_of(index))
-        self._issue(finish_issue(target, completion, target.ended[index], recorded))
+        target, ended = self._target, self._target.ended[index]
+        if node in self._completed:
+            self._issue(_wait(target, ended, None))
+            return
+        completion = None if node is None else collective_issue(target, node, self._window_of(index))
+        self._issue(finish_issue(target, completion, ended))
 
     def _window_of(self, collective: int) -> int:
         """Return the index of the window to which the duration of a collective is added.  This is the window before the

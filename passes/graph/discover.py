@@ -238,9 +238,11 @@ def is_wait_tensor(node: Node) -> bool:
 
 
 def completion_of(collective: Node) -> Node | None:
-    """Return the completion of a collective if nothing else reads the collective's result; otherwise return None."""
+    """Return the completion of a collective if nothing else reads the collective's result, and if the completion waits for
+    no other collective; otherwise return None."""
     users = [*collective.users]
-    return users[0] if len(users) == 1 and is_wait_tensor(users[0]) else None
+    found = len(users) == 1 and is_wait_tensor(users[0]) and users[0].all_input_nodes == [collective]
+    return users[0] if found else None
 
 
 def is_view(node: Node) -> bool:

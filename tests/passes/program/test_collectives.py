@@ -20,6 +20,7 @@ from mutations import Mutation
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from chunkflow_compile.passes.graph.discover import completion_of
 from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.lifetimes import releases
@@ -209,6 +210,17 @@ def test_a_collective_that_completes_itself() -> None:
     name = "shard_dim_alltoall"
     assert [pair for pair in found if pair[0] is not Release] == [(Start, name), (Finish, f"completion of {name}")]
     assert [kind for kind, _ in found][:2] == [Start, Finish]
+
+
+def test_a_completion_of_several_collectives_belongs_to_none_of_them() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    gather, wait = (getattr(OPS, op).default for op in ("all_gather_into_tensor", "wait_tensor"))
+    alone, *together = (graph.call_function(gather, (x, 2, "0")) for _ in range(3))
+    completion = graph.call_function(wait, (alone,))
+    graph.call_function(wait, (together,))
+    assert completion_of(alone) is completion
+    assert [completion_of(collective) for collective in together] == [None, None]
 
 
 def test_elements_of_a_coalesced_collective_are_results_of_it() -> None:
