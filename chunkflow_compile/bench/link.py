@@ -62,8 +62,8 @@ class LinkLoad:
         weights = sum(w.nbytes for w in problem.weights if w.keep is None)
         exchanged = sum(c.nbytes for c in problem.collectives)
         uncontended_s = self.compute_s + len(problem.collectives) * EXCHANGE_S
-        beside = 0 if self.peers else exchanged  # A on the left side of the equation, if collectives share the port
-        needed = weights + beside - self.share * exchanged / (self.peers or 1)
+        shared = 0 if self.peers else exchanged  # A on the left side of the equation, if collectives share the port
+        needed = weights + shared - self.share * exchanged / (self.peers or 1)
         if needed <= 0:
             most = 1 + weights / exchanged
             raise ChunkflowError(

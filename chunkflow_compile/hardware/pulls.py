@@ -181,11 +181,11 @@ def pull_figures(found: Pulls | str, hardware: Hardware, ranks: int) -> Iterator
     yield "peer_bandwidth", rate, how
     pull, collective = (2.0, 2.0) if found.exchange_slowdowns is None else found.exchange_slowdowns
     assumed = "not measured, collectives of one process only: a fair share"
-    yield "pull_slowdown", round(pull, 2), "beside an all-to-all of 16 MiB" if found.exchange_slowdowns else assumed
+    yield "pull_slowdown", round(pull, 2), "during an all-to-all of 16 MiB" if found.exchange_slowdowns else assumed
     yield (
         "collective_pull_slowdown",
         round(collective, 2),
-        "beside pulls of all ranks" if found.exchange_slowdowns else assumed,
+        "during pulls of all ranks" if found.exchange_slowdowns else assumed,
     )
     compute = found.compute_slowdown if found.compute_slowdown >= LEAST_SLOWDOWN else 1.0
-    yield "compute_pull_slowdown", round(compute, 2), "an MLP beside pulls of all ranks"
+    yield "compute_pull_slowdown", round(compute, 2), "an MLP during pulls of all ranks"

@@ -64,7 +64,7 @@ def assumed_link_figures(device: torch.device, figures: Mapping[str, Any]) -> It
 
 # How the slowdowns of compute were measured, by field.
 _SLOWDOWN_SOURCES = {
-    "compute_slowdown": "an MLP beside copies",
+    "compute_slowdown": "an MLP during copies",
     "attention_slowdown": "attention and an all-to-all of 16 MiB at the same time, the harmonic mean of both",
 }
 
@@ -173,5 +173,5 @@ def _collective_figures(latency_s: float, rate: float, copy: float, collective: 
     yield "collective_latency_s", latency_s, "an all-to-all of 4 KiB"
     yield "collective_bandwidth", rate, "an all-to-all of 16 MiB, less its latency"
     yield "shared_link", shared, "a factor above 1.05"
-    yield "copy_slowdown", copy if shared else 1.0, "beside a collective"
-    yield "collective_slowdown", collective if shared else 1.0, "beside copies"
+    yield "copy_slowdown", copy if shared else 1.0, "during a collective"
+    yield "collective_slowdown", collective if shared else 1.0, "during copies"
