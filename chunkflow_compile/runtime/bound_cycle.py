@@ -250,7 +250,7 @@ class BoundCycle:
             # the same graph at other sizes has the same ops on the same weights, so its program can be reused
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
                 return replace(program, problem=placed.problem())
-        program = rewritten(self.cycle, number, placed, share="sharing" not in call.variant.settings.disabled)
+        program = rewritten(self.cycle, number, placed, share=call.variant.settings.enables("sharing"))
         if call.variant.verified:
             verify_call(self.cycle, number, program, self._proved)
         return program

@@ -79,7 +79,7 @@ class Order:
         settings, buffers, problem = call.variant.settings, call.buffers, call.program.problem
         chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         chosen = chosen or settings.preamble
-        if chosen or "cycle" in settings.disabled or not buffers:
+        if chosen or not settings.enables("cycle") or not buffers:
             for cycle in self.cycles_of(call):
                 self.forget(cycle)
             return None

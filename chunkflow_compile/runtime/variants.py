@@ -99,7 +99,7 @@ class Variant:
     @property
     def verified(self) -> bool:
         """Whether programs are verified, each by itself and together with the other programs in its arena."""
-        return "verify" not in self.settings.disabled
+        return self.settings.enables("verify")
 
     def remade(self, **settings: Any) -> Variant:
         """Return the variant for other settings.  Regions are compiled again only if the new goal compresses other weights
