@@ -358,7 +358,10 @@ state_of = attrgetter("buffer", "buffer.form", "buffer.written", "host._version"
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device with its index: ``cuda`` stands for the current device of this thread."""
+    """Return the device as tensors name it: ``cuda`` with the index of the current device of this thread, ``cpu:0`` as
+    ``cpu``."""
+    if device.type == "cpu":
+        return torch.device("cpu")
     unnamed = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if unnamed else device
 

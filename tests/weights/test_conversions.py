@@ -77,6 +77,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "another that is dropped": written_copy,
     "as it is": lambda t: t.contiguous(),
     "a parameter": lambda t: nn.Parameter(t + 1, requires_grad=False),
+    "on the device by its index": lambda t: t.to("cpu:0"),
     "transposed twice": lambda t: t.t().contiguous().t() if t.dim() == 2 else t,
 }
 
