@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from chunkflow_compile.frontend.adapters import enable_adapters as enable_adapters
     from chunkflow_compile.passes.errors import ChunkflowError as ChunkflowError
     from chunkflow_compile.passes.graph.declared_collectives import register_collective as register_collective
-    from chunkflow_compile.pipeline.adapters import use_adapters as use_adapters
     from chunkflow_compile.pipeline.api import compile as compile
     from chunkflow_compile.pipeline.api import restore as restore
     from chunkflow_compile.pipeline.apply import apply as apply
     from chunkflow_compile.pipeline.apply import remove as remove
     from chunkflow_compile.pipeline.explain import explain as explain
     from chunkflow_compile.pipeline.metrics import metrics as metrics
+    from chunkflow_compile.pipeline.request_adapters import use_adapters as use_adapters
     from chunkflow_compile.pipeline.spans import spans as spans
     from chunkflow_compile.placed.offload import cycles as cycles
     from chunkflow_compile.placed.offload import offload as offload
@@ -53,7 +53,7 @@ _HOMES = {
     "replan": "chunkflow_compile.placed.replan",
     "restore": "chunkflow_compile.pipeline.api",
     "spans": "chunkflow_compile.pipeline.spans",
-    "use_adapters": "chunkflow_compile.pipeline.adapters",
+    "use_adapters": "chunkflow_compile.pipeline.request_adapters",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 

@@ -11,9 +11,9 @@ from chunkflow_compile.passes.graph.coarsen import Groups, apart, grouped, merge
 from chunkflow_compile.passes.graph.discover import Discovery, discover
 from chunkflow_compile.passes.graph.head_groups import in_head_groups
 from chunkflow_compile.passes.graph.pack import packable, packed
-from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.rotary import in_real_arithmetic
+from chunkflow_compile.passes.graph.shard import on_peers, streamable
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.choice import peers_of, planned_for, to_fewer_peers, to_pack, to_peers
 from chunkflow_compile.passes.placement.coarsest import candidates, coarsest, judged

@@ -20,7 +20,7 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.arena_contents import ArenaContents
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights.mapping import Descriptor
-from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.peer_pieces import Pieces
 from chunkflow_compile.weights.source import Bytes, DriveBytes, WeightFile
 
 Turn = tuple[Program, torch.Tensor]

@@ -23,8 +23,8 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.lowering import lower
 from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.head_groups import in_head_groups
-from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.shard import on_peers, streamable
 from chunkflow_compile.passes.pieces import parts, piece_bytes
 from chunkflow_compile.passes.placement.place import PlanBuilder
 from chunkflow_compile.passes.placement.search import Planner
@@ -39,7 +39,7 @@ from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes
-from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.peer_pieces import Pieces
 from chunkflow_compile.weights.source import Bytes
 
 CHUNK = 512

@@ -29,7 +29,7 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import OPTIONAL_PASSES, STAGES, Yield
 from chunkflow_compile.passes.ops import PREFETCH
-from chunkflow_compile.passes.pipeline import Stage, stages
+from chunkflow_compile.passes.pass_pipeline import Stage, stages
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Source

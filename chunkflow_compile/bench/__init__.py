@@ -2,5 +2,5 @@
 
 Start with regimes.py (the configurations), arms.py (the policies by name) and job.py (the input and the result of a rank).
 Then read turns.py (the work of one rank), which uses resident_steps.py and running_arm.py.  ranks.py starts the processes,
-summary.py computes the record and the table, and alternatives.py contains the alternatives to ChunkFlow.
+bench_record.py computes the record and the table, and alternatives.py contains the alternatives to ChunkFlow.
 """

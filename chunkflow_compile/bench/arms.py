@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.graph.peers import streamable
+from chunkflow_compile.passes.graph.shard import streamable
 from chunkflow_compile.passes.names import ONLY_PREDICTED, POLICIES, OnPeers, Pack, Policy
 from chunkflow_compile.passes.pieces import piece_bytes
 from chunkflow_compile.passes.placement.choice import to_pack, to_peers

@@ -18,7 +18,7 @@ from chunkflow_compile.runtime.measurement import StepMeasurement, measured
 from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.runtime.variants import Variant
 from chunkflow_compile.weights.host_buffer import Form, buffer_of
-from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.peer_pieces import Pieces
 
 from .pace import paced
 

@@ -15,7 +15,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.measurement import StepMeasurement
 
 from .arms import REPLAN_AFTER, Arm, parse_arms
-from .link import TO_BE_DERIVED, LinkError, LinkLoad
+from .link_load import TO_BE_DERIVED, LinkError, LinkLoad
 from .pace import PACE
 from .regimes import Regime
 

@@ -29,7 +29,7 @@ from chunkflow_compile.runtime.variants import Variant
 from .arms import HOISTED, RAW, Arm, ArmForm, goal_of
 from .compiled import Compilation, gather
 from .job import RESIDENT, Job
-from .link import LinkError, LinkLoad, link_error
+from .link_load import LinkError, LinkLoad, link_error
 from .pace import paced
 from .subject import build
 

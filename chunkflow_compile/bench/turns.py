@@ -25,12 +25,12 @@ from tqdm import tqdm
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.graph.peers import on_peers
+from chunkflow_compile.passes.graph.shard import on_peers
 from chunkflow_compile.placed.offload import programs
 from chunkflow_compile.runtime.cuda_graphs import PASSES
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
 from chunkflow_compile.runtime.variants import Variant
-from chunkflow_compile.simulate.arms import play_program
+from chunkflow_compile.simulate.played_steps import play_program
 
 from .alternatives import (
     APPLY,

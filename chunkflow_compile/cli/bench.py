@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from chunkflow_compile.bench.arms import Arm, parse_arms
+from chunkflow_compile.bench.bench_record import bench_table, conditions, summarise
 from chunkflow_compile.bench.job import Job, link_of
-from chunkflow_compile.bench.link import TO_BE_DERIVED
+from chunkflow_compile.bench.link_load import TO_BE_DERIVED
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, OWN_ARMS, REGIMES, Regime
-from chunkflow_compile.bench.summary import bench_table, conditions, summarise
 from chunkflow_compile.catalog.presets import PRESETS, OutputSizes
 from chunkflow_compile.catalog.weightless import load_build
 from chunkflow_compile.passes.errors import ChunkflowError

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from chunkflow_compile.bench.bench_record import BenchRecord, summarise, why_busy
 from chunkflow_compile.bench.job import RESIDENT, Job, job_of
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import DEMO
-from chunkflow_compile.bench.summary import BenchRecord, summarise, why_busy
 from chunkflow_compile.hardware.stopwatch import why_shared
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.pictures import draw_regimes

@@ -12,7 +12,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import STAGES, StageName
-from chunkflow_compile.passes.pipeline import Stage, stages
+from chunkflow_compile.passes.pass_pipeline import Stage, stages
 from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render

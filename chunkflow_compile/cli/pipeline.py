@@ -23,7 +23,7 @@ from chunkflow_compile.passes.graph.hoist import split
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, Hoist
-from chunkflow_compile.report.generation import Limits, draw_generation, generation_answer, generation_tables
+from chunkflow_compile.report.generation_tables import Limits, draw_generation, generation_answer, generation_tables
 from chunkflow_compile.report.perfetto import generation_events
 from chunkflow_compile.report.pictures import check_picture
 from chunkflow_compile.report.record import check_writable, prose

@@ -11,8 +11,8 @@ from chunkflow_compile.catalog.trace_cache import CacheEntry
 from chunkflow_compile.passes.cutting import choose_cut, groups_for
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.pack import packable, packed
-from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.shard import on_peers
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.hoisting import Hoisting, HoistingFigures, hoisting_of

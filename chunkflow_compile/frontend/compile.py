@@ -38,7 +38,7 @@ from chunkflow_compile.option_parsing import for_backend, parse_options
 from chunkflow_compile.options import BackendOptions, Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers
-from chunkflow_compile.placed.arguments import unwrap
+from chunkflow_compile.placed.model_arguments import unwrap
 from chunkflow_compile.placed.offload import bring_back, group_of_peers, offload, refuse_applied, target_of
 from chunkflow_compile.placed.placement import Placement, placement_of, placements_of
 from chunkflow_compile.private_torch.dynamo import backend_of, compile_lock

@@ -19,8 +19,8 @@ from torch.fx import GraphModule
 from chunkflow_compile.frontend.block_kinds import repeats_of
 from chunkflow_compile.frontend.compression import compressible
 from chunkflow_compile.frontend.exchange_groups import agreed_groups
-from chunkflow_compile.frontend.hoisting import preamble_of, warn_if_not_hoisted
 from chunkflow_compile.frontend.model_lookup import start_program
+from chunkflow_compile.frontend.preambles import preamble_of, warn_if_not_hoisted
 from chunkflow_compile.frontend.preconditions import (
     note_estimates,
     note_ops_of_others,
@@ -41,7 +41,7 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hoisting import hoisting_of
 from chunkflow_compile.passes.names import STAGES, StageName
-from chunkflow_compile.passes.pipeline import Stage, stages
+from chunkflow_compile.passes.pass_pipeline import Stage, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.problem import Parameter

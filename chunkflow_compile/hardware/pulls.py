@@ -26,8 +26,8 @@ from chunkflow_compile.runtime.torch_cuda import TorchCuda
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.groups import group_of
 from chunkflow_compile.weights.host_buffer import HostBuffer
+from chunkflow_compile.weights.peer_pieces import Pieces
 from chunkflow_compile.weights.peers import Peers
-from chunkflow_compile.weights.pieces import Pieces
 from chunkflow_compile.weights.source import take
 
 from .contention import LEAST_SLOWDOWN, MIB, compute_slowdown, contended_seconds, factor, median_seconds

@@ -19,7 +19,7 @@ from chunkflow_compile.options import BackendOptions, PipelineOptions
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import OnPeers
 from chunkflow_compile.pipeline.apply import Dtypes, PipelineT, apply, remove
-from chunkflow_compile.placed.arguments import is_pipeline
+from chunkflow_compile.placed.model_arguments import is_pipeline
 from chunkflow_compile.units import Size
 
 _ModelT = TypeVar("_ModelT", bound=nn.Module)

@@ -13,8 +13,8 @@ from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget
 from chunkflow_compile.pipeline.phase import Phase, kept_by
-from chunkflow_compile.placed.arguments import instead_of_model, is_pipeline
 from chunkflow_compile.placed.index import ModelIndex
+from chunkflow_compile.placed.model_arguments import instead_of_model, is_pipeline
 from chunkflow_compile.placed.offload import cast_to
 from chunkflow_compile.placed.placement import placement_of, placements_around
 from chunkflow_compile.placed.streamable import BITSANDBYTES_INT8, PLAIN, class_of, why_not

@@ -19,7 +19,7 @@ from chunkflow_compile.hardware.machine import install_line
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.pipeline.components import components_of
-from chunkflow_compile.placed.arguments import instead_of_model, is_pipeline, unwrap
+from chunkflow_compile.placed.model_arguments import instead_of_model, is_pipeline, unwrap
 from chunkflow_compile.placed.placement import Placement, placement_of
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.weights.counts import Counts

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES, Hoist, OnPeers, Pack
-from chunkflow_compile.placed.arguments import unwrap
 from chunkflow_compile.placed.index import ModelIndex, filled_by, is_distributed
+from chunkflow_compile.placed.model_arguments import unwrap
 from chunkflow_compile.placed.placement import (
     PLACEMENT,
     Placement,

@@ -18,9 +18,9 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.names import Hoist, OnPeers, Pack
 from chunkflow_compile.passes.packing import can_pack
-from chunkflow_compile.placed.arguments import unwrap
 from chunkflow_compile.placed.compile_progress import CompileProgress
 from chunkflow_compile.placed.index import filled_by, shards_of
+from chunkflow_compile.placed.model_arguments import unwrap
 from chunkflow_compile.private_torch.dynamo import compile_lock, dynamo_timed
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind

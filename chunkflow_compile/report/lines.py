@@ -19,7 +19,7 @@ from chunkflow_compile.passes.graph.listing import node_text, target_name
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.graph.segments import block_labels
 from chunkflow_compile.passes.ops import Prefetch, TransferOp, folded, transfer_name, transfer_of, transfer_text
-from chunkflow_compile.passes.pipeline import Stage
+from chunkflow_compile.passes.pass_pipeline import Stage
 from chunkflow_compile.passes.program.rewrite import Program, issued
 from chunkflow_compile.passes.step import Copy, Evict, Finish, Op, Run, Start, Step, Wait, order, transfers
 

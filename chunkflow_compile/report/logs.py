@@ -16,7 +16,7 @@ from torch._logging import _internal
 
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import STAGES
-from chunkflow_compile.passes.pipeline import Stage
+from chunkflow_compile.passes.pass_pipeline import Stage
 
 from .lines import stage_lines
 from .listings import render

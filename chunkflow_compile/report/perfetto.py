@@ -8,7 +8,7 @@ from typing import Any
 
 from chunkflow_compile.units import size
 
-from .generation import Generation
+from .generation_tables import Generation
 from .lanes import Lanes, lanes_of
 
 # Show two steps, because the copies that the first step starts for the second step would otherwise be cut off.

@@ -18,7 +18,7 @@ from tabulate import tabulate
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import STAGES, StageName
-from chunkflow_compile.passes.pipeline import Stage
+from chunkflow_compile.passes.pass_pipeline import Stage
 
 from .annotate import Annotator, FlopNotes
 from .lines import op_counts, stage_lines

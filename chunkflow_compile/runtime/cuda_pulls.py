@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.peer_pieces import Pieces
 
 # The first CUDA version whose cudaMemcpyBatchAsync has the signature that this module uses.  In CUDA 12.8, the function has
 # one more argument.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.pipeline import make_cycle
+from chunkflow_compile.passes.pass_pipeline import make_cycle
 from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.program.cycle import Call
 from chunkflow_compile.weights.host_buffer import HostBuffer

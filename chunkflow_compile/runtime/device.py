@@ -16,7 +16,7 @@ from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.units import is_size
 from chunkflow_compile.weights.bytes import copy_host_bytes
 from chunkflow_compile.weights.host_weight import with_index
-from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.peer_pieces import Pieces
 from chunkflow_compile.weights.source import Bytes, take
 
 from .cuda import CudaDevice

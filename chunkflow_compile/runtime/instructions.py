@@ -29,7 +29,7 @@ from chunkflow_compile.passes.step import (
     Wait,
 )
 from chunkflow_compile.passes.step import Stream as StreamName
-from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.peer_pieces import Pieces
 
 from .collective_work import collective_issue, completion_issue, finish_issue, start_issue
 from .compute_work import Compute, PicksAndDrops, node_work, poison_work, region_work, run_all, together

@@ -16,7 +16,7 @@ import torch
 
 from chunkflow_compile.passes.names import LANES, Lane
 from chunkflow_compile.private_torch import core
-from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.peer_pieces import Pieces
 
 from .cuda_pulls import pull
 

@@ -13,11 +13,11 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packed
-from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.shard import on_peers
 from chunkflow_compile.passes.graph.symbolic_sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import Stage
+from chunkflow_compile.passes.pass_pipeline import Stage
 from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.drive import in_files

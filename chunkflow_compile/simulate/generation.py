@@ -20,7 +20,7 @@ from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.placement.splitting import split_into, splits
 from chunkflow_compile.passes.planning import Settings, make_plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.report.generation import Generation, PhaseMemory
+from chunkflow_compile.report.generation_tables import Generation, PhaseMemory
 from chunkflow_compile.report.plan_tables import slices_notes
 from chunkflow_compile.units import enough, size
 

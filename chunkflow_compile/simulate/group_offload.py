@@ -31,7 +31,7 @@ from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import HOST, Problem, Weight
 from chunkflow_compile.passes.step import Copy, Evict, Op, Record, Run, Scheduler, Wait
 
-from .arms import PlayedStep
+from .played_steps import PlayedStep
 
 
 def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:

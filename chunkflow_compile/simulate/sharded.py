@@ -29,7 +29,7 @@ from chunkflow_compile.passes.placement.timeline import Playback, Played, Simula
 from chunkflow_compile.passes.problem import HOST, Collective, Problem
 from chunkflow_compile.passes.step import Copy, Finish, Op, Run, Scheduler, Start, Step
 
-from .arms import PlayedStep
+from .played_steps import PlayedStep
 
 
 def why_not(problem: Problem, ranks: int) -> str:

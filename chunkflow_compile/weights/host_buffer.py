@@ -60,7 +60,7 @@ from .locks import ProcessLock
 from .mapping import close_pages
 from .memory_uses import MemoryUses
 from .packed import Packed
-from .pieces import Pieces
+from .peer_pieces import Pieces
 from .pinning import HostReader, Pins
 from .resident_copy import ResidentCopy
 from .source import Bytes

@@ -35,7 +35,7 @@ from .host_buffer import HostBuffer
 from .locks import aside, when_collected
 from .mapping import Descriptor, map_file, memory_file
 from .node import Node, rendezvous
-from .pieces import Pieces
+from .peer_pieces import Pieces
 from .rounds import Left
 
 _log = logging.getLogger(__name__)

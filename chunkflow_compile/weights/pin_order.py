@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .host_buffer import HostBuffer
 from .limits import local_ranks
-from .pieces import Pieces
+from .peer_pieces import Pieces
 from .pinning import HostReader
 from .progress import moving
 

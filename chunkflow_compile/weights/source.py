@@ -17,7 +17,7 @@ from chunkflow_compile.passes.ring import BLOCK
 
 from .bytes import copy_host_bytes, memory_of
 from .mapping import Descriptor, map_file, written_pages
-from .pieces import Pieces
+from .peer_pieces import Pieces
 
 # Bytes of a file to compare with memory at a time.
 _COMPARED = 1 << 22

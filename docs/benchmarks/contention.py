@@ -20,10 +20,10 @@ import torch
 from runs import errors_in_a_sentence, saved
 from tabulate import tabulate
 
+from chunkflow_compile.bench.bench_record import summarise
 from chunkflow_compile.bench.job import job_of
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
-from chunkflow_compile.bench.summary import summarise
 from chunkflow_compile.report.pictures import draw_arms
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json
 

@@ -33,10 +33,10 @@ from chunkflow_compile.bench.alternatives import (
     REPEATED,
 )
 from chunkflow_compile.bench.arms import parse_arms
+from chunkflow_compile.bench.bench_record import BenchRecord, bench_table, conditions, summarise
 from chunkflow_compile.bench.job import RESIDENT, Job, Transport
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import OWN_ARMS, Regime
-from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise
 from chunkflow_compile.catalog.presets import PRESETS, Workload
 from chunkflow_compile.catalog.small import Size
 from chunkflow_compile.hardware.calibrate import calibrate

@@ -28,8 +28,8 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.graph.peers import on_peers
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.shard import on_peers
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES

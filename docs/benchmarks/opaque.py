@@ -24,10 +24,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 import chunkflow_compile
 from chunkflow_compile.bench.arms import parse_arms
+from chunkflow_compile.bench.bench_record import summarise
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import Regime
-from chunkflow_compile.bench.summary import summarise
 from chunkflow_compile.passes.hardware import LinkEmulation
 
 RANKS, LAYERS, WIDTH, HEADS, TOKENS = 2, 4, 512, 8, 1024

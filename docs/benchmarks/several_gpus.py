@@ -31,8 +31,8 @@ from chunkflow_compile.catalog.quiet import quiet_diffusers
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.goal import DEFAULT_SLOWDOWN, Goal
-from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.shard import on_peers, streamable
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, GROUP_OFFLOAD, SHARDED
 from chunkflow_compile.passes.placement.place import least_memory, place

@@ -100,7 +100,7 @@ def discover(traced: Traced) -> Discovery:
             continue
         views.update(dict.fromkeys(chain, node))
         keep = parameter.keep or written.get(key) or _keep(parameter, node, readers)
-        # pack.py and peers.py decide later whether the weight is compressed or sharded
+        # pack.py and shard.py decide later whether the weight is compressed or sharded
         raw = DiscoveredWeight(parameter, node, keep).with_source(values=0, ranks=0)
         weights.append(raw)
     return Discovery(tuple(weights), views)

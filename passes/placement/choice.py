@@ -31,8 +31,8 @@ from typing import TypeVar
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.coarsen import before_repeating
 from chunkflow_compile.passes.graph.pack import packable, packed
-from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.shard import on_peers, streamable
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 

@@ -28,15 +28,15 @@ from chunkflow_compile.bench.alternatives import (
     make_alternative,
 )
 from chunkflow_compile.bench.arms import block_bytes, parse_arms
+from chunkflow_compile.bench.bench_record import BenchRecord, bench_table, conditions, summarise, why_busy
 from chunkflow_compile.bench.host import EVERY, HostTime, host_time
 from chunkflow_compile.bench.job import Job, job_of
-from chunkflow_compile.bench.link import LinkLoad, link_error
+from chunkflow_compile.bench.link_load import LinkLoad, link_error
 from chunkflow_compile.bench.pace import paced
 from chunkflow_compile.bench.ranks import JobProgress, run_job
 from chunkflow_compile.bench.regimes import REGIMES, Regime
 from chunkflow_compile.bench.resident_steps import in_groups
 from chunkflow_compile.bench.running_arm import Share, seen_slowdown
-from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise, why_busy
 from chunkflow_compile.catalog.small import Size
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile

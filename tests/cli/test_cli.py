@@ -18,8 +18,8 @@ from conftest import HERE, MODEL, SIZES
 from helpers import Stack, run_python
 
 from chunkflow_compile import offload, programs
-from chunkflow_compile.bench.link import LinkLoad
-from chunkflow_compile.bench.summary import BenchRecord
+from chunkflow_compile.bench.bench_record import BenchRecord
+from chunkflow_compile.bench.link_load import LinkLoad
 from chunkflow_compile.catalog.quiet import quiet_imports
 from chunkflow_compile.catalog.small import Size, small_model
 from chunkflow_compile.cli import demo, planning_arguments
@@ -553,12 +553,12 @@ def test_a_model_that_does_not_trace_leaves_the_traceback_in_a_file(capsys: pyte
 def test_the_stages_before_an_unsafe_program_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from chunkflow_compile.passes import pipeline
+    from chunkflow_compile.passes import pass_pipeline
 
     def refuse(*_: Any) -> None:
         raise FindingError("The program is not safe to run:\n  for the test")
 
-    monkeypatch.setattr(pipeline, "verify", refuse)
+    monkeypatch.setattr(pass_pipeline, "verify", refuse)
     assert main(["dump", MODEL, *SIZES, "--out", str(tmp_path)]) == 1, "a finding, not bad use"
     shown = capsys.readouterr()
     assert "not safe to run" in shown.err and "03_rewritten.py" in shown.out

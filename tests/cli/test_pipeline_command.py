@@ -28,7 +28,7 @@ from chunkflow_compile.passes.cutting import make_cut, whole_blocks
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.hoist import split as split_halves
 from chunkflow_compile.passes.planning import Settings
-from chunkflow_compile.report.generation import Limits, generation_answer, generation_tables
+from chunkflow_compile.report.generation_tables import Limits, generation_answer, generation_tables
 from chunkflow_compile.simulate.generation import GROUP_OFFLOAD, MODEL_OFFLOAD, Component, generations, least_budget
 from chunkflow_compile.units import size
 

@@ -17,8 +17,8 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.hardware.pulls import Pulls, chunks_of, pull_figures, puller, pulls_of
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.passes.pieces import piece_bytes
+from chunkflow_compile.weights.peer_pieces import Pieces
 from chunkflow_compile.weights.peers import Peers
-from chunkflow_compile.weights.pieces import Pieces
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkflow_compile import Arena, programs
-from chunkflow_compile.bench.link import chain
+from chunkflow_compile.bench.link_load import chain
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError

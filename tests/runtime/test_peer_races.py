@@ -22,7 +22,7 @@ from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify
 from chunkflow_compile.runtime import executor
-from chunkflow_compile.weights.pieces import Pieces
+from chunkflow_compile.weights.peer_pieces import Pieces
 
 STEPS = 3
 

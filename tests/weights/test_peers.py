@@ -23,8 +23,8 @@ from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights import peers as peers_of_ranks
 from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
+from chunkflow_compile.weights.peer_pieces import Pieces
 from chunkflow_compile.weights.peers import Peers
-from chunkflow_compile.weights.pieces import Pieces
 
 CPU = torch.device("cpu")
 # Bytes of a stripe, far below those of real weights, so that these have several.

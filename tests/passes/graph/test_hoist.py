@@ -24,7 +24,7 @@ from chunkflow_compile.passes.graph.discover import input_key
 from chunkflow_compile.passes.graph.hoist import Halves, check_halves, split
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hoisting import MOST_ROWS, hoisting_of, rows_within
-from chunkflow_compile.passes.pipeline import stages
+from chunkflow_compile.passes.pass_pipeline import stages
 from chunkflow_compile.passes.planning import Settings
 
 SIZE = Size(layers=1, singles=1)

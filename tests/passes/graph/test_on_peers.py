@@ -11,10 +11,10 @@ from helpers import Block, InTurn, cut_of, plan_of
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.graph.pack import packable, packed
-from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.shard import on_peers, streamable
+from chunkflow_compile.passes.pass_pipeline import Stage
 from chunkflow_compile.passes.pieces import piece_bytes
-from chunkflow_compile.passes.pipeline import Stage
 from chunkflow_compile.passes.program.contracts import check_cut
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.program.verify import verify

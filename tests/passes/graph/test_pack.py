@@ -19,7 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.pack import packable, packed
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.packing import Layout, pack
-from chunkflow_compile.passes.pipeline import Stage
+from chunkflow_compile.passes.pass_pipeline import Stage
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.problem import HOST, Weight
 from chunkflow_compile.passes.program.contracts import check_cut

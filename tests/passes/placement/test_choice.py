@@ -18,8 +18,8 @@ from chunkflow_compile.passes.cutting import choose_cut, make_cut
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.graph.pack import packable, packed
-from chunkflow_compile.passes.graph.peers import on_peers, streamable
 from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.shard import on_peers, streamable
 from chunkflow_compile.passes.graph.traced import Repeats, Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.choice import planned_for, to_fewer_peers, to_pack

@@ -16,8 +16,8 @@ from chunkflow_compile.passes.goal import Goal
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.simulate.arms import PlayedStep
 from chunkflow_compile.simulate.group_offload import play_group_offload, round_trip_s
+from chunkflow_compile.simulate.played_steps import PlayedStep
 
 US = 1e-6
 # What is outside blocks takes 4 us a chunk to the device, and 16 us back.

@@ -13,7 +13,7 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import SHARDED
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.simulate.arms import PlayedStep
+from chunkflow_compile.simulate.played_steps import PlayedStep
 from chunkflow_compile.simulate.sharded import play_sharded, why_not
 
 US = 1e-6

@@ -20,7 +20,7 @@ from chunkflow_compile.passes.problem import Problem, Source, Weight
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.step import Scheduler, order
 from chunkflow_compile.report.story import changes
-from chunkflow_compile.simulate.arms import play_program
+from chunkflow_compile.simulate.played_steps import play_program
 
 US = 1e-6
 LATE = {"collective_latency_s": 1 * US}

@@ -21,7 +21,7 @@ from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.goal import Goal
-from chunkflow_compile.passes.pipeline import make_cycle, stages
+from chunkflow_compile.passes.pass_pipeline import make_cycle, stages
 from chunkflow_compile.passes.planning import Settings, join_loss
 from chunkflow_compile.passes.program.cycle import Call, Cycle, ends_of, problem_of, write
 from chunkflow_compile.passes.program.happens_before import FORMS, Form, HappensBefore, Issued

@@ -13,7 +13,7 @@ from chunkflow_compile.runtime.measurement import StepMeasurement
 from chunkflow_compile.units import size
 
 from .job import RESIDENT, ArmRun, Job, ProgramRun, RankRun
-from .link import LinkError, LinkLoad
+from .link_load import LinkError, LinkLoad
 
 # If compute takes longer than its fixed duration by more than this share, the machine was busy.  On two idle cores, the
 # excess is below 1 %.
