@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft", "matplotlib", "prometheus-client", "torch-tensorrt")
-# A library that some command needs -> the extra of this package that installs it.
+# Name of a library that some command needs -> the extra (optional dependencies) of this package that installs the library.
 EXTRAS = {
     "diffusers": "diffusers",
     "transformers": "diffusers",
@@ -122,8 +122,8 @@ def look() -> Machine:
     """Inspect this machine.  Allocates nothing on a GPU, and changes nothing, except that it creates a missing compile
     cache folder.
 
-    Importing torch takes more CPU time than the rest of the inspection.  For a CPU build of torch, its files are
-    inspected instead; torch is imported only if they do not show that it has gloo.
+    A GPU build of torch is imported.  Importing torch takes more CPU time than the rest of the inspection, so the files
+    of a CPU build are inspected instead.  A CPU build is imported only if its files do not show that it supports gloo.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "this package needs it"
@@ -165,7 +165,7 @@ def _binds_gloo(folder: Path) -> bool:
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library,
         ):
             return library.find(b"N4c10d16ProcessGroupGlooE") >= 0
-    except OSError:  # the library has another name on other systems
+    except OSError:  # on systems other than Linux, the library has another name
         return False
 
 
@@ -222,8 +222,8 @@ def _nvidia(fields: tuple[str, ...]) -> list[list[str]]:
 
 
 def _huge_pages(name: str) -> str:
-    """Return the active value of a kernel setting for huge pages, or an empty string.  The kernel puts the active value
-    in brackets, as in "always [madvise] never"."""
+    """Return the active value of a kernel setting for huge pages; empty if the setting cannot be read.  The kernel puts
+    the active value in brackets, as in "always [madvise] never"."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage", name).read_text()
     except OSError:

@@ -22,7 +22,7 @@ from .siblings import SIBLINGS
 if TYPE_CHECKING:
     import torch
 
-# The name of the profile of this machine that chunkflow calibrate has written.
+# The name with which :func:`load_profile` loads the profile that chunkflow calibrate has measured on this machine.
 MEASURED = "measured"
 CPU = "cpu"
 # The name of the estimated profile of a GPU that has no other profile: "scaled" for the current GPU of this process,
@@ -110,7 +110,8 @@ def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
         return False
     import torch
 
-    # ``cards`` is empty in the profile of a whole machine; such a profile is never a default, so the user has chosen it
+    # ``cards`` is empty in the profile of a whole machine.  Such a profile is never a default.  So if a plan was made for
+    # it, the user has chosen it for this machine.
     cards = _read_built_in(profile).cards
     return not cards or torch.cuda.get_device_properties(device).name in cards
 
