@@ -136,7 +136,7 @@ def contended_seconds(
 ) -> tuple[float, float]:
     """Return the median seconds of ``copy`` and of ``work``.  Both are measured while they run at the same time.
 
-    A second thread calls ``copy`` without pause until ``work`` has run ``repeats`` times.
+    A second thread calls ``copy`` without pause while ``work`` is timed.
     """
     begun, over = threading.Event(), threading.Event()
 

@@ -47,8 +47,8 @@ _ONE_RANK = "not measured, one rank only: chunkflow calibrate --ranks N measures
 
 
 def assumed_link_figures(device: torch.device, figures: Mapping[str, Any]) -> Iterator[Figure]:
-    """Yield the figures of a machine with one device.  Collectives cannot be measured, so their figures are assumed.
-    Only the slowdown of compute by copies is measured.
+    """Yield figures of the links for a machine with one GPU.  Collectives cannot be measured there, so their figures are
+    assumed.  Only the slowdown of compute by copies is measured.
 
     ``figures``: the figures from the stages of the calibration that have already run.
     """

@@ -165,7 +165,7 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
     regions, packed = program.problem.regions, {w.name for w in program.problem.weights if w.source.compressed}
     block_of = {r.name: r.block for r in regions}
     blocks = [*block_of.values(), ""]
-    at, computed = 0, False  # the current region, and whether it has run; evictions follow the run
+    at, computed = 0, False  # the index of the current region, and whether it has run; its evicts come after its run
     for node, item, barrier in _items(program):
         if node.op == "placeholder":
             name, block = names.get(node.name, ""), next((block_of.get(u.name, "") for u in node.users), "")
