@@ -42,7 +42,7 @@ _AHEAD = 4
 def copier(device: torch.device, size: int, port: Port | None = None, walk: int = 0) -> Callable[[], object]:
     """Return a function that copies ``size`` bytes from host memory to the device, in the same way as the runtime.
 
-    ``port``: the port of an emulated link, which delays the copies, or None.  It is used only if the device is a CPU.
+    ``port``: the port of an emulated link, which delays the copies, or None.  A port is used only if the device is a CPU.
     ``walk``: the size in bytes of the host memory that successive calls cycle through.
     """
     pieces = max(1, walk // size)
@@ -108,8 +108,8 @@ def attention_slowdown(device: torch.device, exchange: Callable[[], object], rep
     """Measure the factor by which attention and a collective slow each other down.
 
     Two slowdowns are measured: the slowdown of attention, and the slowdown of the collective.  A profile contains only
-    one factor for both.  The result is the harmonic mean of the two slowdowns, because it preserves the total work per
-    second.
+    one factor for both.  The result is the harmonic mean of the two slowdowns, because this mean preserves the total work
+    per second.
     ``exchange``: a function that runs the collective.  ``repeats``: the number of timed collectives, which is equal on
     all ranks.
     """

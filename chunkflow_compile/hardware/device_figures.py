@@ -30,7 +30,7 @@ COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 # Seconds of warm-up.  Without warm-up, the measurement of an idle H100 (345 MHz) gave 725 TFLOP/s instead of 781, and
 # 52.6 GB/s instead of 55.
 _WARM_UP_S = 1.0
-# Attention kernel -> the backend of torch that runs it.
+# Name of an attention kernel -> the backend of ``scaled_dot_product_attention`` that runs this kernel.
 BACKENDS: Mapping[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "fa2": SDPBackend.FLASH_ATTENTION,
@@ -141,9 +141,9 @@ def cache_rate(part: torch.Tensor, in_a_row: Callable[[Callable[[], object]], fl
     """Return the bytes/s at which kernels read and write ``part``, a tensor that fits in the cache.  Return 0 if a
     kernel takes no longer for ``part`` than for a single element.
 
-    ``in_a_row``: a function that calls its argument many times, and returns the average seconds per call.  A kernel for
-    a single element takes about the time that starting a kernel costs.  This time is subtracted from the time for
-    ``part``, because plans add it separately.
+    ``in_a_row``: a function that calls its argument many times, and returns the average seconds per call.  The time for
+    a single element is the cost of starting a kernel.  It is subtracted from the time for ``part``, because plans add
+    this cost separately.
     """
     short, long = (in_a_row(partial(torch.add, values, 1, out=values)) for values in (part[:1], part))
     return round(2 * (part.nbytes - part[:1].nbytes) / (long - short)) if long > short else 0

@@ -85,8 +85,8 @@ class Machine:
     temporary: Folder
 
     def host_copies(self, ranks: int) -> int:
-        """Return the number of copies of a model that ``ranks`` ranks keep in host memory, if each rank uses one GPU:
-        one copy per NUMA node of these GPUs (``node_of`` in weights/node.py)."""
+        """Return the number of copies of a model that ``ranks`` ranks keep in host memory.  Each rank uses one GPU, and
+        there is one copy per NUMA node of these GPUs (``node_of`` in weights/node.py)."""
         return max(1, len({gpu.numa for gpu in self.gpus[:ranks]})) if self.numa_nodes > 1 else 1
 
 
@@ -201,8 +201,8 @@ def _link(row: list[str] | None, generation: int, width: int) -> tuple[int, int]
 
 
 def _numa(bus: str) -> int | None:
-    """Return the NUMA node of the device with this PCI bus id.  nvidia-smi writes the domain of a bus id with eight
-    digits; the kernel writes it with four."""
+    """Return the NUMA node of the device with this PCI bus id, or None if it is unknown.  In a bus id from nvidia-smi, the
+    domain has eight digits; in a bus id from the kernel, it has four."""
     name = bus.lower()[4:] if len(bus) == 16 else bus.lower()
     try:
         node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())

@@ -24,8 +24,8 @@ class Sibling:
     """A GPU, described by its differences from the GPU of the profile ``like``.
 
     ``cards``: the names that the driver reports for this GPU.  ``processors``: the numbers of multiprocessors in this
-    GPU and in the similar one.  ``bandwidth``: bytes/s of its GPU memory.  ``cache_bytes``: size of its L2 cache.
-    ``pcie``: generation and lanes.  ``memory``: GiB of memory.
+    GPU and in the similar GPU.  ``bandwidth``: bytes/s of its memory.  ``cache_bytes``: size of its L2 cache in bytes.
+    ``pcie``: generation of its PCIe link, and number of lanes.  ``memory``: size of its memory in GiB.
     ``more``: other figures that differ, as field of ``Hardware`` -> (value, source).
     """
 

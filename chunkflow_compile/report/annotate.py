@@ -1,4 +1,4 @@
-"""Annotations for the lines of a listing, such as the time and the copied bytes of each line on the plan's machine."""
+"""Annotations for the lines of a listing, such as the predicted time of each line and the number of copied bytes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Annotator(FlopNotes):
                 self.waits[weight.first_use] = self.waits.get(weight.first_use, 0.0) - weight.slack_s
 
     def note(self, line: Line) -> Note | None:
-        """Return the note for a line; None if there is nothing to say about the line."""
+        """Return the note for a line, or None if the line needs no note."""
         if (index := line.region) is not None:
             cost = self.problem.regions[index].cost
             seconds = self._seconds("compute", self.problem.regions[index].name, self.simulator.compute_s[index])
@@ -143,7 +143,8 @@ class Annotator(FlopNotes):
     def _wait(self, readable: Sequence[str], barrier: bool) -> Note | None:
         """Return the note for a wait.
 
-        The note shows the minimum slack of the awaited weights.  If only one weight is awaited, the note also shows its slot.
+        The note shows the minimum slack of the awaited weights.  If compute waits for a single weight, the note also shows
+        the slot of this weight.
         """
         weights = [w for name in readable if (w := self.weights.get(name)) is not None and w.offset is not None]
         if not weights:

@@ -24,8 +24,8 @@ class PhaseMemory:
 
     ``weights``, ``activations``: the bytes of weights and of activations on the device while the phase runs.  ``calls``:
     the number of calls.  ``seconds``: the duration of one call in seconds.  ``loading_s``: the seconds of work that does
-    not overlap with any call.  Such work is the copies before the first call, the computation of rows of hoisted products,
-    and, with model offload, the copy of the weights back to the host after the last call.  ``host``: the bytes of the
+    not overlap with any call.  This work consists of copies before the first call, of the computation of rows of hoisted
+    products, and, with model offload, of the copy back to the host after the last call.  ``host``: the bytes of the
     component's weights in host memory during the generation.  ``plan``: the plan for the weights, or None if the phase
     runs eagerly or with group offload.  ``tileable``: whether ``enable_tiling`` would reduce the memory of the phase.
     ``notes``: sentences about the compiled code.

@@ -98,7 +98,7 @@ def host_memory_for(model: str, read_time: ReadTime, ranks: int, memory: HostMem
 def engines(reason: str | None) -> Finding:
     """Return a finding on whether regions can be lowered with TensorRT.
 
-    ``reason``: the reason why this is not possible, or None if it is possible.
+    ``reason``: the reason why regions cannot be lowered with TensorRT, or None if they can.
     """
     if reason is None:
         return Finding("lowering='tensorrt'", "usable; experimental, never run")

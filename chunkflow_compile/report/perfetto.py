@@ -62,7 +62,7 @@ def _generation(phases: Generation) -> Iterator[dict[str, Any]]:
 
 def _events(lanes: Lanes, calls: int, at: float = 0.0) -> Iterator[dict[str, Any]]:
     """Yield the events of the first ``calls`` calls.  ``at``: the time at which the first call begins, in seconds."""
-    call_s = round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds, so that two calls do not overlap
+    call_s = round(lanes.step_s * 1e9) / 1e9  # Round to whole nanoseconds, so that two calls do not overlap.
     last = at + calls * call_s
     for call in range(calls + 1):  # one more call, because some of its copies start during the call before it
         offset = at + call * call_s

@@ -61,7 +61,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def draw_curve(points: Sequence[Point], others: Sequence[Point], form: str, title: str, path: Path) -> None:
-    """Draw memory against the time per forward, with a line at the time of the baseline.
+    """Draw the time per forward against the GPU memory for weights, with a horizontal line at the time of the baseline.
 
     ``others``: points for the same weights stored in another form, such as quantized; may be empty.  ``form``: the name of
     this form in the legend.
@@ -126,7 +126,7 @@ def draw_regimes(records: Mapping[str, ComparisonRecord], path: Path) -> None:
 
 
 def _draw_steps(axes: Any, record: ComparisonRecord) -> list[float]:
-    """Draw one stacked bar per measured policy: the parts of its step.  Return the ends of the bars in ms."""
+    """Draw one stacked bar per measured policy: the parts of its step.  Return the length of each bar in ms."""
     names = list(record.arms)
     ends = [0.0] * len(names)
     parts = zip(*map(_parts_of_step, record.arms.values()), strict=True)

@@ -15,7 +15,7 @@ from .record import fitted, prose, seconds
 
 
 def answer(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures | None = None) -> str:
-    """Return the result of planning in a sentence.
+    """Return a sentence that states the result of planning.
 
     The sentence states the time per forward, the ratio of this time to the time with all weights resident, and the GPU
     memory for weights.  ``forwards``: the number of forwards per denoising step.  ``hoisted``: the figures of products that
@@ -32,7 +32,7 @@ def answer(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures
 
 
 def forward_seconds(plan: Plan, hoisted: HoistingFigures | None) -> float:
-    """Return the seconds per forward, including the forward's share of the products that are computed once for many steps."""
+    """Return the seconds per forward, including a share of the time in which hoisted products are computed."""
     assert plan.predicted is not None
     return plan.predicted.step_s + (0.0 if hoisted is None else hoisted.seconds_per_call)
 
@@ -44,7 +44,7 @@ def held(plan: Plan, hoisted: HoistingFigures | None = None) -> str:
 
 
 def part_of(part: int, whole: int) -> str:
-    """Return two sizes as text, such as ``"9.28 of 22.17 GiB"``.  If both have the same unit, it is written once."""
+    """Return two sizes as text, such as ``"9.28 of 22.17 GiB"``.  A unit that both sizes share is written once."""
     small, large = size(part), size(whole)
     value, _, unit = small.partition(" ")
     return f"{value if large.endswith(f' {unit}') else small} of {large}"

@@ -22,11 +22,14 @@ if TYPE_CHECKING:  # these modules import torch, but chunkflow doctor must work 
     from chunkflow_compile.passes.plan import Plan, Prediction
 
 SCHEMA = 1
-PROSE_WIDTH = 100  # the maximum number of characters per line, in prose and in tables
+# The maximum number of characters per line, in prose and in tables.
+PROSE_WIDTH = 100
 # Table cells with at most this many characters are not wrapped.
 _SHORT = 24
-_GAP = 2  # the number of characters between two columns
-_PADDING = 2  # the number of characters that tabulate adds to a header
+# The number of characters between two columns.
+_GAP = 2
+# The number of characters that tabulate adds to a header.
+_PADDING = 2
 # A prediction is reported as wrong if its relative error is larger than this.  Smaller errors are ignored, because the times
 # of steps vary.
 _FAR = 0.10
@@ -251,8 +254,8 @@ def _wrapped(cell: str, width: int) -> str:
 def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]], per: str = "step") -> str:
     """Return a record as a table with one row per arm.
 
-    ``extra``: additional columns.  It maps each header to the cells of the column by arm.  ``per``: the unit to which
-    times and bytes refer, such as "step".  If there is only one rank, columns about collectives are left out.
+    ``extra``: additional columns, as header -> arm -> cell.  ``per``: the unit to which times and bytes refer, such as
+    "step".  If there is only one rank, and it has run no collectives, the column about collectives is left out.
     """
     rows = []
     alone = record.ranks == 1 and not any(arm.collective_s for arm in record.arms.values())
