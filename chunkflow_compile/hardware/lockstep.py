@@ -31,7 +31,7 @@ def rank_device(kind: str, rank: int) -> torch.device:
 
 @contextlib.contextmanager
 def process_group(backend: str, rank: int, ranks: int, folder: str) -> Iterator[None]:
-    """A context with the default process group of ``ranks`` ranks, connected through a file in ``folder``.  A rank
+    """A context with a default process group of ``ranks`` ranks, which connect through a file in ``folder``.  A rank
     leaves its context only after all ranks have reached the ends of their contexts."""
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=_TIMEOUT)
     try:

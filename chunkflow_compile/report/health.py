@@ -121,7 +121,7 @@ def _fix(finding: Finding) -> str:
 def _noted(what: str, state: str, fix: str) -> Finding:
     """Return a finding that does not prevent a run.
 
-    ``fix``: instructions for the user.  If it is empty, the verdict is "ok"; otherwise it is "note".
+    ``fix``: instructions for the user.  If ``fix`` is empty, the verdict is "ok"; otherwise, the verdict is "note".
     """
     return Finding(what, state, "note" if fix else "ok", fix)
 
