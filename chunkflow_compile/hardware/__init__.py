@@ -1,6 +1,6 @@
 """Hardware profiles (``Hardware``), and facts about this machine (``Machine``).
 
-Read profiles.py (built-in profiles, *.json) and emulated.py (a profile with an emulated link) first, then machine.py (the
-facts that chunkflow doctor checks).  For the measurements, begin with contention.py (copies concurrent with other work)
-and loopback.py (collectives in one process); device_figures.py and rank_figures.py use them.
+Read profiles.py first (built-in profiles, *.json), then machine.py (the facts that chunkflow doctor checks).  The module
+calibrate.py measures a profile: device_figures.py measures one device, and rank_figures.py measures several ranks.
+Both use contention.py, which measures how copies and other work slow each other down.
 """

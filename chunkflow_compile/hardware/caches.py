@@ -1,8 +1,8 @@
 """The cache folders: ChunkFlow's own, and the folder of torch's compile caches.
 
-Inductor compiles in torch's folder, and torch creates that folder while its compiler is imported.  In a container,
-torch's folder may be read-only, full, or owned by another user; the error then names the variable that selects another
-folder.  This module does not import torch, because that import may be the step that fails.
+Inductor compiles in torch's folder, which torch creates while its compiler is imported.  In a container, torch's folder
+may be read-only, full, or owned by another user.  ChunkFlow's error then names the environment variable that selects
+another folder.  This module does not import torch, because importing torch may fail if the folder cannot be used.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ def use_compile_cache() -> Folder:
     """Return the folder from :func:`compile_cache`, and configure torch to use it."""
     folder = compile_cache()
     if not folder.fault:
-        # torch would choose the same folder, but torch 2.11 fails for a user without an account
+        # torch would choose the same folder, but torch 2.11 raises an error if the user has no account
         os.environ[FOLDER_VARIABLE] = folder.path
     return folder
 
 
 @contextlib.contextmanager
 def importing_torch() -> Iterator[None]:
-    """A context for the import of torch's compiler, which creates the folder of the compile caches.  Raises
-    ChunkflowError if the import fails because the folder cannot be used."""
+    """A context in which torch's compiler is imported.  Raises ChunkflowError if the import fails because the folder of
+    the compile caches cannot be used."""
     folder = use_compile_cache()
     try:
         yield
@@ -134,8 +134,8 @@ def _is_whole(library: Path) -> bool:
     """Whether a library is complete.  A 64-bit ELF file is complete if it contains its section headers, which are at
     its end.
 
-    A 32-bit ELF file counts as complete, and a file in another format as incomplete.  A new file counts as complete,
-    because another process may still be linking it.
+    A 32-bit ELF file counts as complete; a file in another format counts as incomplete.  A library that is younger than
+    ``_LINKING_S`` seconds counts as complete, because another process may still be linking it.
     """
     try:
         with library.open("rb") as file:

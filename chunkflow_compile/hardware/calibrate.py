@@ -42,11 +42,12 @@ def calibrate(
 ) -> Hardware:
     """Measure ``device``, and return a profile called ``name``.
 
-    ``emulated``: an emulated link for copies and collectives, or None.  Programs that are compiled for the profile then
-    use this emulated link, too.
+    ``emulated``: an emulated PCIe link for copies and collectives, or None to measure the real links.  The profile
+    contains the emulated link, so programs that are compiled for the profile use it, too.
     ``loopback``: whether to measure collectives within one process, through host memory.  This measurement needs only
     one GPU.
-    ``together``: the number of ranks that copy at the same time and pull from each other; by default one rank per GPU.
+    ``together``: the number of ranks that copy at the same time and pull from each other.  The default is one rank per
+    GPU, or one rank on a CPU.
     ``phase``: a function that takes the name of a stage, and returns a context in which this stage is measured.
     Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.
     """

@@ -27,22 +27,23 @@ REPEATS = 7
 # Number of rounds in which the slowdown of compute is measured.  In each round, compute is timed alone and while copies
 # run, because the speed of a machine changes from second to second.
 TURNS = 24
-# A slowdown of compute below this factor counts as 1, because a smaller value is noise, and would keep plans from
-# streaming weights.
+# A measured slowdown of compute below this factor is noise.  It counts as 1, because otherwise plans would stream fewer
+# weights than they could.
 LEAST_SLOWDOWN = 1.02
-# Blocks per timed run on a GPU: enough that launch overhead on the host does not matter.
+# Number of MLP blocks per timed run on a GPU.  Their GPU time is so long that launch overhead on the host does not matter.
 _BLOCKS = 8
-# Bytes that successive copies cycle through: more than fits in a cache, so that no copy reads from a cache.
+# Size in bytes of the host memory that successive copies cycle through.  It is larger than the CPU's caches, so that no
+# copy reads from a cache.
 _WALK = 128 * MIB
-# Number of copies that are enqueued before the host waits for the first of them.
+# Before the host thread enqueues another copy, it waits until at most this many earlier copies are unfinished.
 _AHEAD = 4
 
 
 def copier(device: torch.device, size: int, port: Port | None = None, walk: int = 0) -> Callable[[], object]:
-    """Return a function that copies ``size`` bytes from host memory to the device in the same way as the runtime,
-    through ``port`` if it is given.
+    """Return a function that copies ``size`` bytes from host memory to the device, in the same way as the runtime.
 
-    ``walk``: the size in bytes of the memory that successive calls cycle through, at least ``size``.
+    ``port``: the port of an emulated link, which delays the copies, or None.  A port is used only if the device is a CPU.
+    ``walk``: the size in bytes of the host memory that successive calls cycle through.
     """
     pieces = max(1, walk // size)
     source = torch.ones(pieces * size, dtype=torch.uint8)
@@ -78,8 +79,9 @@ def compute_slowdown(
 ) -> float:
     """Measure the factor by which back-to-back copies slow down the MLP of a transformer block.
 
-    ``barrier``: a barrier of all ranks, so that all of them copy during the same periods.  ``copy``: a function that
-    makes the next copy; by default it copies from host memory, through ``port``.
+    ``barrier``: a barrier of all ranks, which makes all ranks copy during the same periods.  ``copy``: a function that
+    makes one copy per call; by default, it copies from host memory to the device.  ``port``: the port of an emulated
+    link for these default copies, or None.
     """
     host = device.type == "cpu"
     # On the CPU, copies are small, so that several of them run during each timed run, even over an emulated link.
@@ -106,8 +108,10 @@ def attention_slowdown(device: torch.device, exchange: Callable[[], object], rep
     """Measure the factor by which attention and a collective slow each other down.
 
     Two slowdowns are measured: the slowdown of attention, and the slowdown of the collective.  A profile contains only
-    one factor for both.  The result is the harmonic mean of the two slowdowns, because it preserves the total work per
-    second.  ``exchange``: runs the collective; all ranks call it equally often.
+    one factor for both.  The result is the harmonic mean of the two slowdowns, because this mean preserves the total work
+    per second.
+    ``exchange``: a function that runs the collective.  ``repeats``: the number of timed collectives, which is equal on
+    all ranks.
     """
     host = device.type == "cpu"
     shape, dtype = ((1, 8, 512, 64), torch.float32) if host else ((1, 24, 8192, 128), torch.bfloat16)
@@ -123,14 +127,17 @@ def attention_slowdown(device: torch.device, exchange: Callable[[], object], rep
 
 
 def factor(contended_s: float, uncontended_s: float) -> float:
-    """Return the slowdown, but at least 1, because a lower value is noise."""
+    """Return the factor by which contention slows down work.  The result is at least 1, because a lower value is noise."""
     return max(1.0, contended_s / uncontended_s)
 
 
 def contended_seconds(
     device: torch.device, work: Callable[[], object], repeats: int, copy: Callable[[], object]
 ) -> tuple[float, float]:
-    """Return the median seconds of ``copy`` and of ``work``, each measured while the other runs all the time."""
+    """Return the median seconds of ``copy`` and of ``work``.  Both are measured while they run at the same time.
+
+    A second thread calls ``copy`` without pause while ``work`` is timed.
+    """
     begun, over = threading.Event(), threading.Event()
 
     def keep_copying() -> list[float]:
@@ -146,7 +153,7 @@ def contended_seconds(
 
     with ThreadPoolExecutor(1) as thread:
         copying = thread.submit(keep_copying)
-        copying.add_done_callback(lambda _: begun.set())  # so that the caller does not wait forever if a copy fails
+        copying.add_done_callback(lambda _: begun.set())  # if a copy fails, the caller must not wait forever
         begun.wait()
         try:
             contended_s = median_seconds(device, work, repeats)
@@ -158,8 +165,8 @@ def contended_seconds(
 def _copies_back_to_back(
     device: torch.device, copy: Callable[[], object], begun: threading.Event, over: threading.Event
 ) -> list[float]:
-    """Run copies on a stream whose queue is never empty, and return the seconds of each copy.  Device events measure
-    the times, without launch overhead on the host."""
+    """Run copies on a stream until ``over`` is set, and return the seconds of each copy.  Events on the GPU measure the
+    times.  The queue of the stream is never empty, so the times contain no launch overhead of the host."""
     marks: list[Any] = []
     torch.cuda.set_device(device)
     with torch.cuda.stream(stream := torch.cuda.Stream(device)):

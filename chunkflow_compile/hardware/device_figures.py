@@ -27,16 +27,17 @@ _REPEATED = 4
 # Sizes of the timed copies in bytes.  On a CPU, the time to start a copy is computed from the smallest size, and the
 # rate from the smallest and the largest size.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-# Seconds of warm-up.  Without warm-up, an H100 (idle at 345 MHz) was measured with 725 instead of 781 TFLOP/s, and 52.6
-# instead of 55 GB/s.
+# Seconds of warm-up.  Without warm-up, the measurement of an idle H100 (345 MHz) gave 725 TFLOP/s instead of 781, and
+# 52.6 GB/s instead of 55.
 _WARM_UP_S = 1.0
-# Attention kernel -> the backend of torch that runs it.
+# Name of an attention kernel -> the backend of ``scaled_dot_product_attention`` that runs this kernel.
 BACKENDS: Mapping[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "fa2": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# The assumed ``eta_gemm`` of a GPU.  Values from measured models are between 0.78 (H100) and 0.95 (RTX 4090).
+# The assumed ``eta_gemm`` of a GPU, that is, the share of the measured GEMM rate that a model reaches.  In measured
+# models, this share is between 0.78 (H100) and 0.95 (RTX 4090).
 _ETA_GEMM = 0.85
 
 
@@ -141,8 +142,8 @@ def cache_rate(part: torch.Tensor, in_a_row: Callable[[Callable[[], object]], fl
     kernel takes no longer for ``part`` than for a single element.
 
     ``in_a_row``: a function that calls its argument many times, and returns the average seconds per call.  The time for
-    a single element is subtracted from the time for ``part``, because it is the cost to start a kernel, which plans add
-    separately.
+    a single element is the cost of starting a kernel.  It is subtracted from the time for ``part``, because plans add
+    this cost separately.
     """
     short, long = (in_a_row(partial(torch.add, values, 1, out=values)) for values in (part[:1], part))
     return round(2 * (part.nbytes - part[:1].nbytes) / (long - short)) if long > short else 0
@@ -159,8 +160,8 @@ def call_figures(device: torch.device) -> Iterator[Figure]:
 
 
 def _in_a_row(device: torch.device, call: Callable[[], object], calls: int = 200) -> float:
-    """Return the seconds per call, averaged over many calls.  On a GPU, the calls are issued while the GPU is busy with
-    earlier work, so that launch overhead on the host does not count."""
+    """Return the seconds per call, averaged over many calls.  On a GPU, the host issues the calls while the GPU is busy
+    with earlier work, so that launch overhead on the host does not count."""
     if device.type == "cpu":
         return median_seconds(device, lambda: [call() for _ in range(calls)]) / calls
     work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
@@ -189,8 +190,8 @@ def copy_figures(device: torch.device, emulated: LinkEmulation | None) -> Iterat
 
 
 def _queued_copies(device: torch.device) -> tuple[float, float]:
-    """Return the seconds to start a copy, and the bytes/s of copies.  Copies are measured while other copies are
-    queued, as in a step, because the start of a copy is then mostly hidden."""
+    """Return the seconds to start a copy, and the bytes/s of copies.  As in a step, each copy is queued while the copy
+    before it still runs, so most of the time to start a copy is hidden."""
     small, large = MIB, 64 * MIB
     short = _in_a_row(device, copier(device, small, walk=256 * MIB), 256)
     long = _in_a_row(device, copier(device, large, walk=256 * MIB), 8)

@@ -10,7 +10,7 @@ from pathlib import Path
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import size
 
-# Bytes per read: about as many as the runtime reads at a time.  Reads of more bytes would be faster.
+# Bytes per read.  The runtime's reads have a similar size: one or more chunks, each of 16 MiB by default.
 _READ_BYTES = 8 << 20
 # Minimum size of the file.  For a smaller file, the latency of the first read would dominate.
 _LEAST = 64 << 20
@@ -18,10 +18,10 @@ _LONGEST_S = 3.0
 
 
 def drive_rate(path: Path) -> float:
-    """Return the read bandwidth of an SSD in bytes/s, measured for at most three seconds on a file, or on the largest
-    file in a folder.
+    """Read a file for at most three seconds, and return the read bandwidth of its SSD in bytes/s.
 
-    Raises ChunkflowError if the file cannot be read, or is smaller than 64 MiB.
+    ``path``: the file, or a folder whose largest file is read.  Raises ChunkflowError if the file cannot be read, or if
+    it is smaller than 64 MiB.
     """
     try:
         files = (p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]

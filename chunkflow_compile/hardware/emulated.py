@@ -1,4 +1,4 @@
-"""A profile with an emulated link."""
+"""A profile with an emulated PCIe link."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 
-# Seconds of a gloo all-to-all of a few KiB between processes on one machine.
+# The seconds that a gloo all-to-all of a few KiB takes between processes on one machine.
 EXCHANGE_S = 1e-3
 
 
 def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Hardware:
-    """Return a profile like ``hardware``, but with an emulated link for copies and collectives.  If ``link.shared`` is
-    set, all ``ranks`` ranks use the same emulated link; otherwise each rank has a separate one.
+    """Return a profile like ``hardware``, but with the emulated link ``link`` for copies and collectives.
 
-    If ``link.peers`` is set, collectives and pulls from other ranks use a second emulated link.
+    If ``link.shared`` is set, all ``ranks`` ranks use one emulated link; otherwise, each rank uses a separate link.  If
+    ``link.peers`` is set, collectives and pulls from other ranks use a second emulated link.
     """
     rate = link.bandwidth / (ranks if link.shared else 1)
     together = link.bandwidth if link.shared else 0.0

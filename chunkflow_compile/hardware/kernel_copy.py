@@ -1,4 +1,4 @@
-"""Copies made by kernels that read and write pinned host memory, as NCCL does between GPUs without peer access.
+"""Copies made by kernels that read and write pinned host memory.  NCCL copies in this way between GPUs without peer access.
 
 This module imports Triton, so it is imported only where it is used.
 """

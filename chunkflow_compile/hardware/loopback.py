@@ -22,7 +22,10 @@ LOOPBACK = "loopback"
 
 
 class Loopback(dist.ProcessGroup):
-    """Rank 0 of ``size`` ranks.  ``by_kernels``: whether kernels, and not copy engines, move the bytes on a GPU."""
+    """A process group of ``size`` ranks, of which only rank 0 exists.
+
+    ``by_kernels``: whether kernels, and not copy engines, move the bytes on a GPU.
+    """
 
     def __init__(self, size: int, by_kernels: bool) -> None:
         super().__init__(0, size)  # type: ignore[call-arg]

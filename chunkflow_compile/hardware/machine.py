@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "peft", "matplotlib", "prometheus-client", "torch-tensorrt")
-# A library that some command needs -> the extra of this package that installs it.
+# Name of a library that some command needs -> the extra (optional dependencies) of this package that installs the library.
 EXTRAS = {
     "diffusers": "diffusers",
     "transformers": "diffusers",
@@ -85,8 +85,8 @@ class Machine:
     temporary: Folder
 
     def host_copies(self, ranks: int) -> int:
-        """Return the number of copies of a model that ``ranks`` ranks keep in host memory, if each rank uses one GPU:
-        one copy per NUMA node of these GPUs (``node_of`` in weights/node.py)."""
+        """Return the number of copies of a model that ``ranks`` ranks keep in host memory.  Each rank uses one GPU, and
+        there is one copy per NUMA node of these GPUs (``node_of`` in weights/node.py)."""
         return max(1, len({gpu.numa for gpu in self.gpus[:ranks]})) if self.numa_nodes > 1 else 1
 
 
@@ -122,8 +122,8 @@ def look() -> Machine:
     """Inspect this machine.  Allocates nothing on a GPU, and changes nothing, except that it creates a missing compile
     cache folder.
 
-    Importing torch takes more CPU time than the rest of the inspection.  For a CPU build of torch, its files are
-    inspected instead; torch is imported only if they do not show that it has gloo.
+    A GPU build of torch is imported.  Importing torch takes more CPU time than the rest of the inspection, so the files
+    of a CPU build are inspected instead.  A CPU build is imported only if its files do not show that it supports gloo.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "this package needs it"
@@ -165,7 +165,7 @@ def _binds_gloo(folder: Path) -> bool:
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library,
         ):
             return library.find(b"N4c10d16ProcessGroupGlooE") >= 0
-    except OSError:  # the library has another name on other systems
+    except OSError:  # on systems other than Linux, the library has another name
         return False
 
 
@@ -201,8 +201,8 @@ def _link(row: list[str] | None, generation: int, width: int) -> tuple[int, int]
 
 
 def _numa(bus: str) -> int | None:
-    """Return the NUMA node of the device with this PCI bus id.  nvidia-smi writes the domain of a bus id with eight
-    digits; the kernel writes it with four."""
+    """Return the NUMA node of the device with this PCI bus id, or None if it is unknown.  In a bus id from nvidia-smi, the
+    domain has eight digits; in a bus id from the kernel, it has four."""
     name = bus.lower()[4:] if len(bus) == 16 else bus.lower()
     try:
         node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
@@ -222,8 +222,8 @@ def _nvidia(fields: tuple[str, ...]) -> list[list[str]]:
 
 
 def _huge_pages(name: str) -> str:
-    """Return the active value of a kernel setting for huge pages, or an empty string.  The kernel puts the active value
-    in brackets, as in "always [madvise] never"."""
+    """Return the active value of a kernel setting for huge pages; empty if the setting cannot be read.  The kernel puts
+    the active value in brackets, as in "always [madvise] never"."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage", name).read_text()
     except OSError:

@@ -22,11 +22,11 @@ from .siblings import SIBLINGS
 if TYPE_CHECKING:
     import torch
 
-# The name of the profile of this machine that chunkflow calibrate has written.
+# The name with which :func:`load_profile` loads the profile that chunkflow calibrate has measured on this machine.
 MEASURED = "measured"
 CPU = "cpu"
-# The name of the estimated profile of a GPU that has no other profile: "scaled" for the current GPU of this process,
-# "scaled:1" for the GPU with number 1.
+# The name of the estimated profile of a GPU that has no other profile.  This name stands for the current GPU of the process;
+# "scaled:1" stands for the GPU with number 1.
 SCALED = "scaled"
 
 
@@ -44,8 +44,11 @@ def measured_path() -> Path:
 
 
 def measured_profile() -> tuple[Path | None, str]:
-    """Return a pair: the file written by ``chunkflow calibrate`` (None if there is none), and the error if it cannot be
-    accessed (otherwise an empty string)."""
+    """Return two values: the path of the profile that ``chunkflow calibrate`` has written, and an error message.
+
+    The path is None if there is no such profile, or if it cannot be accessed.  The message is empty, unless the profile
+    cannot be accessed.
+    """
     try:
         path = measured_path()
         path.stat()
@@ -59,7 +62,7 @@ def measured_profile() -> tuple[Path | None, str]:
 
 
 def _measured_path() -> Path | None:
-    """Return the file from :func:`measured_profile`, or None, and warn if the file cannot be accessed."""
+    """Return the path from :func:`measured_profile`, which may be None.  Warn if the profile cannot be accessed."""
     path, fault = measured_profile()
     if fault:
         warn_once(f"A profile of chunkflow calibrate cannot be looked for. {fault}")
@@ -85,8 +88,8 @@ def default_profile(device: torch.device) -> str:
 
 
 def profile_of_card(card: str) -> str | None:
-    """Return the name of the profile for a GPU model, or None.  A profile that was measured on this machine takes
-    precedence over built-in profiles."""
+    """Return the name of the profile for a GPU model, or None if there is no profile for it.  A profile that was measured
+    on this machine takes precedence over built-in profiles."""
     if (measured := _measured_path()) is not None and f"{card}, torch" in str(_read_profile(measured).sources):
         return MEASURED
     return next((profile for profile in profile_names() if card in _read_built_in(profile).cards), None)
@@ -110,7 +113,8 @@ def is_of_machine(profile: str, device: torch.device | None = None) -> bool:
         return False
     import torch
 
-    # ``cards`` is empty in the profile of a whole machine; such a profile is never a default, so the user has chosen it
+    # ``cards`` is empty in the profile of a whole machine.  Such a profile is never used by default, so the user has chosen
+    # it for this machine.
     cards = _read_built_in(profile).cards
     return not cards or torch.cuda.get_device_properties(device).name in cards
 

@@ -33,7 +33,7 @@ from chunkflow_compile.weights.source import take
 from .contention import LEAST_SLOWDOWN, MIB, compute_slowdown, contended_seconds, factor, median_seconds
 from .lockstep import EXCHANGES, all_to_all, gathered, process_group, rank_device, rounds
 
-# Bytes of the weight that is pulled: more than fits in a cache, so that no pull reads from a cache.
+# Size in bytes of the weight that is pulled.  It is larger than a cache, so that no pull reads from a cache.
 _WEIGHT = 256 * MIB
 # How often the whole weight is pulled per round on GPUs.  A round takes 25 ms at 340 GB/s, which is long compared with
 # the skew between ranks after a barrier.
@@ -49,7 +49,7 @@ class Pulls:
     ``seconds``: the time on the slowest rank.  ``nbytes``: the size of a chunk.  ``from_others``: the bytes of a chunk
     that come from other ranks.
     ``exchange_slowdowns``: the factor by which collectives slow pulls, and the factor by which pulls slow collectives;
-    None if not measured.  ``compute_slowdown``: the factor by which pulls slow compute.
+    None if these factors were not measured.  ``compute_slowdown``: the factor by which pulls slow compute.
     """
 
     seconds: float
@@ -72,8 +72,7 @@ class Pulls:
 def measure_pulls(
     rank: int, kind: str, folder: str, emulated: LinkEmulation | None, ranks: int, exchanges: bool
 ) -> None:
-    """Measure the pulls between the ranks, and save the :class:`Pulls`.  If the ranks cannot pull, save a text with the
-    reason.
+    """Measure the pulls between the ranks.  Rank 0 saves the :class:`Pulls`, or the reason why the ranks cannot pull.
 
     ``exchanges``: whether to measure pulls during collectives as well.
     """
@@ -112,8 +111,8 @@ def pulls_of(
 ) -> Pulls:
     """Measure the pulls of a weight.  All ranks of the default process group call this.
 
-    ``exchange``: runs a collective of these ranks, or None.  ``port``: an emulated link for pulls and collectives, or
-    None.
+    ``exchange``: a function that runs a collective of these ranks, or None to measure no collectives.  ``port``: the
+    port of an emulated link for pulls and collectives, or None.
     """
     chunks = chunks_of(pieces)
     pull = puller(device, chunks, port)
@@ -145,8 +144,11 @@ def chunks_of(pieces: Pieces) -> list[Pieces]:
 
 
 def puller(device: torch.device, chunks: list[Pieces], port: Port | None = None) -> Callable[[], object]:
-    """Return a function that pulls one chunk per call in the same way as the runtime, through ``port`` if it is given.
-    Its calls cycle through ``chunks``."""
+    """Return a function that pulls one chunk per call, in the same way as the runtime.  Its calls cycle through
+    ``chunks``.
+
+    ``port``: the port of an emulated link, which delays the pulls, or None.
+    """
     targets = [torch.ones(chunk.numel(), dtype=torch.uint8, device=device) for chunk in chunks]
     turns = cycle(zip(targets, chunks, strict=True))
     if device.type == "cuda":
@@ -166,8 +168,8 @@ def puller(device: torch.device, chunks: list[Pieces], port: Port | None = None)
 def pull_figures(found: Pulls | str, hardware: Hardware, ranks: int) -> Iterator[tuple[str, Any, str]]:
     """Yield the fields of a profile that describe pulls, each with its value and source.
 
-    ``found``: the measurement, or the reason why there is none.  ``hardware``: the profile, in which the fields about
-    pulls are not set yet.  ``ranks``: the number of ranks that pulled.
+    ``found``: the measured pulls, or the reason why no pulls were measured.  ``hardware``: the profile, in which the
+    fields about pulls are not set yet.  ``ranks``: the number of ranks that pulled.
     """
     if isinstance(found, str):
         yield "peer_bandwidth", 0.0, found

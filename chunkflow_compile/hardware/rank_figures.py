@@ -47,8 +47,11 @@ _ONE_RANK = "not measured, one rank only: chunkflow calibrate --ranks N measures
 
 
 def assumed_link_figures(device: torch.device, figures: Mapping[str, Any]) -> Iterator[Figure]:
-    """Yield the measured slowdown of compute by copies, and assumed figures for collectives, whose measurement needs a
-    second device.  ``figures``: the figures from the earlier stages."""
+    """Yield figures of the links for a machine with one GPU.  Collectives cannot be measured there, so their figures are
+    assumed.  Only the slowdown of compute by copies is measured.
+
+    ``figures``: the figures from the stages of the calibration that have already run.
+    """
     yield "collective_latency_s", 3e-5, f"{_ASSUMED}: assumption"
     yield "collective_bandwidth", 0.75 * figures["h2d_bandwidth"], f"{_ASSUMED}: 3/4 of the link"
     yield "shared_link", True, f"{_ASSUMED}: assumption"
@@ -93,8 +96,8 @@ def joint_copy_figures(device: torch.device, emulated: LinkEmulation | None, ran
 def joint_pull_figures(
     device: torch.device, emulated: LinkEmulation | None, ranks: int, exchanges: bool, figures: Mapping[str, Any]
 ) -> Iterator[Figure]:
-    """Measure pulls.  ``exchanges``: whether the ranks can run collectives as well.  ``figures``: the figures from the
-    earlier stages."""
+    """Measure pulls, and yield their figures.  ``exchanges``: whether to measure pulls during collectives as well.
+    ``figures``: the figures from the stages of the calibration that have already run."""
     hardware = Hardware(name=device_name(device), **figures)
     if ranks < 2:
         found: Pulls | str = _ONE_RANK
@@ -107,8 +110,8 @@ def joint_pull_figures(
 
 
 def _spawned(work: Callable[..., None], ranks: int, kind: str, *arguments: Any) -> Any:
-    """Run ``work`` in ``ranks`` processes, and return the result that rank 0 has saved in a folder, whose path all
-    ranks get as an argument."""
+    """Run ``work`` in ``ranks`` processes, and return the result that rank 0 saves in a temporary folder.  Each process
+    gets the path of this folder as an argument."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             spawn(work, (kind, folder, *arguments), nprocs=ranks)
@@ -118,7 +121,7 @@ def _spawned(work: Callable[..., None], ranks: int, kind: str, *arguments: Any) 
 
 
 def _copy_together(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, ranks: int) -> None:
-    """Measure copies while all ranks copy at the same time, and save the bytes/s of the slowest rank."""
+    """Measure copies while all ranks copy at the same time.  Rank 0 saves the bytes/s of the slowest rank."""
     device = rank_device(kind, rank)
     with process_group("gloo", rank, ranks, folder):
         size = COPY_SIZES[-1] if kind == "cuda" else MIB

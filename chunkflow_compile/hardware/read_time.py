@@ -14,8 +14,8 @@ _LEAST_S = 1.0
 
 @dataclass(frozen=True)
 class ReadTime:
-    """The predicted time to read ``nbytes`` bytes of files, once for all ranks of a machine, from an SSD that delivers
-    ``rate`` bytes/s."""
+    """The predicted time to read ``nbytes`` bytes of files from an SSD that delivers ``rate`` bytes/s.  The files are
+    read once for all ranks of a machine."""
 
     nbytes: int
     rate: float
@@ -26,7 +26,7 @@ class ReadTime:
         the rate of a typical SSD."""
         try:
             profile = load_profile(MEASURED)
-        except ChunkflowError:  # not measured, or the file is damaged; loading the model must not fail because of that
+        except ChunkflowError:  # the profile is missing or damaged, but the model can be loaded without it
             profile = load_profile(CPU)
         return ReadTime(nbytes, profile.drive_bandwidth)
 

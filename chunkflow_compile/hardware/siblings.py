@@ -24,8 +24,8 @@ class Sibling:
     """A GPU, described by its differences from the GPU of the profile ``like``.
 
     ``cards``: the names that the driver reports for this GPU.  ``processors``: the numbers of multiprocessors in this
-    GPU and in the similar one.  ``bandwidth``: bytes/s of its GPU memory.  ``cache_bytes``: size of its L2 cache.
-    ``pcie``: generation and lanes.  ``memory``: GiB of memory.
+    GPU and in the similar GPU.  ``bandwidth``: bytes/s of its memory.  ``cache_bytes``: size of its L2 cache in bytes.
+    ``pcie``: generation of its PCIe link, and number of lanes.  ``memory``: size of its memory in GiB.
     ``more``: other figures that differ, as field of ``Hardware`` -> (value, source).
     """
 
@@ -84,8 +84,8 @@ _NO_HOST = {"host_bandwidth": (0.0, "0: not known; chunkflow calibrate measures 
 def _float16_figures(half: float, single: float, brain: float, source: str) -> dict[str, tuple[Any, str]]:
     """Return figures for a GPU whose tensor cores support float16 only.
 
-    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16.  ``brain`` is not used for plans;
-    only the text about the source of the figures mentions it.
+    ``half``, ``single``, ``brain``: FLOP/s of GEMMs in float16, float32 and bfloat16.  Plans do not use ``brain``; it is
+    only mentioned in the text about the source of the figures.
     """
     efficient = 0.48 * half
     return {

@@ -19,8 +19,8 @@ _OWN = 0.90
 class Stopwatch:
     """Measures the time that a device takes for the work that is issued between construction and :meth:`stop`.
 
-    On a GPU the time is measured between two events on the current stream.  So earlier work on the stream does not
-    count, even if it is still running at construction.
+    On a GPU, the time is measured between two events on the current stream.  Work that was issued on the stream before
+    construction does not count, even if it is still running at construction.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,8 +44,8 @@ def mark(stream: torch.cuda.Stream) -> Any:
 
 
 def why_uneven(what: str, seconds: Sequence[float]) -> str:
-    """Return a clause that states how much the times of equal work differ; empty if they are about equal.  Large
-    differences are a sign that the machine is busy with other work.
+    """Return a clause that states how much the times of equal work differ.  The clause is empty if the times are about
+    equal.  Large differences are a sign that the machine is busy with other work.
 
     ``what``: the subject of the clause, in the plural.  ``seconds``: the times of equal work.
     """

@@ -1,4 +1,4 @@
-"""Annotations for the lines of a listing, such as the time and the copied bytes of each line on the plan's machine."""
+"""Annotations for the lines of a listing, such as the predicted time of each line and the number of copied bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chunkflow_compile.units import size
 from .lines import Line
 from .record import fine
 
-# The maximum length of a reason at the end of a line, in characters. ``chunkflow why`` prints the full reason.
+# The maximum length of a reason at the end of a line, in characters.  The command ``chunkflow why`` prints the full reason.
 _SAID = 48
 HEADER = f"{'cost':>12} {'window':>9} {'slot':>13} {'bytes':>11}  slack or work"
 
@@ -26,11 +26,11 @@ HEADER = f"{'cost':>12} {'window':>9} {'slot':>13} {'bytes':>11}  slack or work"
 class Note:
     """The annotation at the end of a line.  A field is None if it does not apply to the line.
 
-    ``cost_s``: the duration of the computation, collective or copy in seconds.  ``window``: the number of the window of
-    the region or copy.  ``slot``: the offset in the arena in bytes.  ``nbytes``: the number of bytes that are copied or
-    sent, or the size of the input in bytes.  ``slack_s``: the seconds between the arrival of the weight and the start of
-    its first reader.  ``late``: the word that is printed before a negative slack.  ``said``: the text to print if
-    there is no slack.
+    ``cost_s``: the duration of the computation, collective or copy in seconds.  ``window``: the number of the window that
+    opens before the region, or that starts the copy.  ``slot``: the offset in the arena, in bytes, of the weight or of its
+    copied part.  ``nbytes``: the number of bytes that are copied or sent, or the size of the input in bytes.  ``slack_s``:
+    the seconds between the arrival of the weight and the start of its first reader.  ``late``: the word that is printed
+    before a negative slack.  ``said``: the text that is printed if ``slack_s`` is None.
     """
 
     cost_s: float | None = None
@@ -55,7 +55,7 @@ class Note:
 class FlopNotes:
     """Makes notes for the lines of a graph that is not cut into regions.  A note shows the FLOPs of an op.
 
-    ``values``: the values of the symbols in the graph.
+    ``values``: the value of each symbolic size in the graph.
     """
 
     def __init__(self, values: Mapping[str, int]) -> None:
@@ -92,7 +92,7 @@ class Annotator(FlopNotes):
                 self.waits[weight.first_use] = self.waits.get(weight.first_use, 0.0) - weight.slack_s
 
     def note(self, line: Line) -> Note | None:
-        """Return the note for a line; None if there is nothing to say about the line."""
+        """Return the note for a line, or None if the line needs no note."""
         if (index := line.region) is not None:
             cost = self.problem.regions[index].cost
             seconds = self._seconds("compute", self.problem.regions[index].name, self.simulator.compute_s[index])
@@ -143,7 +143,8 @@ class Annotator(FlopNotes):
     def _wait(self, readable: Sequence[str], barrier: bool) -> Note | None:
         """Return the note for a wait.
 
-        The note shows the minimum slack of the awaited weights.  If only one weight is awaited, the note also shows its slot.
+        The note shows the minimum slack of the awaited weights.  If compute waits for a single weight, the note also shows
+        the slot of this weight.
         """
         weights = [w for name in readable if (w := self.weights.get(name)) is not None and w.offset is not None]
         if not weights:

@@ -88,8 +88,8 @@ def _rest(measured: Measured) -> float:
 
 
 def _window_after(starts: Sequence[float], time: float) -> int:
-    """Return the index of the first window whose region starts at or after ``time``; if there is none, of the last
-    window."""
+    """Return the index of the first window whose region starts at or after ``time``.  If there is no such window, return
+    the index of the last window."""
     return min(bisect_left(starts, time), len(starts) - 1)
 
 

@@ -1,7 +1,7 @@
 """A table of the calls in a cycle.
 
-For each call, the table shows the bytes that the call copies for itself, the bytes that it copies for later calls, and the
-bytes that have to be copied before a jump to the call.
+For each call, the table shows the bytes that the call copies for its own regions, the bytes that it copies for the calls
+after it, and the bytes that have to be copied before a jump to the call.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class CallFigures:
 
     ``number``: the position of the call in the cycle.  ``block``: the block that contains the first region of the call.
     ``windows``: the number of windows in the call.
-    ``own_bytes``: the bytes that the call copies for itself.  ``ahead_bytes``: the bytes that the call prefetches for later
-    calls.  ``jump_bytes``: the bytes that have to be copied before a jump to the call, if the resident chunks are already on
-    the device.
+    ``own_bytes``: the bytes that the call copies for its own regions.  ``ahead_bytes``: the bytes that the call prefetches
+    for the calls after it.  ``jump_bytes``: the bytes that have to be copied before a jump to the call, if the resident
+    chunks are already on the device.
     """
 
     number: int

@@ -24,7 +24,7 @@ _WIDE = 56
 
 @dataclass(frozen=True)
 class Figure:
-    """One predicted and measured figure of a step.  A value is None if it is unknown.
+    """A figure of a step: its predicted value and its measured value.  A value is None if it is unknown.
 
     ``unit``: "bytes" or "bytes/s"; any other value stands for seconds.
     """
@@ -71,16 +71,17 @@ class WorstStall:
 class Explanation:
     """A plan together with a measurement.  ``str()`` returns the report: five lines, and more lines if ``details`` is set.
 
-    ``device_bytes``: the size in bytes of the weights that the plan keeps on the device.  ``weight_bytes``: the size in
-    bytes of all weights in the plan.  ``host_bytes``: the size in bytes of the weights in host memory, or None if it is
-    unknown.  ``peak_bytes``: the peak device memory that the process has allocated, in bytes, or None if it is unknown.
+    ``device_bytes``: the device memory that the plan uses for weights, in bytes.  ``weight_bytes``: the size in bytes of
+    all weights in the plan.  ``host_bytes``: the size in bytes of the weights in host memory, or None if it is unknown.
+    ``peak_bytes``: the peak device memory that the process has allocated, in bytes, or None if it is unknown.
     ``row_bytes``: the device memory for rows of hoisted products, in bytes.  ``moved_bytes``: the number of bytes that
     are copied to the device per step.  ``unstreamed``: the reason why no weight is streamed; empty if at least one weight
-    is streamed.  ``profiled``: whether the plan was made for a profile of the machine that it ran on.  Otherwise the
-    report shows no predictions.  ``calls``, ``jumps``: the calls of the cycle, and the number of jumps so far, if the
-    plan is for a cycle.  ``part``: a text that says which part of the model is explained; empty if the explanation is for
-    the whole model.  ``notes``: notes on the compiled code.  ``first_step``: the phases of compilation in this process
-    (first_step.py) and their durations in seconds; empty if they are not known.
+    is streamed.  ``profiled``: whether the plan was made for a profile of the machine that it ran on.  If it was not, the
+    report shows no predictions.  ``calls``: the figures of each call in a cycle; empty if the plan is not for a cycle.
+    ``jumps``: the number of jumps so far.  ``part``: a text that says which part of the model is explained; empty if the
+    explanation is for the whole model.  ``notes``: further sentences for the details, such as the number of packed
+    weights.  ``first_step``: the phases of compilation in this process (first_step.py) and their durations in seconds;
+    empty if they are not known.
     """
 
     plan: str
@@ -147,8 +148,8 @@ class Explanation:
     def report(self, details: bool = False, every_window: bool = False) -> str:
         """Return the report as text.
 
-        ``details``: whether to add the details.  ``every_window``: whether to list all windows.  By default, the details list
-        only the windows that differ most from their predictions.
+        ``details``: whether to add the details.  They contain a table of a few windows.  ``every_window``: whether to add the
+        details with a table of all windows.
         """
         return f"{self.summary}\n\n{self._details(every_window)}" if details or every_window else str(self.summary)
 
@@ -215,8 +216,9 @@ def _stall_table(stalls: Sequence[WorstStall], profiled: bool) -> str:
 def _windows(windows: Sequence[Window], every: bool, profiled: bool) -> str:
     """Return a table of windows.
 
-    ``every``: whether to list all windows.  Otherwise the table lists the windows that differ most from their predictions.
-    ``profiled``: whether to show predictions.  Without predictions, the table lists the windows that take longest.
+    ``every``: whether to list all windows.  If not, the table lists the windows that differ most from their predictions.
+    ``profiled``: whether to show predictions.  Without predictions, the table lists the windows that take longest, unless
+    it lists all.
     """
     title = "windows:"
     if not every and profiled:

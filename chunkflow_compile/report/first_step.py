@@ -1,6 +1,6 @@
 """Reports why the first step takes long: the time that each phase of compilation took in this process.
 
-torch measures its compilations with ``torch._dynamo.utils.dynamo_timed``.  ChunkFlow's passes use the same timer.
+torch measures its compilations with ``torch._dynamo.utils.dynamo_timed``, which ChunkFlow's passes use, too.
 """
 
 from __future__ import annotations

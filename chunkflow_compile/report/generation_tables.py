@@ -14,7 +14,7 @@ from .pictures import new_axes, save_figure
 from .record import fitted, prose, seconds, tiling_sentence
 
 _WAY_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
-# The labels of methods that have an unclear name.
+# Labels for methods whose names are unclear.
 _LABELS = {"plain": "torch.compile alone, all on the GPU"}
 
 
@@ -23,12 +23,12 @@ class PhaseMemory:
     """A phase of a generation: all calls of one component.
 
     ``weights``, ``activations``: the bytes of weights and of activations on the device while the phase runs.  ``calls``:
-    the number of calls.  ``seconds``: the duration of one call in seconds.  ``loading_s``: the seconds by which copies
-    delay the first call, because they do not overlap with compute.  If the weights are copied back to the host after the
-    last call, ``loading_s`` also includes the time of that copy.  ``host``: the bytes of the component's weights in host
-    memory during the generation.  ``plan``: the plan for the weights, or None if the phase runs eagerly or with group
-    offload.  ``tileable``: whether ``enable_tiling`` would reduce the memory of the phase.  ``notes``: notes on the
-    compiled code.
+    the number of calls.  ``seconds``: the duration of one call in seconds.  ``loading_s``: the seconds of work that does
+    not overlap with any call: weights are copied before the first call, rows of hoisted products are computed, and with
+    model offload, the weights are copied back to the host after the last call.  ``host``: the bytes of the
+    component's weights in host memory during the generation.  ``plan``: the plan for the weights, or None if the phase
+    runs eagerly or with group offload.  ``tileable``: whether ``enable_tiling`` would reduce the memory of the phase.
+    ``notes``: sentences about the compiled code.
     """
 
     name: str

@@ -17,7 +17,8 @@ from chunkflow_compile.weights.limits import VARIABLE, HostMemory
 from .record import fitted, prose
 
 Verdict = Literal["ok", "note", "missing"]
-# If fewer bytes of host memory than this are free, the finding suggests a fix, because models that need streaming are larger.
+# If less host memory than this (in bytes) is free, the finding on host memory suggests a fix.  Models that need streaming
+# are larger than this.
 _SMALL_HOST = 16 << 30
 
 
@@ -97,7 +98,7 @@ def host_memory_for(model: str, read_time: ReadTime, ranks: int, memory: HostMem
 def engines(reason: str | None) -> Finding:
     """Return a finding on whether regions can be lowered with TensorRT.
 
-    ``reason``: the reason why this is not possible, or None if it is possible.
+    ``reason``: the reason why regions cannot be lowered with TensorRT, or None if they can.
     """
     if reason is None:
         return Finding("lowering='tensorrt'", "usable; experimental, never run")
@@ -120,7 +121,7 @@ def _fix(finding: Finding) -> str:
 def _noted(what: str, state: str, fix: str) -> Finding:
     """Return a finding that does not prevent a run.
 
-    ``fix``: instructions for the user.  If it is empty, the verdict is "ok"; otherwise it is "note".
+    ``fix``: instructions for the user.  If ``fix`` is empty, the verdict is "ok"; otherwise, the verdict is "note".
     """
     return Finding(what, state, "note" if fix else "ok", fix)
 
@@ -195,8 +196,8 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         yield Finding("pinnable memory", "no limit")
         return
     limit = f"limit {size(machine.pinnable_bytes)}"
-    # The limit applies to mlock, but not to cudaHostRegister.  A low limit is reported although ChunkFlow can still pin
-    # memory.
+    # The limit applies to mlock, but not to cudaHostRegister, with which ChunkFlow pins memory.  So ChunkFlow may be able to
+    # pin more memory than the limit that is reported here.
     fix = "copies from unpinned memory are slow: raise the limit with ulimit -l unlimited" if machine.gpus else ""
     yield _noted("pinnable memory", limit if machine.gpus else f"{limit}, enough without a GPU", fix)
 

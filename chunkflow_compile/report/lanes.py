@@ -30,7 +30,7 @@ _TOLERANCE_S = 1e-8
 class Bar:
     """A piece of work in a lane of the picture.
 
-    ``name``: the name in the program.  ``label``: a short name for people, which is unique only within ``block``.
+    ``name``: the name of the work in the program.  ``label``: a short name for people, which is unique only within ``block``.
     """
 
     lane: StepLane
@@ -47,7 +47,7 @@ class Stall:
     """A stall, that is, a time in which compute waits for weights.
 
     ``before``: the region or collective that cannot start, or the end of the call.  ``weights``: the weights that compute
-    waits for; empty at the end of a call, where compute waits for all copies.  ``why``: the reason that the plan gives.
+    waits for; empty at the end of a call, where compute waits for all copies.  ``why``: the reason for the stall.
     """
 
     before: str
@@ -62,7 +62,8 @@ class Slot:
     """A range of bytes in the arena that contains a piece of a weight.
 
     ``begin``, ``stop``: the first byte, and the byte after the last byte.  ``start``: the time at which the copy into the
-    range starts.  ``end``: the time at which the last reader of the weight ends.
+    range starts.  ``end``: the time at which the last reader of the weight ends.  A resident piece is in its range during
+    the whole step.
     """
 
     weight: str
@@ -103,8 +104,8 @@ class Lanes:
         changes: list[tuple[float, int]] = []
         for slot in self.slots:
             for start, end in around(slot.start, slot.end, self.step_s):
-                # Round the times, so that if one slot is freed and another slot is allocated at the same time, the bytes of
-                # the freed slot are subtracted first.
+                # Times are rounded, because a slot may be allocated exactly when another slot is freed.  If both times are
+                # equal, the sorted order subtracts the bytes of the freed slot first.
                 changes += [(round(start, 12), slot.stop - slot.begin), (round(end, 12), slot.begin - slot.stop)]
         points, level = [(0.0, 0)], 0
         for time, change in sorted(changes):

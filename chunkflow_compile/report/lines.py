@@ -30,8 +30,8 @@ PROOF, INPUTS = "proof", "inputs"
 class Line:
     """One line of a listing.
 
-    ``op``: the name of the function that the line calls; empty for comments.  ``part``: the part of the listing that contains
-    the line, which is a block, the inputs of a block, or :data:`INPUTS`; empty outside blocks.
+    ``op``: the name of the function that the line calls; empty for comments.  ``part``: the name of the part of the listing
+    to which the line belongs: a block, the inputs of a block, :data:`INPUTS` or :data:`PROOF`; empty outside these parts.
     ``like``: the text of the line without names; empty for transfers.  ``defines``: the name that the line assigns.
     ``uses``: the names of its operands.  Two parts have equal structure if ``like`` is equal in all lines, and if ``defines``
     and ``uses`` connect the lines in the same way.
@@ -59,8 +59,8 @@ class Line:
 def stage_lines(stage: Stage) -> list[Line]:
     """Return the lines of a stage.
 
-    The lines show the program of the stage.  If the stage has no program yet, they show its regions, or else the traced
-    graph.
+    The lines show the program of the stage.  If the stage has no program yet, the lines show its regions.  If it has no
+    regions either, they show the traced graph.
     """
     if stage.program is not None and stage.cut is not None:
         return [*_proof_lines(stage), *_program_lines(stage)]
@@ -145,7 +145,7 @@ def _region(
     )
     taken = zip(
         region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=False
-    )  # the other placeholders are memory that the region writes to
+    )  # the placeholders after the region's inputs are memory that the region writes to
     names = {inside: outside.name for inside, outside in taken}
     for node in region.module.graph.nodes:
         if node.op not in ("placeholder", "output"):
@@ -165,7 +165,7 @@ def _program_lines(stage: Stage) -> Iterator[Line]:
     regions, packed = program.problem.regions, {w.name for w in program.problem.weights if w.source.compressed}
     block_of = {r.name: r.block for r in regions}
     blocks = [*block_of.values(), ""]
-    at, computed = 0, False  # the current region, and whether it has run; evictions follow the run
+    at, computed = 0, False  # the index of the current region, and whether it has run; the evicts of a region follow it
     for node, item, barrier in _items(program):
         if node.op == "placeholder":
             name, block = names.get(node.name, ""), next((block_of.get(u.name, "") for u in node.users), "")

@@ -35,8 +35,8 @@ class _ListingPart:
 def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: bool = True) -> str:
     """Return the listing as text.  It begins with the lines about the proof.
 
-    ``annotator``: makes the notes; None for a listing without notes.  ``full``: whether to show everything.  Otherwise, long
-    lines are cut off, and consecutive equal parts are shown once.
+    ``annotator``: the object that makes the notes, or None for a listing without notes.  ``full``: whether to show
+    everything.  If not, long lines are cut off, and of consecutive equal parts only the first is shown.
     """
     text = [line.text for line in lines if line.part == PROOF]
     lines = lines[len(text) :]
@@ -79,7 +79,8 @@ def _wired_parts(lines: Sequence[Line]) -> list[_ListingPart]:
 
 
 def _equal_parts(parts: Iterable[_ListingPart]) -> list[list[_ListingPart]]:
-    """Group the parts.  Consecutive parts with the same shape form a group; each part outside blocks is a group by itself."""
+    """Group the parts.  Consecutive parts with the same shape form one group.  A part outside blocks is never grouped with
+    other parts."""
     groups: list[list[_ListingPart]] = []
     for part in parts:
         before = groups[-1][-1] if groups else part

@@ -1,9 +1,9 @@
 """Pass the compilation stages to torch's own tools: to tlparse with ``trace_structured``, and to torch's logs as the artefact
 ``chunkflow``.
 
-torch reads the environment variable TORCH_LOGS while torch is imported.  At that time, only torch's own artefacts are
-registered.  Therefore this variable takes the name of the package, ``TORCH_LOGS=chunkflow_compile``.  ``set_logs`` takes the
-name of the artefact, ``chunkflow``.
+torch reads the environment variable TORCH_LOGS while torch is imported.  At that time, the artefact ``chunkflow`` is not
+registered yet.  Therefore users set this variable to the name of the package: ``TORCH_LOGS=chunkflow_compile``.  They pass
+the name of the artefact, ``chunkflow``, to torch's function ``set_logs``.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ def _generation(phases: Generation) -> Iterator[dict[str, Any]]:
 
 def _events(lanes: Lanes, calls: int, at: float = 0.0) -> Iterator[dict[str, Any]]:
     """Yield the events of the first ``calls`` calls.  ``at``: the time at which the first call begins, in seconds."""
-    call_s = round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds, so that two calls do not overlap
+    call_s = round(lanes.step_s * 1e9) / 1e9  # Round to whole nanoseconds, so that two calls do not overlap.
     last = at + calls * call_s
-    for call in range(calls + 1):  # one call more: some of its copies start during the last call
+    for call in range(calls + 1):  # one more call, because some of its copies start during the call before it
         offset = at + call * call_s
         for bar in lanes.bars:
             start, end = max(at, bar.start + offset), min(last, bar.end + offset)
@@ -83,7 +83,7 @@ def _counter(name: str, nbytes: int, at: float) -> dict[str, Any]:
 
 
 def _event(lane: str, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-    # Round the start and the end instead of the duration, so that adjacent events stay adjacent.
+    # The start and the end are rounded, not the duration, so that adjacent events stay adjacent.
     begin, stop = _us(start), _us(end)
     return {
         "ph": "X",

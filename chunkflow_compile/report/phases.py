@@ -22,7 +22,7 @@ class PhaseFigures:
     ``predicted_s``: the predicted seconds per call, from a plan for ``hardware``.  ``measured_s``: the measured seconds per
     call.  ``stalled_s``: the seconds per call in which compute waited for weights.  ``moved``: the number of bytes copied to
     the device per call.  ``retries``: the number of calls that ran out of memory and were retried.
-    ``notes``: notes on the compiled code.  ``profiled``: whether ``hardware`` is a profile of this machine.
+    ``notes``: sentences about the compiled code.  ``profiled``: whether ``hardware`` is a profile of this machine.
     ``unstreamed``: the reason why no weight is streamed; empty if at least one weight is streamed.  ``tileable``: whether
     ``enable_tiling`` would reduce the memory of calls.
     """

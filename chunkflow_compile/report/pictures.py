@@ -61,7 +61,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def draw_curve(points: Sequence[Point], others: Sequence[Point], form: str, title: str, path: Path) -> None:
-    """Draw memory against the time per forward, with a line at the time of the baseline.
+    """Draw the time per forward against the GPU memory for weights, with a horizontal line at the time of the baseline.
 
     ``others``: points for the same weights stored in another form, such as quantized; may be empty.  ``form``: the name of
     this form in the legend.
@@ -81,8 +81,8 @@ def draw_curve(points: Sequence[Point], others: Sequence[Point], form: str, titl
 
 
 def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path: Path) -> None:
-    """Draw a bar for each arm of a comparison, a diamond at its predicted step time, and a dotted line at the step time of
-    the baseline."""
+    """Draw one bar per arm of a comparison (one of the compared policies), with a diamond at the arm's predicted step time.
+    A dotted line marks the step time of the baseline."""
     names = list(record.arms)
     figure, axes = new_axes(8.0, 1.5 + 0.42 * len(names))
     begins = _draw_steps(axes, record)
@@ -105,7 +105,8 @@ def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path
 
 
 def draw_regimes(records: Mapping[str, ComparisonRecord], path: Path) -> None:
-    """Draw one row per record: on one side the step time of each arm, on the other side its weights on the device.
+    """Draw one row per record.  In each row, the left chart shows the step times of the compared policies, and the right
+    chart shows how many bytes of weights each policy keeps on the device.
 
     ``records``: the records by their titles.
     """
@@ -125,7 +126,7 @@ def draw_regimes(records: Mapping[str, ComparisonRecord], path: Path) -> None:
 
 
 def _draw_steps(axes: Any, record: ComparisonRecord) -> list[float]:
-    """Draw one stacked bar per measured policy: the parts of its step.  Return the ends of the bars in ms."""
+    """Draw one stacked bar per measured policy: the parts of its step.  Return the length of each bar in ms."""
     names = list(record.arms)
     ends = [0.0] * len(names)
     parts = zip(*map(_parts_of_step, record.arms.values()), strict=True)
@@ -137,6 +138,6 @@ def _draw_steps(axes: Any, record: ComparisonRecord) -> list[float]:
 
 
 def _parts_of_step(arm: ArmRecord) -> tuple[float, float, float]:
-    """Return the seconds of each part of a step, in the order of the colours."""
+    """Return the seconds of each part of a step, in the order of ``_PART_COLOURS``."""
     waits, collectives = arm.exposed_h2d_s or 0.0, arm.collective_s or 0.0
     return max(0.0, (arm.step_s or 0.0) - collectives - waits), collectives, waits

@@ -15,11 +15,11 @@ from .record import fitted, prose, seconds
 
 
 def answer(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures | None = None) -> str:
-    """Return the result of planning in a sentence.
+    """Return a sentence that states the result of planning.
 
-    It contains the time per forward, the ratio of this time to the time with all weights resident, and the GPU memory.
-    ``forwards``: the number of forwards per denoising step.  ``hoisted``: the figures of products that are computed once for
-    many steps, or None.  The time and the memory include these products.
+    The sentence states the time per forward, the ratio of this time to the time with all weights resident, and the GPU
+    memory for weights.  ``forwards``: the number of forwards per denoising step.  ``hoisted``: the figures of products that
+    are computed once for many steps, or None if there are no such products.  The time and the memory include the products.
     """
     predicted = plan.predicted
     assert predicted is not None
@@ -32,7 +32,7 @@ def answer(plan: Plan, problem: Problem, forwards: int, hoisted: HoistingFigures
 
 
 def forward_seconds(plan: Plan, hoisted: HoistingFigures | None) -> float:
-    """Return the seconds per forward, including the forward's share of the products that are computed once for many steps."""
+    """Return the seconds per forward, including a share of the time in which hoisted products are computed."""
     assert plan.predicted is not None
     return plan.predicted.step_s + (0.0 if hoisted is None else hoisted.seconds_per_call)
 
@@ -44,7 +44,7 @@ def held(plan: Plan, hoisted: HoistingFigures | None = None) -> str:
 
 
 def part_of(part: int, whole: int) -> str:
-    """Return two sizes as text, such as ``"9.28 of 22.17 GiB"``.  If both have the same unit, it is written once."""
+    """Return two sizes as text, such as ``"9.28 of 22.17 GiB"``.  A unit that both sizes share is written once."""
     small, large = size(part), size(whole)
     value, _, unit = small.partition(" ")
     return f"{value if large.endswith(f' {unit}') else small} of {large}"
@@ -104,8 +104,8 @@ def summary_table(
 def exchange_sentence(problem: Problem, why: str = "") -> str:
     """Return a text that says into how many groups of heads the exchanges of attention are divided.
 
-    It is empty if exchanges are not divided and ``why`` is empty.  ``why``: the reason for the number of groups; empty if the
-    user has given this number.
+    The text is empty if the exchanges are not divided and ``why`` is empty.  ``why``: the reason for the number of groups;
+    empty if the user has given this number.
     """
     count = problem.exchange_groups
     if count == 1:
@@ -118,7 +118,7 @@ def exchange_sentence(problem: Problem, why: str = "") -> str:
 def packing_sentence(problem: Problem) -> str:
     """Return a text with the number of compressed weights, and their sizes before and after compression.
 
-    It is empty if no weight is compressed.
+    The text is empty if no weight is compressed.
     """
     packed = [w for w in problem.weights if w.source.compressed]
     if not packed:
@@ -140,7 +140,7 @@ def hoisting_sentence(hoisted: HoistingFigures) -> str:
 
 
 def slices_notes(problem: Problem) -> tuple[str, ...]:
-    """Return a sentence with the number of slices per block for each block type whose blocks are split."""
+    """Return one sentence for each block type whose blocks are split: it states the number of slices per block."""
     slices = dict[str, int]()
     for region in problem.regions:
         blocks = block_type(region.block, problem)
@@ -153,8 +153,8 @@ def slices_notes(problem: Problem) -> tuple[str, ...]:
 def block_type(block: str, problem: Problem) -> str:
     """Return the name of the list that contains a block, such as ``blocks`` for the block ``blocks.3``.
 
-    A block that is compiled separately is unnamed in its problem.  For such a block, the names of its weights contain the
-    name of the list.
+    The regions of a separately compiled block have no block name.  The name of such a block is taken from the name of one of
+    its weights.
     """
     block = block or block_of(next((weight.name for weight in problem.weights), ""))
     name, _, number = block.rpartition(".")
@@ -164,7 +164,7 @@ def block_type(block: str, problem: Problem) -> str:
 def peers_sentence(problem: Problem) -> str:
     """Return a text with the number and the size of the weights that are sharded over the GPUs of the ranks.
 
-    It is empty if no weight is sharded.
+    The text is empty if no weight is sharded.
     """
     pieces = [w for w in problem.weights if w.source.sharded]
     if not pieces:
@@ -201,7 +201,7 @@ def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
 
 
 def weights_table(weights: Iterable[WeightPlan], packed: Collection[str] = ()) -> str:
-    """Return a table with one row per weight.  It shows where each weight is kept, and why.
+    """Return a table with one row per weight.  A row shows where the weight is stored, and why.
 
     ``packed``: the names of the compressed weights.
     """

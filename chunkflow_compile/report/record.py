@@ -22,13 +22,16 @@ if TYPE_CHECKING:  # these modules import torch, but chunkflow doctor must work 
     from chunkflow_compile.passes.plan import Plan, Prediction
 
 SCHEMA = 1
-PROSE_WIDTH = 100  # the maximum number of characters per line, in prose and in tables
+# The maximum number of characters per line, in prose and in tables.
+PROSE_WIDTH = 100
 # Table cells with at most this many characters are not wrapped.
 _SHORT = 24
-_GAP = 2  # the number of characters between two columns
-_PADDING = 2  # the number of characters that tabulate adds to a header
-# A prediction is reported as wrong if its relative error is larger than this.  Smaller errors are within the variation of
-# steps.
+# The number of characters between two columns.
+_GAP = 2
+# The number of characters that tabulate adds to a header.
+_PADDING = 2
+# A prediction is reported as wrong if its relative error is larger than this.  Smaller errors are ignored, because the times
+# of steps vary.
 _FAR = 0.10
 
 
@@ -95,7 +98,7 @@ def is_far(predicted_s: float | None, measured_s: float | None) -> bool:
 
 
 def profile_does_not_fit(hardware: str, call: str) -> str:
-    """Return a text that says why a time is far from its prediction, and what to do.
+    """Return a text that says why a measured time is far from its prediction, and how the user can correct this.
 
     ``hardware``: the names of the profiles.  ``call``: the function or command that takes the option ``hardware``.
     """
@@ -106,7 +109,7 @@ def profile_does_not_fit(hardware: str, call: str) -> str:
 
 
 def without_profile(hardware: str, call: str) -> str:
-    """Return a text that says why a report shows no predictions, and what to do.
+    """Return a text that says why a report shows no predictions, and what the user has to do to see them.
 
     ``hardware``, ``call``: see :func:`profile_does_not_fit`.
     """
@@ -162,7 +165,8 @@ def prose(text: str) -> str:
 def fitted(rows: Sequence[Sequence[object]], headers: Sequence[str] = (), tablefmt: str = "simple") -> str:
     """Return a table that is at most PROSE_WIDTH characters wide.  Long cells are wrapped.
 
-    Columns that still do not fit are put into further tables below.  Each of these tables repeats the first column.
+    Columns that still do not fit are put into additional tables below the first table.  Each additional table repeats the
+    first column.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     columns = [
@@ -250,8 +254,8 @@ def _wrapped(cell: str, width: int) -> str:
 def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]], per: str = "step") -> str:
     """Return a record as a table with one row per arm.
 
-    ``extra``: additional columns.  It maps each header to the cells of the column by arm.  ``per``: the unit to which
-    times and bytes refer, such as "step".  If there is only one rank, columns about collectives are left out.
+    ``extra``: additional columns, as header -> arm -> cell.  ``per``: the unit to which times and bytes refer, such as
+    "step".  If there is only one rank, and it has run no collectives, the column about collectives is left out.
     """
     rows = []
     alone = record.ranks == 1 and not any(arm.collective_s for arm in record.arms.values())

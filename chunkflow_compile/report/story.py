@@ -1,4 +1,4 @@
-"""The story of one weight in a plan: when it is copied and read, and how other settings would change this."""
+"""The story of one weight in a plan: when the weight is copied and read, and how other settings would change its plan."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Change:
 class Story:
     """The story of one weight in a plan.
 
-    ``facts``: where the weight is stored and when it is read.  ``copies``: the rows of a table of copies.  Each row is for a
-    run of consecutive chunks.
+    ``facts``: where the weight is stored and when it is read, as pairs of a title and a text.  ``copies``: the rows of a
+    table of copies; each row describes one copy of consecutive chunks.
     """
 
     title: str

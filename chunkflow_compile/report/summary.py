@@ -6,8 +6,8 @@ from dataclasses import astuple, dataclass
 
 from chunkflow_compile.units import size
 
-# A part of a step is reported only if it takes at least this share of the step time.  Smaller parts are within the variation
-# of steps.
+# Reports ignore stalls and other parts of a step that take less than this share of the step time, because the times of steps
+# vary by about as much.
 NOTABLE = 0.02
 _LABELS = ("step", "stalls", "device memory", "host memory", "to go faster")
 
