@@ -265,9 +265,8 @@ class Executor:
         """Wait for work in flight, and discard the contents of the arena.  The next step is then a cold start."""
         self.binding.arena.discard(self.state)
         for stream in self.device.streams:
-            with contextlib.suppress(
-                ChunkflowError
-            ):  # the error was already raised where the host waited for this work
+            # the error was already raised where the host waited for this work
+            with contextlib.suppress(ChunkflowError):
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self._drop_graph("its memory was given up, or a call failed")

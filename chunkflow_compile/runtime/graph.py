@@ -65,9 +65,8 @@ class HostConstants:
     def __init__(self, device: torch.device, positions: Sequence[int] = ()) -> None:
         self._device = device
         self.positions = tuple(positions)
-        self._moved: WeakTensorKeyDictionary = (
-            WeakTensorKeyDictionary()
-        )  # table -> its version when it was copied, and its device copy
+        # table -> its version when it was copied, and its device copy
+        self._moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def move(self, inputs: list[Any]) -> None:
         """Replace each table in ``inputs`` by its copy on the device.  If a table was written since it was copied, copy it
