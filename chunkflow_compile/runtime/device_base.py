@@ -1,10 +1,10 @@
 """The interface through which the executor uses a device: memory, in-order streams, events that order the streams, and
 measured times.
 
-There are three devices.  ``cpu``, the default, computes on the calling thread, and copies on a second thread that takes the
-role of a copy engine.  ``threads`` has a thread for every stream, including compute, so the host runs ahead of compute as
-with a GPU.  ``cuda`` is a GPU.  The executor issues the same operations to all devices.  ``cpu`` and ``threads`` can emulate
-a PCIe link.
+There are three devices.  ``cpu`` computes on the calling thread.  It copies on other threads, which take the role of copy
+engines.  ``threads`` runs every stream on a separate thread, including compute, so the host runs ahead of compute as with a
+GPU.  ``cuda`` is a GPU.  The executor issues the same operations to all devices.  ``cpu`` and ``threads`` can emulate a PCIe
+link.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .read_ahead import InRing
 
 # Measuring a call costs 0.1 ms of host time.  On a GPU, a pass over the calls of a program or a cycle has about two thousand
 # events; recording an event takes 1 to 2 us, and reading its time takes 3 to 5 us.  So after the first FIRST_STEPS passes,
-# only two consecutive passes in every EVERY passes are measured.  On a GPU, only the second of these two passes is used; the
-# first is measured to know which of its copies are still running when the second begins.  EVERY is prime, so that
-# in a repeating pattern, such as generations of 28 steps, each step of the pattern is measured at some time.
+# only two consecutive passes in every EVERY passes are measured.  On a GPU, only the times of the second of these two passes
+# are used.  The first pass is measured because its copies may still run when the second pass begins.  EVERY is prime, so
+# that each step of a repeating pattern, such as generations of 28 steps, is measured at some time.
 FIRST_STEPS = 16
 EVERY = 17
 
-# A copy to the device: its target, its source (both uint8, with equal sizes), and the name that profilers show for it.
+# A copy to the device: its target, its source (both uint8, with equal sizes), and the name that profilers show for the copy.
 NamedCopy = tuple[torch.Tensor, Bytes | InRing, str]
 
-# A callback that gets the seconds for which a stream stalled.
+# A callback whose argument is the time in seconds for which a stream stalled.
 Waited = Callable[[float], None]
 # A callback with three arguments: the times when a step began and ended, in seconds of the device's clock, and whether the
 # previous step was also measured.  If the previous step was not measured, it is not known which of its copies overlapped the
@@ -54,14 +54,15 @@ class Watch(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work that runs in order.  Each device has its own class of events."""
+    """A queue of work that runs in order.  The class of the events depends on the device."""
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        """Enqueue ``work``.  ``watch``: an object that gets the times of the work, or None.  ``name``: the name that
-        profilers of the device show."""
+        """Enqueue ``work``.  ``watch``: an object that gets the times when the work begins and ends, or None.  ``name``: the
+        name that profilers of the device show for the work."""
 
     def record(self, event: Any) -> None:
-        """Enqueue a record of the event, which marks the end of all work that was enqueued earlier."""
+        """Enqueue a record of ``event``: a mark that the stream reaches after it has run all work that was enqueued before
+        this call."""
 
     def wait(self, event: Any, waited: Waited | None = None) -> None:
         """Make all work that is enqueued after this call wait for the latest record of ``event``.
@@ -70,7 +71,8 @@ class Stream(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Block the host until all work of the stream has finished.  Raises the error that this work raised, if any."""
+        """Block the host until all work of the stream has finished.  If this work raised an error, this method raises the
+        same error."""
 
 
 class ReadStream(Stream, Protocol):
@@ -88,9 +90,10 @@ class Device:
     ``copy``: the stream of copies from the host.  ``pull``: the stream of pulls from other ranks.  ``reads``: the stream of
     reads from the SSD.  ``pull`` and ``reads`` are None until they are first used.
     ``collective``: the stream of collectives; on some devices, this is the same object as ``compute``.  ``completion``: the
-    stream on which collectives complete, so that a collective can start before earlier collectives have completed; None if
-    collectives complete on ``collective``.  ``clock``: the clock of the host threads.  ``closed``: whether the streams are
-    closed.  ``records``: whether the device records issued work as a CUDA graph instead of running it.
+    stream that runs the completions of collectives; None if ``collective`` runs them.  With a separate stream, a collective
+    can start before the completion of the previous collective.  ``clock``: the clock of the host threads.  ``closed``:
+    whether the streams are closed.  ``records``: whether the device records issued work as a CUDA graph instead of running
+    it.
     """
 
     name: str
@@ -107,11 +110,11 @@ class Device:
 
     @property
     def zero(self) -> float:
-        """The time on ``clock``, in seconds, from which measured times are counted."""
+        """The time on ``clock``, in seconds, that corresponds to 0 in measured times."""
         return 0.0
 
     def event(self) -> Any:
-        """Return a new event that has not been recorded yet."""
+        """Return a new event."""
         raise NotImplementedError
 
     def read_event(self) -> Any:
@@ -172,11 +175,11 @@ class Device:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def release(self) -> None:
-        """Drop the reference to the arena's memory.  No work in flight may use this memory."""
+        """Drop the reference to the arena's memory.  The caller makes sure that no work in flight uses this memory."""
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Register ``tensors``, which steps read, but which are not in the arena's memory.  The memory of these tensors is
-        then not reused while a step is in flight."""
+        """Register ``tensors``, which steps read, but which are not in the arena's memory.  The device then makes sure that
+        the memory of these tensors is not reused while a step is in flight."""
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Pin a host tensor, so that the copy engine can read it directly; return a function that unpins it.  Raises OSError
@@ -196,13 +199,13 @@ class Device:
             self.lane(lane).run(partial(self.copy_bytes, target, source, lane), None, name)
 
     def received(self, nbytes: int) -> None:
-        """Note that a collective has received ``nbytes`` on this rank.  The collective stream runs this method as work."""
+        """Record that a collective has received ``nbytes`` on this rank.  The collective stream runs this method as work."""
 
     def deliver(self) -> None:
-        """Block until all enqueued work has returned its Python objects, such as the output tensors.  Raises the error that
-        this work raised, if any.
+        """Block until the Python code of all enqueued work has returned, so that the output tensors exist.  If this work
+        raised an error, this method raises the same error.
 
-        On a GPU, the values of these tensors may still be computed after this method has returned.
+        On a GPU, kernels may still be computing the values of these tensors after this method has returned.
         """
 
     def sync_copies(self) -> None:
@@ -258,8 +261,8 @@ class Device:
         return before > 0
 
     def start(self, marked: bool, consecutive: bool) -> Any:
-        """Begin a call of a program; return the value to pass to :meth:`finish` as ``begun``.  It is None if the call is not
-        measured.
+        """Begin a call of a program; return the value to pass to :meth:`finish` as ``begun``.  This value is None if the
+        call is not measured.
 
         ``marked``: whether to measure the call (see :meth:`choose`).  ``consecutive``: whether the previous call of the
         program was measured.
@@ -272,8 +275,8 @@ class Device:
         raise NotImplementedError
 
     def collect(self, wait: bool = False) -> None:
-        """Report the times of all steps whose times are known.  ``wait``: whether to wait until the times of all issued
-        steps are known."""
+        """Call the function ``over`` (see :meth:`finish`) for each step whose times are known.  ``wait``: whether to wait
+        first until the times of all issued steps are known."""
 
     def close(self) -> None:
         """Close the streams."""
