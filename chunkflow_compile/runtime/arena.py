@@ -94,7 +94,8 @@ class Arena:
         self.lost_weight = False
         self.graphs = CudaGraphs()
         self.tenants = Tenants()
-        self.bits = InputBits()  # one object for all tables of rows: all blocks of a model get the same tensors
+        # all tables of rows (rows.py) share one object, because all blocks of a model get the same tensors
+        self.bits = InputBits()
         self._make = make
         self._shared = shared
         self._kind = DeviceKind()
@@ -138,9 +139,9 @@ class Arena:
     ) -> Binding:
         """Bind a cycle to the arena's memory.  The caller holds the lock.
 
-        ``owner``: the program or the :class:`BoundCycle` that is bound.  Its resident weights stay on the device until
-        :meth:`release` is called for this owner, or until the owner is garbage-collected.  ``buffers``: the offloaded
-        weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``: see :meth:`reserve`.
+        ``owner``: the program or the :class:`BoundCycle` that is bound.  The resident weights of this owner stay on the
+        device until :meth:`release` is called for the owner, or until the owner is garbage-collected.  ``buffers``: the
+        offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``: see :meth:`reserve`.
         Raises ChunkflowError if the device does not have enough memory.
         """
         plan = cycle.plan
@@ -253,7 +254,7 @@ class Arena:
             self.tenants.add(program, partial(_sweep, weakref.ref(self)))
 
     def remove(self, program: Tenant) -> None:
-        """Remove a program.  The program must have released its memory."""
+        """Remove a program.  The caller has released the program's memory before (see :meth:`release`)."""
         with self.lock():
             self.tenants.remove(program)
             self.sweep()
@@ -344,12 +345,12 @@ class Arena:
                 self.release(bound)
             streams, memory = self._streams, self._memory
             self._streams = self._memory = self.contents = None
-            self._states.clear()  # an ended program may keep a state, but the state's events belong to the old streams
+            self._states.clear()  # forget the states that ended programs keep alive: their events belong to the old streams
             streams.close()
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            del memory  # only now, because copies into this memory may be in flight until close() returns
+            del memory  # freed only here, because copies into this memory may be in flight until close() returns
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:

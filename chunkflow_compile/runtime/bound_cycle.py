@@ -31,11 +31,11 @@ class BoundCycle:
     """A repeating sequence of calls that runs under one plan in the memory of an arena.
 
     ``calls``: the calls for which the cycle was planned.  ``settings``: the settings with which the cycle was planned,
-    without measured times.  ``replan_after``: the number of warm passes after which the cycle is re-planned from measured
-    times (see :meth:`CycleTimes.due`); 0 means never.  ``folder``: the folder that measurements are written to, or None.
-    ``keys``: the keys of the calls (:class:`CallKey`); empty if the cycle is a single program that runs alone.
-    ``position``: the index of the expected next call.  ``jumps``: the number of calls so far that were not the expected next
-    call.
+    without measured times.  ``replan_after``: the number of warm passes (passes without a prologue) after which the cycle is
+    re-planned from measured times, see :meth:`CycleTimes.due`; 0 means never.  ``folder``: the folder to which measurements
+    are written, or None.  ``keys``: the keys of the calls (:class:`CallKey`); empty if the cycle is a single program that
+    runs alone.  ``position``: the index of the expected next call.  ``jumps``: the number of calls so far that were not the
+    expected next call.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class BoundCycle:
             return
         kept = self.arena.keep(self, outside.values(), self._advice)
         if any(kept[buffer] is not binding.values[name] for name, buffer in outside.items()):
-            self.arena.release(self)  # the new copy is in other memory, because another arena still uses the old copy
+            self.arena.release(self)  # the new copy is in new memory, because another arena still uses the old copy
 
     def _moved(self, name: str, bound: Bytes) -> bool:
         """Return whether the host bytes of a weight have moved since the cycle was bound, or are no longer pinned.
@@ -256,8 +256,8 @@ class BoundCycle:
         return program
 
     def _names_in_cycle(self, call: CallSite, number: int) -> dict[str, str]:
-        """Return a mapping from the name of each weight in a call to its name in the cycle.  A buffer has several names in
-        the cycle if parameters were tied after compilation."""
+        """Return a mapping from the name of each weight in a call to the name of the same weight in the cycle.  A buffer has
+        several names in the cycle if parameters were tied after compilation."""
         placed = self.calls[number].names
         of_buffer: dict[int, list[str]] = {}
         for name in placed.values():

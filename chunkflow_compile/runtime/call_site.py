@@ -62,7 +62,7 @@ class CallSite:
     ``reads``: ids of all weights; call sites that read the same weights have the same ids.  ``model``: an id of the model
     that owns the weights.  ``counts``: the counters of this model.
     ``steps``: the number of steps so far.  ``measured``: the measurements of the latest measured steps.  ``captures``: the
-    log of captures of this call into CUDA graphs.
+    log of captures of this call as CUDA graphs.
     """
 
     def __init__(self, active: ActiveVariant, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -116,7 +116,7 @@ class CallSite:
         offloaded weights.
 
         The bytes are None if there is no limit.  Instead of a pair, the property is None in two cases.  A program without
-        offloaded weights needs no budget.  A preamble needs none either, because the budget of its main program also covers
+        offloaded weights needs no budget.  A preamble needs no budget, because the budget of its main program also covers
         the preamble.
         """
         settings = self.active.variant.settings

@@ -1,7 +1,7 @@
 """Pulls on a GPU: one call of the CUDA runtime copies the pieces of a chunk from the GPUs of the other ranks.
 
-This module calls the function, cudaMemcpyBatchAsync, with ctypes in the runtime library that torch has loaded, because torch
-does not provide the function.
+This module calls cudaMemcpyBatchAsync through ctypes, from the CUDA runtime library that torch has loaded, because torch
+does not expose this function.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ GPU has reached this mark.
 A mark is a record of a timed event.  The host creates the events in the first passes, and reuses them in later passes.  The
 events are kept in *frames*: a frame is the set of all events for one measured call.  The host reads the times of a frame
 during one of the next calls, once the GPU has reached all marks of the frame.  When a pass over the calls of a cycle begins,
-:meth:`Device.choose` decides whether all calls of the pass or none of these calls are to be measured.  The host never waits
+:meth:`Device.choose` decides whether all calls of the pass are to be measured, or none of these calls.  The host never waits
 for a free frame.  If a call finds no free frame, and the events of one more frame would exceed MOST_EVENTS, the call is not
 measured, and the measurements of its pass are dropped.
 """

@@ -25,9 +25,9 @@ from .variants import without_call_fields
 
 # The maximum number of calls in a cycle.  It is enough for two models of 128 blocks that are called twice per step.
 MOST_CALLS = 512
-# A cycle may have begun at any previous call that has the same key as the last call.  At most this many of these previous
-# calls are tried as the first call of a cycle, the latest of them first.  To try only the latest would not be enough: if a
-# step cache skips blocks in some steps, the calls since the latest of these calls may be only a part of the cycle.
+# The maximum number of previous calls that are tried as the first call of a cycle.  These calls have the same key as the
+# last call, and the most recent call is tried first.  One try would not be enough: if a step cache skips blocks in some
+# steps, the calls since the most recent of these calls may be only a part of the cycle.
 _TRIES = 4
 
 

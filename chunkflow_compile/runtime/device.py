@@ -155,10 +155,8 @@ def _why_none() -> str:
         return "is built for the CPU only"
     try:
         torch.cuda.init()
-    except (
-        AssertionError,
-        RuntimeError,
-    ) as error:  # if the driver is too old, the error contains the version of the driver
+    except (AssertionError, RuntimeError) as error:
+        # if the driver is too old, the error contains the version of the driver
         return f"finds no GPU or no driver ({str(error).partition('. ')[0].strip()})"
     return "finds no GPU or no driver"
 

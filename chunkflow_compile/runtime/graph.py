@@ -1,4 +1,4 @@
-"""Compiled graphs: the callables that Dynamo calls.
+"""Compiled graphs: the callables that ChunkFlow makes from the graphs that Dynamo traces.
 
 Dynamo shares a compiled graph between models of one class, so the same graph may be called with the parameters of several
 models.  A compiled graph uses one program per model and input size.  The placement of a model (placed/placement.py) owns the
@@ -75,9 +75,8 @@ class HostConstants:
             inputs[position] = self._copy(inputs[position])
 
     def _copy(self, table: torch.Tensor) -> torch.Tensor:
-        if (
-            table.is_inference()
-        ):  # an inference tensor has no version counter, so a later change of the table would be missed
+        # an inference tensor has no version counter, so a later change of the table would be missed
+        if table.is_inference():
             return table.to(self._device)
         moved: tuple[int, torch.Tensor] | None = self._moved.get(table)
         if moved is None or moved[0] != table._version:
