@@ -55,10 +55,10 @@ class Binding:
     a view of a slot, or a resident copy of the weight.  A weight that is not offloaded is not in this mapping: its parameter
     is an input of every call, and regions read this parameter.
     ``slots``: name of a streamed weight -> its bytes in the arena's memory, uint8.
-    ``hosts``: name of a streamed weight -> the uint8 bytes that are copied to its slot, from host memory, the SSD or the
-    devices of the peers.  ``state``: the object that records the contents of the slots.  All programs that place the same
-    weights in the same slots share this object, and so do all calls of a cycle.  If ``state`` is None, the executor creates
-    such an object for itself.
+    ``hosts``: name of a streamed weight -> the source of the copies to its slot: bytes (uint8) in host memory, on the SSD or
+    on the devices of the peers.  ``state``: the object that records the contents of the slots.  All programs that place the
+    same weights in the same slots share this object, and so do all calls of a cycle.  If ``state`` is None, the executor
+    creates such an object for itself.
     """
 
     arena: Arena
@@ -306,8 +306,8 @@ class Arena:
         The caller holds the lock.
 
         If the memory must grow, this method unbinds all cycles, and frees the old memory before it allocates the new memory.
-        If several arenas share the device, it also frees memory of the other arenas if needed.  Each cycle is bound to the
-        new memory at the cycle's next call.
+        If several arenas share the device, this method also frees memory of the other arenas if needed.  Each cycle is bound
+        to the new memory at the cycle's next call.
 
         ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.  Raises
         ChunkflowError if the device does not have enough memory.  Before this method raises the error, it allocates memory
@@ -350,7 +350,7 @@ class Arena:
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            del memory  # freed only here, because copies into this memory may be in flight until close() returns
+            del memory  # the memory is freed here: copies into it may be in flight until close() returns
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:

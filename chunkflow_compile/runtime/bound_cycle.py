@@ -186,7 +186,8 @@ class BoundCycle:
         for executors in self._executors:
             for call, executor in list(executors.items()):
                 executor.forget()
-                del executors[call]  # removed first, so that a Ctrl-C leaves no unusable executor in the dict
+                # removed before the executor becomes unusable, so that a Ctrl-C leaves no unusable executor in the dict
+                del executors[call]
                 executor.drop_references()
         if self._binding is not None:
             self.arena.discard(self._binding.state)
@@ -208,7 +209,8 @@ class BoundCycle:
             return
         kept = self.arena.keep(self, outside.values(), self._advice)
         if any(kept[buffer] is not binding.values[name] for name, buffer in outside.items()):
-            self.arena.release(self)  # the new copy is in new memory, because another arena still uses the old copy
+            # this cycle must be bound again, because the new copy is in other memory: another arena still uses the old copy
+            self.arena.release(self)
 
     def _moved(self, name: str, bound: Bytes) -> bool:
         """Return whether the host bytes of a weight have moved since the cycle was bound, or are no longer pinned.

@@ -94,7 +94,7 @@ class CallSite:
 
     @property
     def part(self) -> bool:
-        """Whether the program is only a part of a model, so that it alternates with the programs of the other parts."""
+        """Whether the program is only a part of a model, and therefore alternates with the programs of the other parts."""
         return self.variant.settings.part
 
     @property

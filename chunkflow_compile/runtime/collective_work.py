@@ -59,7 +59,7 @@ def start_issue(target: Target, collective: Issue) -> Issue:
 
 
 def completion_issue(target: Target, completions: Stream, completion: Issue, ended: Any) -> Issue:
-    """Return a function that issues the completion of the latest collective to a separate stream.
+    """Return a function that issues the completion of the most recently issued collective to a separate stream.
 
     ``completions``: the device's stream for completions.  ``completion``: a function that issues the completion to this
     stream.  ``ended``: the event that this stream records after the completion.

@@ -102,8 +102,8 @@ def node_work(target: Target, node: Node) -> Work:
 
 
 def poison_work(target: Target, weight: str) -> Work:
-    """Return the work that overwrites the streamed chunks of an evicted weight.  Its resident chunks keep their values,
-    because later steps do not copy these chunks again.
+    """Return the work that overwrites the streamed chunks of an evicted weight.  The resident chunks of the weight keep
+    their values, because later steps do not copy these chunks again.
 
     No event is needed between this work and the next copies of the streamed chunks.  These copies wait until their window
     opens, and the compute stream opens this window only after it has overwritten the chunks.

@@ -68,8 +68,8 @@ class CudaDevice(Device):
         self.cuda.trim()
         self._memory = memory = self.cuda.allocate(nbytes)
         for lane in self.lanes:
-            # the memory may be freed while copies into it are in flight, because the model may be garbage-collected at any
-            # time
+            # torch's allocator must know that the lane uses the memory: the model may be garbage-collected at any time, and
+            # the memory is then freed while copies are in flight
             self.cuda.record_stream(memory, lane.stream)
         return memory
 
@@ -128,7 +128,7 @@ class CudaDevice(Device):
         for lane in self.lanes:
             lane.synchronize()
         if self._launched is not None and not self.copy.inherited:
-            # this waits for the copies that are part of a graph, because they do not run on the streams of the lanes
+            # wait here for the copies that are part of a graph, because these copies do not run on the streams of the lanes
             self._launched.synchronize()
 
     def why_not_recorded(self) -> str:

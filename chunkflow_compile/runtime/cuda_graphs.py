@@ -39,7 +39,7 @@ CudaGraphsWanted = Literal[False, True, "auto", "collectives"]
 _log = logging.getLogger(__name__)
 
 # The number of passes that are issued op by op before a call is recorded.  During these passes, kernels are loaded and
-# tuned, and libraries choose algorithms and allocate memory.  None of this is allowed while a graph is recorded.
+# tuned, and libraries choose algorithms and allocate memory.  These operations are not allowed while a graph is recorded.
 PASSES = 3
 # The maximum number of graphs in an arena.  The number is limited because each graph holds device memory.  Each pair of a
 # call and an input size needs its own graph.
@@ -52,8 +52,8 @@ _MAX_DROPPED_EARLY = 3
 # With "auto", a call is recorded if the host is busy for at least this share of the step time.  If the share is lower, the
 # device is the bottleneck, not the host.  The threshold is well below 1 because step times vary.
 _WORTH_A_GRAPH = 0.6
-# With "auto", this number of measured steps decides whether a call is recorded.  It is half of the number of steps that are
-# measured at the start.
+# With "auto", the measurements of this many steps decide whether a call is recorded: half of the steps that are measured at
+# the start.
 _MEASURED = FIRST_STEPS // 2
 # The maximum number of values in ``CaptureLog.step_s`` and in ``CaptureLog.shares``: about as many as the steps of one or two
 # images.
@@ -161,7 +161,7 @@ class CudaGraph:
         moved_bytes: int,
         nbytes: int,
     ) -> None:
-        """``copied``: for each input that is copied before a launch, its position and the tensor that it is copied to.
+        """``copied``: for each input that is copied before a launch, its position, and the tensor to which it is copied.
         ``in_place``: positions and tensors of the inputs that the graph reads directly.  ``fixed``: positions and values of
         the inputs that are not tensors.  ``outputs``: for each output, its recorded value, and the position of the input
         that is returned as this output, or None if the output is not an input.  ``suspects``: names of ops that may write to
@@ -226,8 +226,8 @@ class CudaGraph:
         return self.launches % EVERY == 0
 
     def ended(self, begin: float, end: float, _: bool) -> None:
-        """Keep the duration of a launch.  ``begin``, ``end``: the times when it began and ended, in seconds of the device's
-        clock."""
+        """Keep the duration of a launch.  ``begin``, ``end``: the times when the launch began and ended, in seconds of the
+        device's clock."""
         self._log.step_s.append(end - begin)
 
     def drop(self, why: str) -> None:

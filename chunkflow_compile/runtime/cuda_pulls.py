@@ -40,8 +40,8 @@ def pull(target: torch.Tensor, source: Pieces) -> None:
     slower within a GPU (87 GiB/s) than between GPUs (354 GiB/s; NCCL issue 2177).  Raises RuntimeError if the call fails.
     """
     stream = torch.cuda.current_stream().cuda_stream
-    # before CUDA 13.5, CUDA graphs cannot record the batched call; the default stream does not support this call in any
-    # version
+    # before CUDA 13.5, CUDA graphs cannot record cudaMemcpyBatchAsync; the default stream does not support this function in
+    # any version of CUDA
     batch = _batch() if stream and not torch.cuda.is_current_stream_capturing() else None
     if batch is None:
         for part, values in source.copies(target):

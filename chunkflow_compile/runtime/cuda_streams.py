@@ -38,7 +38,7 @@ class CudaStream:
     """A stream of the GPU.
 
     ``clock``: the clock that, in measured calls, records when the work of this stream begins and ends.  ``stream``: the
-    torch.cuda.Stream.  For the caller's stream, it is None until the first step.
+    torch.cuda.Stream.  For the caller's stream, ``stream`` is None until the first step.
     """
 
     def __init__(self, cuda: TorchCuda, clock: Clock, stream: torch.cuda.Stream | None = None) -> None:
@@ -205,8 +205,8 @@ class StagedCopies(CudaStream):
         """Block until all work that was enqueued so far has been issued.  Raises ChunkflowError if this work failed.
 
         In the thread that issues copies and in the thread that reads from the SSD, this method does not block, because
-        blocking there would be a deadlock.  These two threads call it only in a finalizer that unpins the memory of another
-        model.  The copies of that model have already been issued, because every step ends with :meth:`end_step`.
+        blocking there would be a deadlock.  These two threads call this method only in a finalizer that unpins the memory of
+        another model.  The copies of that model have already been issued, because every step ends with :meth:`end_step`.
         """
         here = threading.get_ident() == self._thread_id or (self._reader is not None and self._reader.runs_here)
         if self._newest is not None and not here and not self.inherited:

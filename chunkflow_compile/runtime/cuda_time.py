@@ -116,8 +116,8 @@ class Clock:
         self._event = event
         self._most = most
         # The free frames form a queue, so each of the first FRAMES calls takes a different frame, and creates the events of
-        # this frame.  After that, a call creates events only if the host is more than FRAMES calls ahead of the GPU, or if
-        # the call needs more marks than its frame has events.
+        # this frame.  After these calls, a call creates events only if the host is more than FRAMES calls ahead of the GPU,
+        # or if the call needs more marks than its frame has events.
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._frames = FRAMES
         self._pending: deque[Frame] = deque()

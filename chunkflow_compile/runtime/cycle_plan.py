@@ -23,7 +23,7 @@ from .call_site import CallKey, CallSite
 from .cuda_graphs import MOST_GRAPHS
 from .variants import without_call_fields
 
-# The maximum number of calls in a cycle.  It is enough for two models of 128 blocks that are called twice per step.
+# The maximum number of calls in a cycle.  This number is enough for two models of 128 blocks that are called twice per step.
 MOST_CALLS = 512
 # The maximum number of previous calls that are tried as the first call of a cycle.  These calls have the same key as the
 # last call, and the most recent call is tried first.  One try would not be enough: if a step cache skips blocks in some
@@ -66,7 +66,7 @@ def is_rotation(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
 def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
     """Return whether the plan of a cycle is also the best plan for the new ``settings`` of one of its calls.
 
-    This is true if three conditions hold: the old and the new settings differ only in the budget, the new budget is not
+    This is the case if three conditions hold: the old and the new settings differ only in the budget, the new budget is not
     larger than the old budget, and the plan fits into the new budget.
     """
     planned, wanted = cycle.settings.goal.memory, settings.goal.memory
@@ -108,8 +108,8 @@ def plan_cycle(
 def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call], dict[str, HostBuffer]]:
     """Return the calls of a cycle, and a mapping from each weight's name in the cycle to its buffer.
 
-    A weight that two calls read counts as two weights of the cycle, because it is copied for each of the two calls.
-    ``live``: for each call, the bytes of its activations (see :class:`Call`).
+    A weight that two calls read counts as two weights of the cycle, because each of the two calls needs a separate copy of
+    the weight.  ``live``: for each call, the bytes of its activations (see :class:`Call`).
     """
     placed = list[Call]()
     buffers: dict[str, HostBuffer] = {}

@@ -31,8 +31,8 @@ from .torch_cuda import TorchCuda
 class _HostDevice(Device):
     """The base class of the devices whose streams are host threads.
 
-    ``port``: the emulated link to the host, or None.  ``peers``: the emulated link to the other ranks; None if the traffic
-    between ranks also uses ``port``.
+    ``port``: the emulated link to the host, or None if no link is emulated.  ``peers``: the emulated link to the other
+    ranks; None if the traffic between ranks also uses ``port``.
     """
 
     def __init__(self, engine: Engine, port: Port | None, peers: Port | None) -> None:
@@ -77,8 +77,9 @@ class _HostDevice(Device):
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
-        # The third argument is always True, so the executor uses the measurement even if the previous step was not measured.
-        # On these devices, at most a few copies of the previous step are still in flight when this step begins.
+        # The third argument of ``over`` is always True, so the executor uses the measurement even if the previous step was
+        # not measured.  On these devices, at most a few copies of the previous step are still in flight when this step
+        # begins.
         if begun is not None:
             self.compute.run(lambda: over(begun, self.clock.now(), True))
 

@@ -1,10 +1,9 @@
 """The interface through which the executor uses a device: memory, in-order streams, events that order the streams, and
 measured times.
 
-There are three devices.  ``cpu`` computes on the calling thread.  It copies on other threads, which take the role of copy
-engines.  ``threads`` runs every stream on a separate thread, including compute, so the host runs ahead of compute as with a
-GPU.  ``cuda`` is a GPU.  The executor issues the same operations to all devices.  ``cpu`` and ``threads`` can emulate a PCIe
-link.
+There are three devices.  ``cpu`` computes on the calling thread.  Other threads take the role of the copy engines.
+``threads`` runs every stream on a separate thread, including compute, so the host runs ahead of compute as with a GPU.
+``cuda`` is a GPU.  The executor issues the same operations to all devices.  ``cpu`` and ``threads`` can emulate a PCIe link.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ NamedCopy = tuple[torch.Tensor, Bytes | InRing, str]
 # A callback whose argument is the time in seconds for which a stream stalled.
 Waited = Callable[[float], None]
 # A callback with three arguments: the times when a step began and ended, in seconds of the device's clock, and whether the
-# previous step was also measured.  If the previous step was not measured, it is not known which of its copies overlapped the
-# collectives of this step.
+# previous step was also measured.  If the previous step was not measured, it is not known which copies of the previous step
+# overlapped the collectives of this step.
 StepEnd = Callable[[float, float, bool], None]
 
 
@@ -84,8 +83,8 @@ class ReadStream(Stream, Protocol):
 
 
 class Device:
-    """A device with the memory and the streams of an arena.  If a method does nothing in this class, only some devices need
-    it, and these devices override it.
+    """A device with the memory and the streams of an arena.  The methods that do nothing in this class are needed only on
+    some devices, whose classes override them.
 
     ``copy``: the stream of copies from the host.  ``pull``: the stream of pulls from other ranks.  ``reads``: the stream of
     reads from the SSD.  ``pull`` and ``reads`` are None until they are first used.
@@ -243,8 +242,8 @@ class Device:
         return bool(self._left)
 
     def measure(self, passes: int | None) -> None:
-        """Measure the next ``passes`` passes, and none after them.  With None, :meth:`choose` decides again which passes to
-        measure.
+        """Measure the next ``passes`` passes, and none after them.  If ``passes`` is None, :meth:`choose` decides again
+        which passes to measure.
 
         To get the measurements, call :meth:`collect` with ``wait=True``.
         """
@@ -270,8 +269,8 @@ class Device:
         raise NotImplementedError
 
     def finish(self, begun: Any, over: StepEnd) -> None:
-        """End a call.  ``over``: a function that is called when the times of the call are known; it is never called if the
-        call is not measured."""
+        """End a call.  ``over``: a function that the device calls once it knows the times of the call.  If the call is not
+        measured, ``over`` is never called."""
         raise NotImplementedError
 
     def collect(self, wait: bool = False) -> None:

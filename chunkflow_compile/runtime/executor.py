@@ -1,11 +1,11 @@
 """The executor: issues the verified ops of a call (step.py) to the streams of a device.
 
 The ops of a call form its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, the executor issues
-a prologue (``Cycle.prologue``) before the step.  The prologue copies the weights that the arena lacks.  Only the events that
-the ops of step and prologue record and wait for order the streams of compute, copies and reads.  If collectives run on
-separate streams, the executor orders these streams by additional events.  One of these events makes a collective wait until
-compute has reached the Start op of the collective.  One event per collective makes compute wait at the Finish op until the
-collective has ended.
+a prologue (``Cycle.prologue``) before the step.  The prologue copies the weights that the arena lacks.  The streams of
+compute, copies and reads are ordered only by events.  The ops of the step and of the prologue record these events and wait
+for them.  If collectives run on separate streams, the executor orders these streams by additional events.  One of these
+events makes a collective wait until compute has reached the Start op of the collective.  One event per collective makes
+compute wait at the Finish op until the collective has ended.
 
 instructions.py makes the functions that issue the ops.  For each call of the program, the executor either calls these
 functions or launches a CUDA graph.
@@ -122,7 +122,7 @@ class Executor:
 
     def enqueue(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> RunningStep:
         """Issue one step.  The outputs of the step are valid after the caller has called :meth:`Device.deliver`.  The caller
-        may issue more steps before that.
+        may issue more steps before it calls ``deliver``.
 
         ``rows``, ``timed``: see :meth:`run`.
         """

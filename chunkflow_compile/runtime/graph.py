@@ -45,12 +45,12 @@ _Key = tuple[int, int, Sizes]
 
 # A function that places a model.  Its arguments are the parameters by name, the names of the weights that are to be
 # offloaded, and another function, ``start``.  The placing function moves these weights to host memory.  It then calls
-# ``start`` with the model's arena, which returns a program.  If the model has a placement, the placing function adds the
+# ``start`` with the model's arena; ``start`` returns a program.  If the model has a placement, the placing function adds the
 # program to this placement.  The result is the program.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
-# A function whose argument is the parameters of a model, by name.  It returns the goal that ``replan`` or a pipeline has set
-# for the model, or None if neither has set a goal.
+# A function that takes the parameters of a model, by name.  It returns the goal that ``replan`` or a pipeline has set for
+# the model, or None if neither has set a goal.
 Changed = Callable[[Mapping[str, nn.Parameter]], Goal | None]
 
 
@@ -247,7 +247,7 @@ class CompiledGraph:
         """
         for store in _stores(parameters.values()):
             if store.exported:
-                store.sync_external_writes()  # before a program is bound, so that the program copies the new values
+                store.sync_external_writes()  # called before the program is bound, so that the program copies the new values
         able, wanted = takes_packed(self.variants.first.cut), variant.packed if self._packs else frozenset()
         buffers = {
             name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None
@@ -265,10 +265,10 @@ def _shard_across_peers(buffers: Mapping[str, HostBuffer], wanted: Collection[st
     """Shard the ``wanted`` weights across the peers of their models, unless they are sharded already.  Return the names of
     all sharded weights.
 
-    For the weights that the ranks have placed together, the ranks decide only once which weights are sharded.  So each rank
-    must call this function for these weights, in the same order as the other ranks, even if ``wanted`` is empty on this
-    rank.  A weight is sharded only if it is in ``wanted`` on all ranks.  A weight that is placed after this decision is
-    never sharded.
+    The ranks decide only once which weights they shard.  This decision covers all weights that the ranks have placed
+    together.  So each rank must call this function for these weights, in the same order as the other ranks, even if
+    ``wanted`` is empty on this rank.  A weight is sharded only if it is in ``wanted`` on all ranks.  A weight that is placed
+    after this decision is never sharded.
     """
     for peers in dict.fromkeys(buffer.store.peers for buffer in buffers.values()):
         todo = {
