@@ -350,7 +350,7 @@ class Arena:
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            del memory  # the memory is freed here: copies into it may be in flight until close() returns
+            del memory  # freed only now, because copies into the memory may be in flight until close() returns
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:

@@ -71,8 +71,8 @@ class CaptureLog:
     total number of launches of all recorded graphs.  ``capture_s``: the duration of the latest recording in seconds.
     ``nbytes``: bytes of device memory that the latest graph holds.  ``step_s``: the durations in seconds of the latest
     launches that were timed.  ``shares``: for each of the latest measured steps that were issued op by op, the fraction of
-    the step time that the host spent issuing ops.  This includes the time for which the host waited because the launch queue
-    was full.
+    the step time that the host spent issuing ops.  The fraction includes the time for which the host waited because the
+    launch queue was full.
     """
 
     counts: Counts

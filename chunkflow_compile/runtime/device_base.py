@@ -22,11 +22,11 @@ from chunkflow_compile.weights.source import Bytes
 from .host_clock import MONOTONIC, HostClock
 from .read_ahead import InRing
 
-# Measuring a call costs 0.1 ms of host time.  On a GPU, a pass over the calls of a program or a cycle has about two thousand
-# events; recording an event takes 1 to 2 us, and reading its time takes 3 to 5 us.  So after the first FIRST_STEPS passes,
-# only two consecutive passes in every EVERY passes are measured.  On a GPU, only the times of the second of these two passes
-# are used.  The first pass is measured because its copies may still run when the second pass begins.  EVERY is prime, so
-# that each step of a repeating pattern, such as generations of 28 steps, is measured at some time.
+# Measuring a call costs 0.1 ms of host time.  On a GPU, a measured pass over the calls of a program or a cycle records about
+# two thousand events.  Recording an event takes 1 to 2 us, and reading its time takes 3 to 5 us.  So after the first
+# FIRST_STEPS passes, only two consecutive passes in every EVERY passes are measured.  On a GPU, only the times of the second
+# of these two passes are used.  The first pass is measured because its copies may still run when the second pass begins.
+# EVERY is prime, so that each step of a repeating pattern, such as generations of 28 steps, is measured at some time.
 FIRST_STEPS = 16
 EVERY = 17
 

@@ -266,7 +266,7 @@ class Executor:
         """Wait for work in flight, and mark the contents of the arena as unknown, so that the next step is a cold start."""
         self.binding.arena.discard(self.state)
         for stream in self.device.streams:
-            # the error was already raised where the host waited for this work
+            # an error of the work in flight was already raised in the call in which the host waited for this work
             with contextlib.suppress(ChunkflowError):
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
