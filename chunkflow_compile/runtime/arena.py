@@ -36,29 +36,29 @@ MakeDevice = Callable[[torch.device, DeviceKind], Device]
 
 
 class SharedDevice(Protocol):
-    """The interface of an object that stands for a device that several arenas share.  The object limits the memory of each
-    of these arenas."""
+    """The interface of an object that limits the memory of several arenas on one device."""
 
     def make_room(self, arena: Arena, nbytes: int) -> None:
         """Free memory that other arenas hold on the device, because ``arena`` is about to allocate ``nbytes``."""
 
     def most_bytes(self, arena: Arena) -> int | None:
-        """Return the maximum total bytes of weights in ``arena``.  None means that only the budgets of the models in the
-        arena limit this total."""
+        """Return the maximum total bytes of weights in ``arena``, or None if only the budgets of the arena's models limit
+        these bytes."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """The memory that a program reads its weights from.
+    """The memory from which a program reads its weights.
 
     ``arena``: the arena whose memory contains the slots, and whose streams the program uses.
-    ``values``: name of an offloaded weight -> the device tensor that regions read instead of the parameter.  It is a view
-    of a slot, or a resident copy.  A weight that is not offloaded is not in this mapping: its parameter is an input of every
-    call, and regions read this parameter.
+    ``values``: name of an offloaded weight -> the device tensor that regions read instead of the parameter.  This tensor is
+    a view of a slot, or a resident copy of the weight.  A weight that is not offloaded is not in this mapping: its parameter
+    is an input of every call, and regions read this parameter.
     ``slots``: name of a streamed weight -> its bytes in the arena's memory, uint8.
-    ``hosts``: name of a streamed weight -> its bytes in host memory or on the SSD, uint8.
-    ``state``: the contents of the slots.  All programs that place the same weights in the same slots share this object, and
-    all calls of a cycle share it as well.  If ``state`` is None, the executor creates an object for itself.
+    ``hosts``: name of a streamed weight -> the source of the copies to its slot: bytes (uint8) in host memory, on the SSD or
+    on the devices of the peers.  ``state``: the object that records the contents of the slots.  All programs that place the
+    same weights in the same slots share this object, and so do all calls of a cycle.  If ``state`` is None, the executor
+    creates such an object for itself.
     """
 
     arena: Arena
@@ -75,8 +75,8 @@ class Arena:
     share an arena automatically.  Models that run one after the other, such as the two transformers of Wan 2.2, or a text
     encoder and a transformer, can share an arena: pass the arena to each model as ``options={"arena": arena}``.  A program
     that runs after another program needs a cold start, with two exceptions.  If both programs place the same weights in the
-    same slots, the second program uses the weights that the first program has left there.  If programs are called in a
-    repeating order, they run as a cycle (order.py).
+    same slots, the second program uses the weights that the first program has left there.  If several programs are called in
+    a repeating order, they run as a cycle (order.py), and the calls of a cycle follow one another without a cold start.
 
     ``lock``: a lock that is held while the ops of a call are issued.  ``contents``: the contents of the arena's memory; None
     if they are unknown or incomplete.  ``lost_weight``: whether a weight of a program was dropped since the last call.
@@ -85,7 +85,7 @@ class Arena:
     def __init__(
         self, device: torch.device | str = "cpu", *, make: MakeDevice = make_device, shared: SharedDevice | None = None
     ) -> None:
-        """``make``: a function that creates the :class:`Device` object for a device of torch and a :class:`DeviceKind`.
+        """``make``: a function that creates the :class:`Device` object for a ``torch.device`` and a :class:`DeviceKind`.
         ``shared``: an object that limits the memory that the arena may use; None if no other arena uses the device.  Raises
         ChunkflowError for an unsupported device."""
         self.device = check_device(device)
@@ -94,7 +94,8 @@ class Arena:
         self.lost_weight = False
         self.graphs = CudaGraphs()
         self.tenants = Tenants()
-        self.bits = InputBits()  # one object for all tables of rows: all blocks of a model get the same tensors
+        # all tables of rows (rows.py) share one object, because all blocks of a model get the same tensors
+        self.bits = InputBits()
         self._make = make
         self._shared = shared
         self._kind = DeviceKind()
@@ -102,7 +103,8 @@ class Arena:
         self._reader: DriveReader | None = None
         self._running: tuple[int, str] | None = None  # the process id and the title of the running call
         self._memory: torch.Tensor | None = None
-        # bound program or cycle -> its resident weights outside the arena's memory; several owners may share a copy
+        # bound program or cycle -> its resident weights outside the arena's memory; several programs or cycles may share a
+        # copy
         self._residents: weakref.WeakKeyDictionary[Owner, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
@@ -137,9 +139,9 @@ class Arena:
     ) -> Binding:
         """Bind a cycle to the arena's memory.  The caller holds the lock.
 
-        ``owner``: the program or the :class:`BoundCycle` that is bound.  Its resident weights stay on the device until
-        :meth:`release` is called for it, or until it is garbage-collected.  ``buffers``: the offloaded weights of the cycle,
-        by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``: see :meth:`reserve`.
+        ``owner``: the program or the :class:`BoundCycle` that is bound.  The resident weights of this owner stay on the
+        device until :meth:`release` is called for the owner, or until the owner is garbage-collected.  ``buffers``: the
+        offloaded weights of the cycle, by name.  ``pin_bytes``: see :func:`pin_all`.  ``advice``: see :meth:`reserve`.
         Raises ChunkflowError if the device does not have enough memory.
         """
         plan = cycle.plan
@@ -156,9 +158,10 @@ class Arena:
             self.streams.stage()
         hosts = {name: buffers[name].bytes for name in slots}
         # Cycles that place the same weights in the same slots share one state object, which describes the contents of the
-        # memory.  The key of this object in ``_states`` also says for each weight whether it is read from the SSD.  A write
-        # first moves a weight from the SSD to host memory.  If the write then fails, the values of the weight are unchanged,
-        # but cycles that are bound later read the weight from host memory, and need a new state object.
+        # memory.  The key of this object in ``_states`` also contains, for each weight, whether it is read from the SSD.
+        # The reason is that a write to a weight on the SSD first moves the weight to host memory.  Even if the write then
+        # fails, cycles that are bound after the move read the weight from host memory.  These cycles cannot share a state
+        # object with the cycles that read the weight from the SSD.
         weights = tuple((name, id(buffers[name]), isinstance(hosts[name], DriveBytes)) for name in slots)
         placement = plan.placement, cycle.problem.structure, cycle.starts, cycle.signals, weights
         state = self._states.get(placement)
@@ -197,18 +200,18 @@ class Arena:
 
     def displace(self, buffers: Iterable[HostBuffer]) -> None:
         """Release the programs that keep any of the weights in ``buffers`` outside the arena's memory.  The caller is about
-        to bind a cycle that stores these weights inside this memory."""
+        to bind a cycle that stores these weights inside the arena's memory."""
         displaced = set(buffers)
         for program in self.programs:
             if not displaced.isdisjoint(self._residents.get(program, ())):
                 self.release(program)
 
     def _evict_for(self, nbytes: int, residents: int) -> None:
-        """Evict all weights if the device memory in use now, plus the memory that the next plan needs in addition, would
-        exceed the budgets of the models.
+        """Evict all weights if the device memory that is in use now, plus the additional memory that the next plan needs,
+        exceeds the budgets of the models.
 
-        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes of resident weights that the
-        plan must still copy to the device, outside the arena's memory.
+        ``nbytes``: bytes that the next plan needs in the arena's memory.  ``residents``: bytes of the resident weights that
+        must still be copied to the device for this plan, outside the arena's memory.
         """
         most = self.tenants.most_bytes()
         if self._shared is not None and (shared := self._shared.most_bytes(self)) is not None:
@@ -251,18 +254,18 @@ class Arena:
             self.tenants.add(program, partial(_sweep, weakref.ref(self)))
 
     def remove(self, program: Tenant) -> None:
-        """Remove a program.  The program must have released its memory."""
+        """Remove a program.  The caller has released the program's memory before (see :meth:`release`)."""
         with self.lock():
             self.tenants.remove(program)
             self.sweep()
 
     def begin_filling(self) -> None:
-        """Note that copies into the arena's memory begin.  Until :meth:`hold` is called, the contents of this memory are
-        incomplete.  If an error occurs before that, the next call is therefore a cold start."""
+        """Record that the contents of the arena's memory are incomplete, because the caller is about to issue copies into
+        this memory.  If an error occurs before :meth:`hold` is called, the next call is a cold start."""
         self.contents = None
 
     def hold(self, contents: ArenaContents) -> None:
-        """Note that the arena's memory now has these ``contents``, because all copies into it have been issued."""
+        """Record that the arena's memory has these ``contents``, because all copies into this memory have been issued."""
         self.contents = contents
 
     def discard(self, contents: ArenaContents | None) -> None:
@@ -271,16 +274,16 @@ class Arena:
             self.contents = None
 
     def begin_call(self, title: str) -> None:
-        """Note that a call has begun.  Its end is noted with :meth:`end_call`.  ``title``: the name of the call in error
-        messages."""
+        """Record that a call has begun.  :meth:`end_call` records the end of the call.  ``title``: the name of the call in
+        error messages."""
         self._running = os.getpid(), title
 
     def end_call(self) -> None:
         self._running = None
 
     def lose_weight(self) -> None:
-        """Note that a weight was dropped.  The next call of any program in the arena first ends the programs that need this
-        weight."""
+        """Record that a weight was dropped.  The next call of any program in the arena first ends the programs that read
+        this weight."""
         self.lost_weight = True
 
     def close_stale(self) -> None:
@@ -302,13 +305,13 @@ class Arena:
         """Grow the arena's memory to at least ``nbytes``; return the memory as a uint8 tensor that is aligned to 256 bytes.
         The caller holds the lock.
 
-        If the memory must grow, all cycles are unbound, and the old memory is freed before the new memory is allocated.  If
-        several arenas share the device, the other arenas free memory if needed.  Each cycle is bound to the new memory at its
-        next call.
+        If the memory must grow, this method unbinds all cycles, and frees the old memory before it allocates the new memory.
+        If several arenas share the device, this method also frees memory of the other arenas if needed.  Each cycle is bound
+        to the new memory at the cycle's next call.
 
         ``advice``: a function that returns a sentence for the error message; the sentence says which plan would fit.  Raises
-        ChunkflowError if the device does not have enough memory.  Before the error is raised, memory of the old size is
-        allocated again; if this also fails, the arena is left without memory.
+        ChunkflowError if the device does not have enough memory.  Before this method raises the error, it allocates memory
+        of the old size again.  If this allocation also fails, the arena has no memory afterwards.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:
@@ -342,12 +345,12 @@ class Arena:
                 self.release(bound)
             streams, memory = self._streams, self._memory
             self._streams = self._memory = self.contents = None
-            self._states.clear()  # an ended program may keep a state alive, but the events in it belong to the old streams
+            self._states.clear()  # forget the states that ended programs keep alive: their events belong to the old streams
             streams.close()
             if self._reader is not None:
                 self._reader.close()
                 self._reader = None
-            del memory  # only now, because copies into this memory may be in flight until close() returns
+            del memory  # freed only now, because copies into the memory may be in flight until close() returns
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:
@@ -374,6 +377,6 @@ class Arena:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sweep(ref: weakref.ref[Arena], _: object) -> None:
-    """Remove a program from its arena after the program was garbage-collected.  Other models may still use the arena."""
+    """Remove a program from its arena after the program was garbage-collected."""
     if (arena := ref()) is not None:
         aside(arena.sweep)

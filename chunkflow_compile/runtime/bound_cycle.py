@@ -1,4 +1,4 @@
-"""Bound cycles: repeating sequences of calls, each under one plan and bound to the memory of an arena."""
+"""Bound cycles.  A bound cycle is a repeating sequence of calls that runs under one plan in the memory of an arena."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .measurement import CycleTimes, StepMeasurement, as_one
 
 
 class BoundCycle:
-    """A repeating sequence of calls that runs under one plan, and is bound to the memory of an arena.
+    """A repeating sequence of calls that runs under one plan in the memory of an arena.
 
     ``calls``: the calls for which the cycle was planned.  ``settings``: the settings with which the cycle was planned,
-    without measured times.  ``replan_after``: the number of warm passes after which the cycle is re-planned from measured
-    times (see :meth:`CycleTimes.due`); 0 means never.  ``folder``: the folder that measurements are written to, or None.
-    ``keys``: the keys of the calls (:class:`CallKey`); empty if the cycle is a single program that runs alone.
-    ``position``: the index of the expected next call.  ``jumps``: the number of calls so far that were not the expected next
-    call.
+    without measured times.  ``replan_after``: the number of warm passes (passes without a prologue) after which the cycle is
+    re-planned from measured times, see :meth:`CycleTimes.due`; 0 means never.  ``folder``: the folder to which measurements
+    are written, or None.  ``keys``: the keys of the calls (:class:`CallKey`); empty if the cycle is a single program that
+    runs alone.  ``position``: the index of the expected next call.  ``jumps``: the number of calls so far that were not the
+    expected next call.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class BoundCycle:
         advice: Callable[[], str] = str,
     ) -> None:
         """``buffers``: name of a weight in the cycle -> its buffer.  ``advice``: a function that returns a sentence for the
-        error that is raised if the device does not have enough memory; the sentence says which plan would fit."""
+        out-of-memory error; the sentence says which plan would fit."""
         self.arena = arena
         self.calls = calls
         self.settings = settings
@@ -72,9 +72,8 @@ class BoundCycle:
         self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
             weakref.WeakKeyDictionary() for _ in calls
         ]
-        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = (
-            weakref.WeakKeyDictionary()
-        )  # proved region -> its key
+        # verified region -> its key
+        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()
 
     @property
     def plan(self) -> Plan:
@@ -97,14 +96,14 @@ class BoundCycle:
     @property
     def passes(self) -> list[tuple[StepMeasurement, ...]]:
         """The measurements of the latest measured passes, oldest first.  Each pass is a tuple with one measurement per call.
-        Waits for passes in flight."""
+        The property waits for passes in flight."""
         self._collect()
         return list(self.times.complete)
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The measurements of the latest measured passes, oldest first.  The calls of each pass are combined into one
-        measurement.  Waits for passes in flight."""
+        """The measurements of the latest measured passes, oldest first.  The measurements of all calls of a pass are
+        combined into one measurement.  The property waits for passes in flight."""
         return tuple(map(as_one, self.passes))
 
     @property
@@ -113,7 +112,7 @@ class BoundCycle:
         return [executor for bound in self._executors for executor in bound.values()]
 
     def timings_due(self) -> Timings | None:
-        """Note that a call has ended.  If re-planning is due, return the times to re-plan from; otherwise return None.
+        """Record that a call has ended.  If re-planning is due, return the times to re-plan from; otherwise return None.
 
         Re-planning is due at most once, at the end of a pass.  Raises ChunkflowError, at most once, if another rank does not
         run this cycle; see :meth:`CycleTimes.due`.
@@ -135,7 +134,7 @@ class BoundCycle:
         self.position, self.jumps = other.position, other.jumps
 
     def add_jump(self) -> None:
-        """Count a call for which the cycle continued at another position than the expected one."""
+        """Count a jump: a call that was not the expected next call."""
         self.jumps += 1
 
     def measure_into(self, folder: Path) -> None:
@@ -187,7 +186,8 @@ class BoundCycle:
         for executors in self._executors:
             for call, executor in list(executors.items()):
                 executor.forget()
-                del executors[call]  # removed first, so that a Ctrl-C leaves no unusable executor in the dict
+                # removed before the executor becomes unusable, so that a Ctrl-C leaves no unusable executor in the dict
+                del executors[call]
                 executor.drop_references()
         if self._binding is not None:
             self.arena.discard(self._binding.state)
@@ -197,7 +197,7 @@ class BoundCycle:
         """If a resident weight outside the arena's memory was written since it was last copied, copy it to the device again.
 
         ``names``: names of the weights of the call.  If the host bytes of any of these weights have moved or are no longer
-        pinned, the whole cycle is unbound instead.
+        pinned, this method unbinds the whole cycle instead.
         """
         if (binding := self._binding) is None:
             return
@@ -209,13 +209,14 @@ class BoundCycle:
             return
         kept = self.arena.keep(self, outside.values(), self._advice)
         if any(kept[buffer] is not binding.values[name] for name, buffer in outside.items()):
-            self.arena.release(self)  # the new copy is in other memory, because another arena still uses the old copy
+            # this cycle must be bound again, because the new copy is in other memory: another arena still uses the old copy
+            self.arena.release(self)
 
     def _moved(self, name: str, bound: Bytes) -> bool:
         """Return whether the host bytes of a weight have moved since the cycle was bound, or are no longer pinned.
 
-        ``bound``: the bytes of the weight when the cycle was bound.  A write may move a weight: a weight that is on the SSD,
-        in shared memory or on the devices of several ranks is moved into memory of this process.
+        ``bound``: the bytes of the weight when the cycle was bound.  A write can move the bytes: if a weight is on the SSD,
+        in shared memory or on the devices of several ranks, the write moves its bytes into memory of this process.
         """
         buffer = self._buffer(name)
         now = buffer.bytes_now
@@ -226,9 +227,10 @@ class BoundCycle:
     def _make_executor(self, call: CallSite, number: int) -> Executor:
         cycle, placed = self.cycle, self.calls[number]
         names = self._names_in_cycle(call, number)
-        # The program of the planned call cannot be used in two cases.  In the first case, this call runs another graph, for
-        # example because its input size differs.  In the second case, both calls run the same graph, but with the weights in
-        # another order: for example, the projections of queries and keys are swapped.
+        # ``placed`` is the call for which this position was planned.  ``call`` cannot run the program of ``placed`` in two
+        # cases.  In the first case, ``call`` runs another graph, for example because its input size differs.  In the second
+        # case, both calls run the same graph, but with the weights in another order: for example, the projections of queries
+        # and keys are swapped.
         if call.variant.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
             placed = call.in_cycle(call.names() | names)
             cycle = cycle.at(number, self._program_for(call, number, placed))
@@ -247,7 +249,7 @@ class BoundCycle:
         earlier = [(self.cycle.calls[number], self.calls[number].cut)]
         earlier += [(e.program, other.variant.cut) for other, e in [*self._executors[number].items()]]
         for program, cut in earlier:
-            # the same graph at other sizes has the same ops on the same weights, so its program can be reused
+            # the same graph at other input sizes issues the same ops on the same weights, so its program can be reused
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
                 return replace(program, problem=placed.problem())
         program = rewritten(self.cycle, number, placed, share=call.variant.settings.enables("sharing"))
@@ -256,8 +258,8 @@ class BoundCycle:
         return program
 
     def _names_in_cycle(self, call: CallSite, number: int) -> dict[str, str]:
-        """Return a mapping from the name of each weight in a call to its name in the cycle.  A buffer has several names in
-        the cycle if parameters were tied after compilation."""
+        """Return a mapping from the name of each weight in a call to the name of the same weight in the cycle.  A buffer has
+        several names in the cycle if parameters were tied after compilation."""
         placed = self.calls[number].names
         of_buffer: dict[int, list[str]] = {}
         for name in placed.values():
@@ -273,7 +275,7 @@ class BoundCycle:
 
         Raises ChunkflowError if the device does not have enough memory.
         """
-        if self.keys:  # programs that ran alone may keep weights of this cycle outside the arena's memory
+        if self.keys:  # release the programs that ran alone and keep weights of this cycle outside the arena's memory
             self.arena.displace((self if self._binding is None else call).buffers.values())
         if self._binding is None:
             buffers = {name: self._buffer(name) for name in self._buffer_refs}

@@ -31,8 +31,8 @@ _version = attrgetter("_version")
 
 
 class CallKey:
-    """The key of a call: the identity of the weights that the call reads.  Calls that read the same weights in the same
-    regions share one key."""
+    """The key of a call: the identity of the weights that the call reads.  Calls share one key if they read the same weights
+    in the same regions."""
 
     def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
         """``buffers``: the buffers of the weights.  ``settings``: the settings of the latest program that has this key."""
@@ -45,8 +45,8 @@ class CallKey:
         return all(ref() is not None for ref in self._buffers)
 
     def renew(self, settings: Settings) -> bool:
-        """Note that a new program has this key.  Return whether the settings of the new program, including its goal, differ
-        from the settings of the previous program."""
+        """Record that a new program has this key.  Return whether the settings of this program, including its goal, differ
+        from the settings of the previous program with the key."""
         before, self._settings = self._settings, settings
         return without_call_fields(before) != without_call_fields(settings)
 
@@ -62,7 +62,7 @@ class CallSite:
     ``reads``: ids of all weights; call sites that read the same weights have the same ids.  ``model``: an id of the model
     that owns the weights.  ``counts``: the counters of this model.
     ``steps``: the number of steps so far.  ``measured``: the measurements of the latest measured steps.  ``captures``: the
-    log of captures of this call into CUDA graphs.
+    log of captures of this call as CUDA graphs.
     """
 
     def __init__(self, active: ActiveVariant, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -83,9 +83,9 @@ class CallSite:
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._storeless = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
         weights = [parameters[name] for name in self.buffers]
-        self._marks = list(
-            map(mark_of, weights)
-        )  # read before the states: if a weight changes in between, fits() finds a different mark and reads the states again
+        # the marks are read before the states: if a weight changes in between, fits() finds a different mark and reads the
+        # states again
+        self._marks = list(map(mark_of, weights))
         self._watch(list(map(state_of, weights)))
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
@@ -94,13 +94,13 @@ class CallSite:
 
     @property
     def part(self) -> bool:
-        """Whether the program is only a part of a model, so that it alternates with the programs of the other parts."""
+        """Whether the program is only a part of a model, and therefore alternates with the programs of the other parts."""
         return self.variant.settings.part
 
     @property
     def seconds(self) -> list[float]:
-        """The durations of the latest measured steps in seconds.  If launches of a CUDA graph were timed, the durations of
-        the latest launches instead."""
+        """The durations of the latest measured steps in seconds.  If launches of a CUDA graph were timed, the property
+        contains the durations of the latest launches instead."""
         return [*self.captures.step_s] or [step.step_s for step in [*self.measured]]
 
     @property
@@ -115,9 +115,9 @@ class CallSite:
         """A pair: an id of the model, and the maximum bytes of device memory that the newest goal allows for the model's
         offloaded weights.
 
-        The bytes are None if there is no limit.  Instead of a pair, the property is None in two cases: for a program without
-        offloaded weights, which needs no budget, and for a preamble, because the budget of its main program covers both
-        programs.
+        The bytes are None if there is no limit.  Instead of a pair, the property is None in two cases.  A program without
+        offloaded weights needs no budget.  A preamble needs no budget, because the budget of its main program also covers
+        the preamble.
         """
         settings = self.active.variant.settings
         if not self.buffers or settings.preamble:
@@ -137,8 +137,8 @@ class CallSite:
         whether exported weights (tensors of a state_dict) were written, because no version counter records these writes.
 
         The caller does not hold the lock of the arena.  ``again``: whether :meth:`refresh` already ran for the current call.
-        If it did, exported weights are not checked again.  Each check may count an exported weight as written if the user
-        still holds its exported tensor, and the weight is then copied to the device again.
+        If it did, exported weights are not checked again.  The reason is that each check may count an exported weight as
+        written if the user still holds the exported tensor.  A weight that counts as written is copied to the device again.
         """
         for fill in self._fills:
             fill()
@@ -147,19 +147,18 @@ class CallSite:
                 store.sync_external_writes()
 
     def fits(self, weights: Sequence[nn.Parameter]) -> bool:
-        """Return whether the program can run with the present ``weights`` of the call.  If it cannot, a new program is
-        needed.
+        """Return whether the program can run with the present ``weights`` of the call.  If the result is False, the caller
+        makes a new program.
 
-        ``weights``: the weights, in the order of the parameters of the graph.  This method runs in every call, so it loops
-        over the weights with built-in functions, which run in C, and not with Python loops.
+        ``weights``: the weights, in the order of the graph's parameters.  This method runs in every call, so it loops over
+        the weights with built-in functions, which run in C, and not with Python loops.
         """
         if self.active.variant is not self.variant:
             return False
         offloaded = self._offloaded(weights)
         try:
-            with (
-                core.DisableTorchFunctionSubclass()
-            ):  # without this context, torch would look up __torch_function__ for each tensor
+            # without this context, torch would look up __torch_function__ for each tensor
+            with core.DisableTorchFunctionSubclass():
                 marks = list(map(mark_of, offloaded))
                 same = marks == self._marks and list(map(_version, self._hosts)) == self._host_versions
                 if not same or list(map(_version, self._exposed(offloaded))) != self._exposed_versions:
@@ -175,7 +174,8 @@ class CallSite:
         return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._storeless))
 
     def _take_versions(self, offloaded: Iterable[torch.Tensor]) -> bool:
-        """Record the new versions of weights that were written, so that they are copied to the device again.
+        """Record the new versions of weights that were written, so that the next step copies these weights to the device
+        again.
 
         Returns False if the program cannot run with these weights, because a weight was exchanged, restored, replaced,
         stored in other memory, compressed or decompressed.
@@ -187,8 +187,8 @@ class CallSite:
         return True
 
     def _watch(self, states: Sequence[tuple[Any, ...]]) -> None:
-        """Store the states of the offloaded weights.  At the next call, :meth:`fits` compares the new states with the stored
-        ones."""
+        """Store the states of the offloaded weights.  At the next call, :meth:`fits` compares the states at that time with
+        the stored states."""
         buffers = [*self.buffers.values()]
         exposed = [i for i, buffer in enumerate(buffers) if buffer.exposed]
         self._states = states
@@ -217,6 +217,6 @@ class CallSite:
         return Call(self.variant.cut, names, keep, in_files, live)
 
     def drop_weights(self) -> None:
-        """Drop all references to weights after the program has ended."""
+        """Drop all references to weights.  The caller has ended the program."""
         self.buffers, self.in_place = {}, {}
         self._states, self._hosts, self._storeless, self._stores, self._fills = [], [], [], [], []

@@ -1,4 +1,4 @@
-"""Capture: records a call as a CUDA graph, if this is possible."""
+"""Capture: the functions that record a call as a CUDA graph, or find the reason why the call cannot be recorded."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .instructions import instructions
 from .target import Cost, RunningStep, Target
 from .wrapped_calls import undeclared
 
-# A pair for an input that is a tensor: its position among all inputs, and the tensor.
+# An input that is a tensor, as a pair: its position among all inputs, and the tensor.
 _InputTensor = tuple[int, torch.Tensor]
 
 
 def _reasons(target: Target, collectives: bool) -> Iterator[str]:
-    """Yield the reasons why a call can never be recorded, whatever its inputs are.  ``collectives``: whether collectives may
-    be recorded."""
+    """Yield the reasons why a call can never be recorded, whatever its inputs are.  ``collectives``: whether a call with
+    collectives may be recorded."""
     for name, host in target.binding.hosts.items():
         if isinstance(host, DriveBytes):
             yield f"{name} is on the drive, and a graph copies from host memory only"
@@ -64,10 +64,10 @@ def record(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> Cu
 
 
 def _reason_of_any_rank(program: Program, why: str) -> str:
-    """Return the reason why this rank or another rank cannot record a call; empty if all ranks can record it.  A reason from
-    another rank contains the number of that rank.
+    """Return the reason why this rank or another rank cannot record a call; empty if all ranks can record the call.  A
+    reason from another rank contains the number of that rank.
 
-    ``why``: the reason why this rank cannot record the call; empty if it can.
+    ``why``: the reason why this rank cannot record the call; empty if this rank can record it.
     """
     groups = (group_named(name) for name in group_names(program.module.graph))
     for group in {group.ranks: group for group in groups if group is not None}.values():
@@ -81,8 +81,8 @@ def _reason_of_any_rank(program: Program, why: str) -> str:
 def capture(target: Target, call: int, env: Sequence[Any], log: CaptureLog) -> CudaGraph:
     """Record a call as a CUDA graph for the input sizes in ``env``, without running the call; return the graph.
 
-    ``target``: the target to which the call is issued when it runs op by op.  ``call``: the number of the call in the cycle.
-    ``env``: the values of the step, indexed by node number; only the inputs are set.
+    ``target``: the target to which the executor issues the call op by op while there is no graph.  ``call``: the number of
+    the call in the cycle.  ``env``: the values of the step, indexed by node number; only the inputs are set.
 
     Raises ChunkflowError for inputs that cannot be recorded, and RuntimeError if there is not enough memory.  An op that
     cannot be recorded may raise other errors.

@@ -44,8 +44,8 @@ def collective_issue(target: Target, node: Node, window: int, stream: Stream | N
 
 
 def start_issue(target: Target, collective: Issue) -> Issue:
-    """Return a function that issues a collective.  On the device, the collective waits for all compute work that was enqueued
-    earlier."""
+    """Return a function that issues a collective.  On the device, the collective starts only after all compute work that was
+    enqueued before the collective."""
     compute, stream, started = target.device.compute, target.device.collective, target.started
 
     def issue(step: RunningStep) -> None:
@@ -59,10 +59,10 @@ def start_issue(target: Target, collective: Issue) -> Issue:
 
 
 def completion_issue(target: Target, completions: Stream, completion: Issue, ended: Any) -> Issue:
-    """Return a function that issues the completion of the collective that was issued last.
+    """Return a function that issues the completion of the most recently issued collective to a separate stream.
 
-    ``completions``: the device's stream of completions.  ``completion``: a function that issues the completion to this
-    stream.  ``ended``: the event that this stream then records.
+    ``completions``: the device's stream for completions.  ``completion``: a function that issues the completion to this
+    stream.  ``ended``: the event that this stream records after the completion.
     """
     stream, in_flight = target.device.collective, target.in_flight
 
@@ -96,7 +96,8 @@ def finish_issue(target: Target, completion: Issue | None, ended: Any) -> Issue:
 def _explained(target: Target, node: Node) -> Callable[..., Any]:
     """Return the op of a collective node, wrapped by :func:`explained`.
 
-    If the node is the last completion of its collective, the wrapper also reports the received bytes to the device.
+    If the node is the last completion of its collective, the wrapper also tells the device how many bytes the collective has
+    received.
     """
     collective, function = node, node.target
     while collective_kind(collective) is None:

@@ -1,4 +1,4 @@
-"""The work of the compute stream on the values of a step.  Such work runs a region or another node, or drops values."""
+"""The work that the compute stream does on the values of a step: it runs regions and other nodes, and drops values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chunkflow_compile.passes.plan import runs
 from .target import Target
 from .wrapped_calls import LoweredRegion, checked, owning, repeated, tuple_getter, undeclared
 
-# A function that works on the values of a step.  Its argument is the list of these values.
+# A function that the compute stream runs.  Its argument is the list of the values of a step, which it reads and sets.
 Work = Callable[[list[Any]], None]
 # A function whose argument is the list of the values of a step.  It returns the positional and the keyword operands of a
 # node.
@@ -29,7 +29,8 @@ class Compute:
     """A piece of work for the compute stream.
 
     ``window``: the index of the region whose compute time includes the work; None if the work is not timed.  ``name``: the
-    name that profilers show.  ``once``: whether the work runs only for the last row if a step computes several rows.
+    name that profilers show.  ``once``: if a step computes several rows, whether the work runs only for the last of these
+    rows.
     """
 
     work: Work
@@ -51,8 +52,8 @@ class PicksAndDrops:
     drops: list[int] = field(default_factory=list)
 
     def work(self) -> Work:
-        """Return the work as a function.  When this function runs, it performs all picks and drops that are then in the
-        lists, including those that were added after ``work`` had returned."""
+        """Return the work as a function.  The function reads the lists when it runs, so the caller may still add picks and
+        drops after ``work`` has returned."""
         return partial(_pick_and_drop, self.picks, self.drops)
 
 
@@ -60,7 +61,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
     """Return the work that calls a region.
 
     ``index``: the index of the region in the problem of the program.  ``taken``: the numbers of the values that only this
-    region still reads; these values are dropped before the call.
+    region still reads; the work drops these values before it calls the region.
     """
     program, values, module = target.program, target.binding.values, str(node.target)
     read = program.problem.regions[index].weights
@@ -69,7 +70,7 @@ def region_work(target: Target, node: Node, index: int, taken: Sequence[int]) ->
     if (slicing := node.meta.get(SLICING)) is not None:
         outputs = sorted(node.users, key=lambda user: cast(int, user.args[1]))
         region = repeated(region, slicing, [output.meta["val"] for output in outputs])
-    # a recorded call needs no check: it was checked when it ran op by op before
+    # a call that is recorded needs no check, because it was checked when it ran op by op before
     if not target.device.records and (ops := undeclared(getattr(program.module, module))):
         region = checked(region, {w: values[w] for w in read if w in values}, ops)
 
@@ -101,11 +102,11 @@ def node_work(target: Target, node: Node) -> Work:
 
 
 def poison_work(target: Target, weight: str) -> Work:
-    """Return the work that overwrites those chunks of an evicted weight that are streamed, that is, copied again in every
-    step.
+    """Return the work that overwrites the streamed chunks of an evicted weight.  The resident chunks of the weight keep
+    their values, because later steps do not copy these chunks again.
 
-    No event is needed between this work and the next copies of these chunks: these copies wait until their window opens,
-    and the compute stream reaches this point only after it has done this work.
+    No event is needed between this work and the next copies of the streamed chunks.  These copies wait until their window
+    opens, and the compute stream opens this window only after it has overwritten the chunks.
     """
     plan = target.program.plan
     placed = next(w for w in plan.streamed if w.name == weight)
@@ -117,12 +118,12 @@ def reader(number: Mapping[Node, int], operands: Sequence[Any], kwargs: Mapping[
     """Return a :data:`Reader`: a function that gets the values of a step and returns the operands of a node.  ``number``:
     node -> its index among the values."""
     kwargs = kwargs or {}
-    if not kwargs and all(isinstance(a, Node) for a in operands):  # this is the case for the operands of a region
+    if not kwargs and all(isinstance(a, Node) for a in operands):  # the operands of a region are of this form
         take = tuple_getter([number[a] for a in operands])
         return lambda env: (take(env), kwargs)
     nested = list[Node]()
     map_arg([a for a in operands if not isinstance(a, Node)], nested.append)
-    if not kwargs and not nested:  # this is the case for the operands of a collective
+    if not kwargs and not nested:  # the operands of a collective are of this form
         places = [(number[a], None) if isinstance(a, Node) else (-1, a) for a in operands]
         return lambda env: ([constant if n < 0 else env[n] for n, constant in places], kwargs)
 
@@ -158,7 +159,7 @@ def _call(number: int, function: Callable[..., Any], read: Reader, env: list[Any
 
 
 def _output(number: int, read: Reader, env: list[Any]) -> None:
-    """Set the outputs of a step, as a tuple."""
+    """Set the value of the output node: a tuple of the outputs."""
     env[number] = tuple(read(env)[0])
 
 

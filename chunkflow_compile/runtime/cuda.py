@@ -1,7 +1,8 @@
-"""The cuda device: compute runs on the caller's stream, copies run on a separate stream, and events order the two streams.
+"""The cuda device: compute runs on the caller's stream, copies run on a separate stream per lane, and events order the
+streams.
 
-During a step, the host does not block, and does not allocate memory.  All use of torch.cuda goes through :class:`TorchCuda`,
-so the same code runs in tests without a GPU.
+During a step, the host does not wait for the GPU if all weights are pinned (cuda_streams.py describes the other case).  All
+use of torch.cuda goes through :class:`TorchCuda`, so tests can run the same code without a GPU.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from .torch_cuda import TorchCuda
 
 
 class CudaDevice(Device):
-    """Issues compute and collectives on the caller's stream, and copies on a separate stream.
+    """Issues compute and collectives on the caller's stream, and copies on a separate stream per lane.
 
-    The process group has a separate stream, on which the GPU executes the collectives.  wait_tensor makes the caller's
-    stream wait until a collective has ended.
+    The GPU executes a collective on another stream, which belongs to the process group.  The op wait_tensor makes the
+    caller's stream wait until the collective has ended.
     """
 
     name = "cuda"
@@ -62,12 +63,13 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._memory = None
-        # without this call, the allocator would keep the freed memory of the old, smaller arena in addition to the new
+        # without this call, torch's allocator would keep the freed memory of the old, smaller arena in addition to the new
         # memory
         self.cuda.trim()
         self._memory = memory = self.cuda.allocate(nbytes)
         for lane in self.lanes:
-            # the memory may be freed while copies are in flight, because the model may be garbage-collected at any time
+            # torch's allocator must know that the lane uses the memory: the model may be garbage-collected at any time, and
+            # the memory is then freed while copies are in flight
             self.cuda.record_stream(memory, lane.stream)
         return memory
 
@@ -75,15 +77,15 @@ class CudaDevice(Device):
         self._memory = None
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remember ``tensors``.  Steps read them, but they are not in the arena's memory, so their memory may be freed while
-        a step is in flight."""
+        """Remember ``tensors``, which steps read, but which are not in the arena's memory.  :meth:`start` and :meth:`close`
+        keep the memory of these tensors from being reused while a step is in flight."""
         self._outside = [ref for ref in self._outside if ref() is not None] + [weakref.ref(t) for t in tensors]
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         return self.cuda.pin(host)
 
     def stage(self) -> None:
-        """From now on, copy pageable memory through a pinned staging buffer."""
+        """From now on, copy unpinned memory through a pinned staging buffer."""
         if not isinstance(self.copy, StagedCopies):
             self.copy = self.compute.stage(self.copy)
 
@@ -113,9 +115,9 @@ class CudaDevice(Device):
         stream.copy_bytes(target, source)
 
     def copy_all(self, copies: Sequence[NamedCopy], lane: Lane = "copy") -> None:
-        if self.cuda.profiled():  # issue the copies one by one, so that the profiler shows the name of each copy
+        if self.cuda.profiled():  # issue the copies one by one, so that the profiler can show the name of each copy
             super().copy_all(copies, lane)
-        else:  # one piece of work for all copies: to switch streams takes the host longer than to issue a copy
+        else:  # issue all copies as one piece of work: to switch streams takes the host longer than to issue a copy
             self.lane(lane).run(partial(self._copy_each, copies, lane))
 
     def _copy_each(self, copies: Sequence[NamedCopy], lane: Lane) -> None:
@@ -126,7 +128,8 @@ class CudaDevice(Device):
         for lane in self.lanes:
             lane.synchronize()
         if self._launched is not None and not self.copy.inherited:
-            self._launched.synchronize()  # copies that are part of a graph do not run on the streams of the lanes
+            # wait here for the copies that are part of a graph, because these copies do not run on the streams of the lanes
+            self._launched.synchronize()
 
     def why_not_recorded(self) -> str:
         if torch.version.hip is not None:
@@ -157,7 +160,7 @@ class CudaDevice(Device):
 
     def start(self, marked: bool, consecutive: bool) -> Frame | None:
         """Use the caller's current stream for compute.  If the previous call used another stream, make the current stream
-        wait for that stream."""
+        wait for the work on that other stream."""
         current, before = self.cuda.current(), self.compute.stream
         if before is not None and current != before:
             self._handover.record(before)
@@ -171,10 +174,11 @@ class CudaDevice(Device):
         self.copy.end_step()
         if begun is not None:
             self._clock.end(begun, self.compute.stream, [lane.stream for lane in self.lanes], over)
-        self.collect()  # done now, while the GPU runs the step: to read a thousand events takes the host milliseconds
+        # the host reads events here, while the GPU runs the step, because reading a thousand events takes milliseconds
+        self.collect()
 
     def collect(self, wait: bool = False) -> None:
-        # after measure(0), the caller times the steps itself, and reading events would add to these times
+        # after measure(0), the caller itself measures the times of steps, and reading events would make these times longer
         if self.compute.inherited or (self._left == 0 and not wait):
             return
         try:
@@ -183,7 +187,8 @@ class CudaDevice(Device):
             raise ChunkflowError(f"The GPU failed: {error}") from error
 
     def close(self) -> None:
-        """Wait for work in flight, then close the streams.  Destroying the stream objects would not stop this work."""
+        """Wait for work in flight, then close the streams.  The wait is needed because destroying the stream objects does
+        not stop this work."""
         self.closed = True
         if self.compute.inherited:
             return

@@ -2,13 +2,14 @@
 this graph.
 
 A launch replaces all instructions of the call: regions, copies, and the events that order them.  The graph reads weights at
-fixed addresses, on the device and in host memory, so each launch reads the values that are at these addresses at the time of
-the launch.  Before a launch, all other inputs are copied to the addresses from which the graph reads them.  After a launch,
-the outputs are copied out of the memory pool of the graph, because the next launch overwrites this pool.
+fixed addresses, on the device and in host memory, so each launch reads the current values at these addresses.  Before a
+launch, the host enqueues copies of all other inputs to the addresses from which the graph reads these inputs.  After a
+launch, it enqueues copies of the outputs to memory outside the graph's memory pool, because the next launch overwrites this
+pool.
 
 At the end of a recorded call, compute waits for all copies of the call, so no copy is in flight after the call.  The copies
-of a prologue (for a cold start, a jump or a written weight) are not part of any graph.  The copies of a prologue are issued
-before the launch, and the launch waits for these copies.
+of a prologue (for a cold start, a jump or a written weight) are not part of any graph.  The host issues them before the
+launch, and the launch waits for them.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ CudaGraphsWanted = Literal[False, True, "auto", "collectives"]
 
 _log = logging.getLogger(__name__)
 
-# The number of passes before a call is recorded.  During the first passes, kernels are loaded and tuned, and libraries
-# choose algorithms and allocate memory.  None of this is allowed while a graph is recorded.
+# The number of passes that are issued op by op before a call is recorded.  During these passes, kernels are loaded and
+# tuned, and libraries choose algorithms and allocate memory.  These operations are not allowed while a graph is recorded.
 PASSES = 3
-# The maximum number of graphs in an arena.  Each call and each size needs its own graph, and each graph holds device memory.
+# The maximum number of graphs in an arena.  The number is limited because each graph holds device memory.  Each pair of a
+# call and an input size needs its own graph.
 MOST_GRAPHS = 4
 # The number of launches after which a graph has saved about as much time as its recording took (0.1 s or more).
 _LEAST_LAUNCHES = 8
@@ -50,8 +52,8 @@ _MAX_DROPPED_EARLY = 3
 # With "auto", a call is recorded if the host is busy for at least this share of the step time.  If the share is lower, the
 # device is the bottleneck, not the host.  The threshold is well below 1 because step times vary.
 _WORTH_A_GRAPH = 0.6
-# With "auto", the number of measured steps after which it is decided whether a call is recorded: half of the steps that are
-# measured at the start.
+# With "auto", the measurements of this many steps decide whether a call is recorded: half of the steps that are measured at
+# the start.
 _MEASURED = FIRST_STEPS // 2
 # The maximum number of values in ``CaptureLog.step_s`` and in ``CaptureLog.shares``: about as many as the steps of one or two
 # images.
@@ -60,16 +62,17 @@ _KEPT_SECONDS = 64
 
 @dataclass(eq=False)
 class CaptureLog:
-    """The log of captures of one call into CUDA graphs.  The log outlives the individual graphs of the call.
+    """The log of all recordings of one call as a CUDA graph.  The log outlives the graphs of the call.
 
     ``counts``: the counters of the model.  ``wanted``: the value of the option cudagraphs.  ``why_not``: the reason why the
     call is not recorded from now on; empty as long as it may be recorded.  ``passes``: the number of passes that were issued
-    op by op; once it is ``PASSES``, the call may be recorded.  When a graph is dropped, the number is set to ``PASSES`` - 1.
-    ``captures``: the number of recordings.  ``launches``: the total number of launches of all recorded graphs.
-    ``capture_s``: the duration of the latest recording in seconds.  ``nbytes``: bytes of device memory that the latest graph
-    holds.  ``step_s``: the durations in seconds of the latest launches that were timed.  ``shares``: for each of the latest
-    measured steps, the fraction of the step time that the host spent issuing ops, including the time for which it waited
-    because the launch queue was full.  Only steps that were issued op by op count.
+    op by op; once it is ``PASSES``, the call may be recorded.  When a graph is dropped, the number is set to ``PASSES`` - 1,
+    so that the call can be recorded again after one more pass.  ``captures``: the number of recordings.  ``launches``: the
+    total number of launches of all recorded graphs.  ``capture_s``: the duration of the latest recording in seconds.
+    ``nbytes``: bytes of device memory that the latest graph holds.  ``step_s``: the durations in seconds of the latest
+    launches that were timed.  ``shares``: for each of the latest measured steps that were issued op by op, the fraction of
+    the step time that the host spent issuing ops.  The fraction includes the time for which the host waited because the
+    launch queue was full.
     """
 
     counts: Counts
@@ -104,7 +107,7 @@ class CaptureLog:
         self.passes += 1
 
     def captured(self, nbytes: int, seconds: float) -> None:
-        """Count a graph whose recording took ``seconds``, and which holds ``nbytes`` on the device."""
+        """Count a recording that took ``seconds``.  Its graph holds ``nbytes`` of device memory."""
         self.captures, self.nbytes, self.capture_s = self.captures + 1, nbytes, seconds
         self.counts.add_capture(seconds)
 
@@ -158,11 +161,11 @@ class CudaGraph:
         moved_bytes: int,
         nbytes: int,
     ) -> None:
-        """``copied``: for each input that is copied before a launch, its position and the tensor that it is copied to.
+        """``copied``: for each input that is copied before a launch, its position, and the tensor to which it is copied.
         ``in_place``: positions and tensors of the inputs that the graph reads directly.  ``fixed``: positions and values of
         the inputs that are not tensors.  ``outputs``: for each output, its recorded value, and the position of the input
-        that is returned as this output, or None.  ``suspects``: names of ops that may write to inputs without declaring this
-        in their schemas."""
+        that is returned as this output, or None if the output is not an input.  ``suspects``: names of ops that may write to
+        inputs without declaring these writes in their schemas."""
         self.graph = graph
         self.moved_bytes, self.nbytes = moved_bytes, nbytes
         self.launches = 0
@@ -179,7 +182,8 @@ class CudaGraph:
         self._suspects = suspects
 
     def misfit(self, env: Sequence[Any]) -> str:
-        """Return the reason why the graph cannot be launched with the inputs in ``env``; empty if it can."""
+        """Return the reason why the graph cannot be launched with the inputs in ``env``; empty if the graph can be
+        launched."""
         if self.graph is None:
             return "it was dropped"
         with core.DisableTorchFunctionSubclass():
@@ -203,10 +207,10 @@ class CudaGraph:
         return tuple(_copy(output, copies) if position is None else env[position] for output, position in self._outputs)
 
     def _check_written(self, given: Sequence[torch.Tensor]) -> None:
-        """Check whether the first launch wrote to the tensors to which the inputs were copied.
+        """Check whether the first launch has written to the tensors to which the inputs were copied.
 
-        If the launch wrote to such a tensor, write the new values to the input as well, and never record the call again.
-        ``given``: the inputs that were copied.
+        If the launch has written to such a tensor, copy the new values to the caller's input as well, and never record the
+        call again.  ``given``: the caller's inputs that were copied.
         """
         for target, tensor in zip(self._targets, given, strict=True):
             if not same_bits(target, tensor):
@@ -222,15 +226,16 @@ class CudaGraph:
         return self.launches % EVERY == 0
 
     def ended(self, begin: float, end: float, _: bool) -> None:
-        """Keep the duration of a launch.  ``begin``, ``end``: the times when it began and ended, in seconds of the device's
-        clock."""
+        """Keep the duration of a launch.  ``begin``, ``end``: the times when the launch began and ended, in seconds of the
+        device's clock."""
         self._log.step_s.append(end - begin)
 
     def drop(self, why: str) -> None:
         """Wait for launches in flight, then free the memory of the graph.  ``why``: the reason that is logged."""
         if self.graph is not None:
             self._device.compute.synchronize()
-            graph, self.graph = self.graph, None  # cleared first: a Ctrl-C cannot leave a graph whose tensors are gone
+            # the attribute is cleared first, so that a Ctrl-C cannot leave a graph in it whose tensors are gone
+            graph, self.graph = self.graph, None
             self._outputs, self._inputs, self._targets, self._shared = [], [], [], {}
             self._device.reset(graph)
             self._log.dropped(self.launches, why)
@@ -243,8 +248,8 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shared_storages(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Return a mapping: the id of each storage that several outputs share -> the bytes of this storage.  The copies of such
-    outputs also share memory."""
+    """Return a mapping: the id of each storage that several outputs share -> the bytes of this storage.  :func:`_copy` uses
+    the mapping, so that the copies of these outputs share memory, too."""
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     counts = Counter(storage._cdata for storage in storages)
@@ -255,8 +260,8 @@ def _shared_storages(outputs: Iterable[Any]) -> dict[int, torch.Tensor]:
 def _copy(output: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     """Return a copy of an output.  The copy keeps the strides, the conjugate bit and the negative bit.
 
-    All three properties are kept because compiled code that reads the output may have guards on them.  ``copies``: storage
-    id -> the copied bytes of a storage that several outputs share.
+    Guards of the compiled code that reads the output may check these three properties.  ``copies``: id of a storage that
+    several outputs share -> a copy of the bytes of this storage.
     """
     if not isinstance(output, torch.Tensor):
         return output
@@ -286,7 +291,7 @@ class CudaGraphs:
     """The CUDA graphs of an arena, least recently launched first.
 
     The graphs of an arena can share a memory pool, because no graph reads values that another graph has left in the pool.
-    Each graph belongs to an executor and ends with this executor.
+    Each graph belongs to an executor, and does not outlive this executor.
     """
 
     def __init__(self) -> None:
@@ -299,7 +304,7 @@ class CudaGraphs:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of device memory that the graphs hold, also between calls."""
+        """The bytes of device memory that the graphs hold, even between calls."""
         if not self._live:
             self._grown = 0
         return self._grown
@@ -310,7 +315,8 @@ class CudaGraphs:
         return next((kept.graph for kept in self._live), None)
 
     def add(self, made: CudaGraph) -> None:
-        """Keep a new graph.  If the arena then has more than MOST_GRAPHS graphs, drop the least recently launched graph."""
+        """Keep a new graph.  If the arena then has more than MOST_GRAPHS graphs, drop the graph whose latest launch is the
+        oldest."""
         self._grown = self.nbytes + made.nbytes
         live = self._live
         for oldest in live[: max(0, len(live) + 1 - MOST_GRAPHS)]:
@@ -318,6 +324,6 @@ class CudaGraphs:
         self._kept = [weakref.ref(kept) for kept in (*self._live, made)]
 
     def launched(self, graph: CudaGraph) -> None:
-        """Note that a graph is launched now."""
+        """Record that ``graph`` is about to be launched."""
         if self._kept[-1]() is not graph:
             self._kept = [*(ref for ref in self._kept if ref() is not graph), weakref.ref(graph)]

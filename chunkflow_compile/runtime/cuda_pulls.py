@@ -1,7 +1,7 @@
 """Pulls on a GPU: one call of the CUDA runtime copies the pieces of a chunk from the GPUs of the other ranks.
 
-This function of the runtime, cudaMemcpyBatchAsync, is not available through torch.  It is therefore called with ctypes, in
-the runtime library that torch has loaded.
+This module calls cudaMemcpyBatchAsync through ctypes, from the CUDA runtime library that torch has loaded, because torch
+does not expose this function.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from chunkflow_compile.weights.peer_pieces import Pieces
 
 # The first CUDA version whose cudaMemcpyBatchAsync has the signature that this module uses.  In CUDA 12.8, the function has
-# one more argument.
+# one more argument than in CUDA 13.
 _SINCE = 13
 # cudaMemcpySrcAccessOrderStream: the source is read in stream order, as in an ordinary copy.
 _IN_ORDER = 1
@@ -35,13 +35,13 @@ def pull(target: torch.Tensor, source: Pieces) -> None:
     """Enqueue the copies of all pieces of ``source`` into ``target`` (uint8, with the same total bytes) on the current
     stream.
 
-    A single call of the CUDA runtime copies the pieces from all other GPUs, and starts these copies on several copy engines
-    at once.  The piece on this GPU is copied by torch, because a copy engine is slower within a GPU (87 GiB/s) than between
-    GPUs (354 GiB/s; NCCL issue 2177).  Raises RuntimeError if the call fails.
+    A single call of the CUDA runtime copies the pieces from all other GPUs.  The runtime distributes these copies over
+    several copy engines, which run at the same time.  The piece on this GPU is copied by torch, because a copy engine is
+    slower within a GPU (87 GiB/s) than between GPUs (354 GiB/s; NCCL issue 2177).  Raises RuntimeError if the call fails.
     """
     stream = torch.cuda.current_stream().cuda_stream
-    # before CUDA 13.5, CUDA graphs cannot record the batched call; the default stream does not support this call in any
-    # version
+    # before CUDA 13.5, CUDA graphs cannot record cudaMemcpyBatchAsync; the default stream does not support this function in
+    # any version of CUDA
     batch = _batch() if stream and not torch.cuda.is_current_stream_capturing() else None
     if batch is None:
         for part, values in source.copies(target):
@@ -55,7 +55,8 @@ def pull(target: torch.Tensor, source: Pieces) -> None:
 
 @cache
 def _batch() -> Batch | None:
-    """Return a wrapper of cudaMemcpyBatchAsync; None if torch's CUDA runtime lacks this function or cannot be loaded."""
+    """Return a function that calls cudaMemcpyBatchAsync; None if torch's CUDA runtime does not contain cudaMemcpyBatchAsync
+    or cannot be loaded."""
     version = int((torch.version.cuda or "0").split(".")[0])
     if version < _SINCE:
         return None

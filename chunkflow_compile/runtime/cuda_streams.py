@@ -1,14 +1,14 @@
-"""The streams of a GPU: the caller's stream and a copy stream.
+"""The streams of a GPU: the caller's stream, and the streams on which copies run.
 
 If some weights are in unpinned memory or on the SSD, a separate thread issues all work on the copy stream.  The reason is
 that a thread that issues a copy of such a weight may be blocked until the copy stream reaches this copy.  If the main thread
-issued these copies, it could not issue compute meanwhile, so copies and compute would not overlap.  The separate thread
-copies unpinned bytes through a small pinned ring buffer.  If even this ring buffer cannot be pinned, the separate thread
-issues each copy only after the window of the copy has opened.
+issued these copies, it could not issue compute while it is blocked, so copies and compute would not overlap.  The separate
+thread copies unpinned bytes through a small pinned ring buffer.  If even this ring buffer cannot be pinned, the separate
+thread issues each copy only after the window of the copy has opened.
 
 Before the main thread issues a region, it waits until the copies of the region's weights have been issued, but not until
-these copies are done.  The main thread ends a step only after all copies of the step have been issued.  So the host cannot
-run as far ahead of the GPU as with pinned weights.
+these copies are done.  The main thread ends a step only after all copies of the step have been issued.  So with unpinned
+weights, the host cannot run as far ahead of the GPU as with pinned weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CudaStream:
     """A stream of the GPU.
 
     ``clock``: the clock that, in measured calls, records when the work of this stream begins and ends.  ``stream``: the
-    torch.cuda.Stream.  For the caller's stream, it is None until the first step.
+    torch.cuda.Stream.  For the caller's stream, ``stream`` is None until the first step.
     """
 
     def __init__(self, cuda: TorchCuda, clock: Clock, stream: torch.cuda.Stream | None = None) -> None:
@@ -106,11 +106,11 @@ class CudaStream:
         self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
 
     def await_record(self, event: torch.cuda.Event) -> None:
-        """Block until the latest record of ``event`` has been issued, because a wait for an event must be issued after the
-        record of the event."""
+        """Block until the latest record of ``event`` has been issued.  CUDA requires this order: a wait for an event must be
+        issued after the record of the event."""
 
     def end_step(self) -> None:
-        """Block until the work of a step has been issued.  Only the thread that issues the step calls this method."""
+        """Block until all work of a step has been issued.  Only the thread that issues the step calls this method."""
 
     def close(self) -> None:
         """End the separate thread that issues the work of this stream, if there is one."""
@@ -128,7 +128,7 @@ class StagedCopies(CudaStream):
         self._newest: Future[None] | None = None
         self._thread_id = 0
         self._reader: Engine | None = None
-        # id of an event -> a future that ends when the latest record of the event in this step has been issued
+        # id of an event -> a future that is done once the latest record of the event in this step has been issued
         self._records: dict[int, Future[None]] = {}
         self._marks: list[torch.cuda.Event] = []  # reusable events that mark points of the compute stream
 
@@ -139,11 +139,11 @@ class StagedCopies(CudaStream):
         self._records[id(event)] = self._put(partial(super().record, event))
 
     def wait(self, event: torch.cuda.Event | HostEvent, waited: Waited | None = None) -> None:
-        """Make all copies that are enqueued after this call wait for the latest record of ``event``, which is a record on
-        the compute stream or on the stream of reads.
+        """Make all copies that are enqueued after this call wait for the latest record of ``event``.  The event was recorded
+        on the compute stream or on the stream of reads.
 
-        The compute stream may record ``event`` again before the separate thread issues this wait.  So a second event is
-        recorded on the compute stream now, and the copies wait for this second event instead.
+        The compute stream may record ``event`` again before the separate thread issues this wait.  So this method
+        immediately records a second event on the compute stream, and the copies wait for this second event instead.
         """
         if isinstance(event, HostEvent):
             self._put(partial(event.block, event.recorded))
@@ -175,11 +175,11 @@ class StagedCopies(CudaStream):
             _raise_from(record)
 
     def reached(self, event: torch.cuda.Event) -> Callable[[], None]:
-        """Return a function that blocks until the GPU reaches the latest record of ``event`` on this stream or on the
-        compute stream.
+        """Return a function that blocks until the GPU reaches the latest record of ``event``.  The event was recorded on
+        this stream or on the compute stream.
 
-        The function waits for a second event at the same point, because ``event`` may be recorded again before the function
-        is called.
+        The function waits for a second event, which this method records now, because ``event`` may be recorded again before
+        the function is called.
         """
         mark, issued = self.cuda.event(False), None
         if id(event) in self._records:
@@ -198,24 +198,23 @@ class StagedCopies(CudaStream):
         return block
 
     def await_reads(self, reader: Engine) -> None:
-        """Note that copies wait for events that ``reader`` records.  ``reader``: the engine whose thread reads from the
-        SSD."""
+        """Record that copies wait for events of ``reader``, the engine whose thread reads from the SSD."""
         self._reader = reader
 
     def issued(self) -> None:
         """Block until all work that was enqueued so far has been issued.  Raises ChunkflowError if this work failed.
 
         In the thread that issues copies and in the thread that reads from the SSD, this method does not block, because
-        blocking would be a deadlock.  These two threads call it only in a finalizer that unpins the memory of another model.
-        The copies of that model have already been issued, because every step ends with :meth:`end_step`.
+        blocking there would be a deadlock.  These two threads call this method only in a finalizer that unpins the memory of
+        another model.  The copies of that model have already been issued, because every step ends with :meth:`end_step`.
         """
         here = threading.get_ident() == self._thread_id or (self._reader is not None and self._reader.runs_here)
         if self._newest is not None and not here and not self.inherited:
             _raise_from(self._newest)
 
     def end_step(self) -> None:
-        """Block until the copies of a step have been issued.  Then forget the events that the step has recorded.  They are
-        stored by id, and Python may give the id of a deleted event to another event.
+        """Block until the copies of a step have been issued.  Then forget the events that the step has recorded.  The reason
+        is that the events are stored by id, and Python may give the id of a deleted event to another event.
 
         Only the thread that issues the step may call this method, :meth:`record` and :meth:`await_record`.
         """

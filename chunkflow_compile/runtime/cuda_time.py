@@ -1,11 +1,12 @@
-"""Times on a GPU: marks are recorded between pieces of work on the streams, and the time of each mark is read after the GPU
-has reached it.
+"""Times on a GPU: the host records marks between pieces of work on the streams, and reads the time of each mark after the
+GPU has reached this mark.
 
-A mark is a timed event.  Events are created in the first passes and then reused.  They are kept in *frames*: a frame is the
-set of all events for one measured call.  The times of a frame are read during one of the next calls, once the GPU has
-reached all marks of the frame.  When a pass over the calls of a cycle begins, it is decided whether all calls of the pass are
-to be measured, or none of them.  The host never waits for a free frame.  If a call finds no free frame, and one more frame
-would exceed MOST_EVENTS, the call is not measured, and the measurements of its pass are dropped.
+A mark is a record of a timed event.  The host creates the events in the first passes, and reuses them in later passes.  The
+events are kept in *frames*: a frame is the set of all events for one measured call.  The host reads the times of a frame
+during one of the next calls, once the GPU has reached all marks of the frame.  When a pass over the calls of a cycle begins,
+:meth:`Device.choose` decides whether all calls of the pass are to be measured, or none of these calls.  The host never waits
+for a free frame.  If a call finds no free frame, and the events of one more frame would exceed MOST_EVENTS, the call is not
+measured, and the measurements of its pass are dropped.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ MOST_EVENTS = 8192
 
 
 class Frame:
-    """The marks of one measured call: timed events that are reused for other calls.  ``consecutive``: whether the previous
-    call of the same program was also measured."""
+    """The marks of one measured call, and the timed events for these marks.  The events are reused for other calls.
+    ``consecutive``: whether the previous call of the same program was also measured."""
 
     def __init__(self, event: Callable[[], torch.cuda.Event]) -> None:
         self._event = event
         self._events: list[torch.cuda.Event] = []
         self._numbers = count()
         self._reports: list[Callable[[Callable[[int], float]], None]] = []
-        self._lock = threading.Lock()  # the thread that issues copies from unpinned memory also records marks
+        # two threads record marks: the main thread, and the thread that issues copies from unpinned memory
+        self._lock = threading.Lock()
         self._ends: tuple[int, ...] = ()
         self.consecutive = True
 
     def open(self, stream: torch.cuda.Stream | None, consecutive: bool) -> None:
-        """Begin a call on ``stream``, and record its first mark."""
+        """Begin a call, and record its first mark on ``stream``."""
         self._numbers, self._ends, self.consecutive = count(), (), consecutive
         self._reports.clear()
         self.mark(stream)
@@ -93,8 +95,8 @@ class Frame:
         return float(before._events[0].elapsed_time(self._events[0])) / 1e3
 
     def report(self, start: float) -> None:
-        """Report the times of all marks.  ``start``: the time of the first mark, in seconds since the first measured call
-        began."""
+        """Pass the times of the marks to the callbacks of the call.  ``start``: the time of the first mark, in seconds since
+        the first measured call began."""
 
         def at(mark: int) -> float:
             return start + float(self._events[0].elapsed_time(self._events[mark])) / 1e3
@@ -114,8 +116,8 @@ class Clock:
         self._event = event
         self._most = most
         # The free frames form a queue, so each of the first FRAMES calls takes a different frame, and creates the events of
-        # this frame.  After that, a call creates events only if the host is more than FRAMES calls ahead of the GPU, or if
-        # the call needs more marks than its frame has events.
+        # this frame.  After these calls, a call creates events only if the host is more than FRAMES calls ahead of the GPU,
+        # or if the call needs more marks than its frame has events.
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._frames = FRAMES
         self._pending: deque[Frame] = deque()
@@ -126,7 +128,7 @@ class Clock:
 
     def begin(self, stream: torch.cuda.Stream, marked: bool, consecutive: bool) -> Frame | None:
         """Begin a call; return the frame for its marks.  Return None if the call is not to be measured, or if no frame is
-        free and none can be created.
+        free and no frame can be created.
 
         ``marked``: whether to measure the call.  ``consecutive``: whether the previous call of the program was measured.
         """
@@ -152,7 +154,7 @@ class Clock:
             self._pending.append(frame)
 
     def _another(self) -> Frame | None:
-        """Return a new frame; None if all frames together would have more events than allowed."""
+        """Return a new frame; None if all frames together would then have more than the maximum number of events."""
         events = sum(frame.events for frame in self._pending)
         if not self._pending or events / len(self._pending) * (self._frames + 1) > self._most:
             return None
@@ -160,8 +162,8 @@ class Clock:
         return Frame(self._event)
 
     def collect(self, wait: bool = False) -> None:
-        """Read each frame whose marks the GPU has reached, and report its times.  ``wait``: whether to wait until the GPU
-        has reached the marks of all frames."""
+        """Read the times of each frame whose marks the GPU has reached, and pass these times to the callbacks of the frame's
+        call.  ``wait``: whether to wait first until the GPU has reached the marks of all frames."""
         with self._lock:
             while self._pending:
                 if wait:
@@ -175,6 +177,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # not freed earlier, because since() needed the first mark of this frame
+            self._free.append(before)  # this frame was kept until now, because since() needs its first mark
         self._newest = frame, start
         frame.report(start)

@@ -1,4 +1,5 @@
-"""Cycles of calls: detect calls that repeat, and plan them together, from the hardware profile or from measured times."""
+"""Cycles of calls: functions that detect calls that repeat, and plan these calls together, from the hardware profile or from
+measured times."""
 
 from __future__ import annotations
 
@@ -22,22 +23,22 @@ from .call_site import CallKey, CallSite
 from .cuda_graphs import MOST_GRAPHS
 from .variants import without_call_fields
 
-# The maximum number of calls in a cycle.  It is enough for two models of 128 blocks that are called twice per step.
+# The maximum number of calls in a cycle.  This number is enough for two models of 128 blocks that are called twice per step.
 MOST_CALLS = 512
-# A cycle may have begun at any previous call that has the same key as the last call.  At most this many of these previous
-# calls are tried as the begin of a cycle, the latest one first.  To try only the latest one would not be enough: if a step
-# cache skips blocks in some steps, the calls since then may be only a part of the cycle.
+# The maximum number of previous calls that are tried as the first call of a cycle.  These calls have the same key as the
+# last call, and the most recent call is tried first.  One try would not be enough: if a step cache skips blocks in some
+# steps, the calls since the most recent of these calls may be only a part of the cycle.
 _TRIES = 4
 
 
 def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...]]:
-    """Yield candidates for a cycle that begins now, as tuples of keys.  ``history``: the keys of the latest calls, oldest
-    first.
+    """Yield candidates for a cycle whose first call is the last call in ``history``.  A candidate is a tuple of keys.
+    ``history``: the keys of the latest calls, oldest first.
 
-    A candidate begins at a previous call that has the same key as the last call, and ends directly before the last call.
-    The candidate is yielded if the same sequence of calls also came directly before it.  If the candidate consists of
-    repetitions of a shorter sequence, this shorter sequence is yielded instead.  The candidate that begins latest is tried
-    first.
+    A candidate begins at a previous call that has the same key as the last call, and ends directly before the last call.  A
+    candidate is yielded if ``history`` contains the same sequence of calls directly before the candidate.  If a candidate
+    consists of repetitions of a shorter sequence, the shorter sequence is yielded instead.  Candidates that begin at more
+    recent calls are yielded first.
     """
     end = len(history) - 1
     earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is history[end])
@@ -49,7 +50,7 @@ def candidate_periods(history: Sequence[CallKey]) -> Iterator[tuple[CallKey, ...
 
 
 def _shortest_period(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
-    """Return the shortest sequence of keys that gives ``keys`` when it is repeated."""
+    """Return the shortest sequence of keys such that ``keys`` consists of repetitions of this sequence."""
     length = len(keys)
     return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
 
@@ -65,8 +66,8 @@ def is_rotation(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
 def is_optimal_for(cycle: BoundCycle, settings: Settings) -> bool:
     """Return whether the plan of a cycle is also the best plan for the new ``settings`` of one of its calls.
 
-    This is true if the old and the new settings differ only in the budget, the new budget is not larger than the old one,
-    and the plan fits into the new budget.
+    This is the case if three conditions hold: the old and the new settings differ only in the budget, the new budget is not
+    larger than the old budget, and the plan fits into the new budget.
     """
     planned, wanted = cycle.settings.goal.memory, settings.goal.memory
     if _unbudgeted(cycle.settings) != _unbudgeted(settings):
@@ -107,8 +108,8 @@ def plan_cycle(
 def calls_of(calls: Sequence[CallSite], live: Sequence[int]) -> tuple[list[Call], dict[str, HostBuffer]]:
     """Return the calls of a cycle, and a mapping from each weight's name in the cycle to its buffer.
 
-    A weight that two calls read counts as two weights of the cycle, because it is copied for each of the two calls.
-    ``live``: for each call, the bytes of its activations (see :class:`Call`).
+    A weight that two calls read counts as two weights of the cycle, because each of the two calls needs a separate copy of
+    the weight.  ``live``: for each call, the bytes of its activations (see :class:`Call`).
     """
     placed = list[Call]()
     buffers: dict[str, HostBuffer] = {}
@@ -139,7 +140,7 @@ def merge_settings(calls: Sequence[CallSite]) -> Settings | None:
 def _outside(calls: Sequence[CallSite]) -> int:
     """Return the bytes on the device that the plan of a cycle does not cover.
 
-    These bytes belong to tables of rows, and to those weights of the models that no call of the cycle reads.
+    These are the bytes of the tables of rows (rows.py), and of the models' weights that no call of the cycle reads.
     """
     left: dict[int, int] = {}
     for call in dict.fromkeys(calls):  # each call is counted once, although it may occur several times in a cycle
@@ -151,8 +152,8 @@ def _outside(calls: Sequence[CallSite]) -> int:
 
 
 def dump(cycle: BoundCycle, calls: Sequence[CallSite]) -> None:
-    """If any of the ``calls`` has a dump folder, write the plan and the programs of the cycle to a new folder next to that
-    dump folder, and write the cycle's measurements into the new folder from now on."""
+    """If any of the ``calls`` has a dump folder, create another folder next to this dump folder.  Write the plan and the
+    programs of the cycle to the new folder now, and the measurements of the cycle later, as they are made."""
     other = next((call.variant.folder for call in calls if call.variant.folder is not None), None)
     if other is not None:
         with contextlib.suppress(OSError):  # a full disk must not stop the model

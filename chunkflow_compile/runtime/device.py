@@ -31,9 +31,8 @@ from .torch_cuda import TorchCuda
 class _HostDevice(Device):
     """The base class of the devices whose streams are host threads.
 
-    These devices can copy from any host memory, and reading their clock costs almost nothing.  ``port``: the emulated link
-    to the host, or None.  ``peers``: the emulated link to the other ranks; None if the traffic between ranks also uses
-    ``port``.
+    ``port``: the emulated link to the host, or None if no link is emulated.  ``peers``: the emulated link to the other
+    ranks; None if the traffic between ranks also uses ``port``.
     """
 
     def __init__(self, engine: Engine, port: Port | None, peers: Port | None) -> None:
@@ -78,8 +77,9 @@ class _HostDevice(Device):
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
-        # The third argument is True, so the measurement is used, even if the previous step was not measured: at most a few
-        # copies of the previous step are still in flight when this step begins.
+        # The third argument of ``over`` is always True, so the executor uses the measurement even if the previous step was
+        # not measured.  On these devices, at most a few copies of the previous step are still in flight when this step
+        # begins.
         if begun is not None:
             self.compute.run(lambda: over(begun, self.clock.now(), True))
 
@@ -89,7 +89,7 @@ class _HostDevice(Device):
 
 
 class CpuDevice(_HostDevice):
-    """Runs compute and collectives on the calling thread, and copies on separate threads."""
+    """Runs compute and collectives on the calling thread, and copies and reads on separate threads."""
 
     name = "cpu"
 
@@ -156,7 +156,8 @@ def _why_none() -> str:
         return "is built for the CPU only"
     try:
         torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:  # if the driver is too old, the error contains its version
+    except (AssertionError, RuntimeError) as error:
+        # if the driver is too old, the error contains the version of the driver
         return f"finds no GPU or no driver ({str(error).partition('. ')[0].strip()})"
     return "finds no GPU or no driver"
 
@@ -193,8 +194,8 @@ def check_kind(device: torch.device, kind: DeviceKind) -> None:
 
 
 def make_device(device: torch.device, kind: DeviceKind) -> Device:
-    """Create the :class:`Device` for programs that compute on ``device``.  Raises ChunkflowError if ``device`` does not
-    exist."""
+    """Create the :class:`Device` object for programs that compute on ``device``.  Raises ChunkflowError if ``device`` does
+    not exist."""
     device = check_device(device)
     if device.type == "cuda":
         return CudaDevice(TorchCuda(device))
@@ -204,7 +205,7 @@ def make_device(device: torch.device, kind: DeviceKind) -> Device:
 
 
 def make_port(link: LinkEmulation) -> Port:
-    """Create the port through which this rank uses the emulated link.  If ranks share a port, the port identifies this rank
-    by its rank in the default process group."""
+    """Create the port through which this rank uses the emulated link.  If several ranks share a port, the port identifies
+    this rank by the rank's number in the default process group."""
     rank = dist.get_rank() if dist.is_initialized() and link.shared else 0
     return Port(link, Path(link.shared) if link.shared else None, rank)

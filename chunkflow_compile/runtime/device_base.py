@@ -1,10 +1,9 @@
 """The interface through which the executor uses a device: memory, in-order streams, events that order the streams, and
 measured times.
 
-There are three devices.  ``cpu``, the default, computes on the calling thread, and copies on a second thread that takes the
-role of a copy engine.  ``threads`` has a thread for every stream, including compute, so the host runs ahead of compute as
-with a GPU.  ``cuda`` is a GPU.  The executor issues the same operations to all devices.  ``cpu`` and ``threads`` can emulate
-a PCIe link.
+There are three devices.  ``cpu`` computes on the calling thread.  Other threads take the role of the copy engines.
+``threads`` runs every stream on a separate thread, including compute, so the host runs ahead of compute as with a GPU.
+``cuda`` is a GPU.  The executor issues the same operations to all devices.  ``cpu`` and ``threads`` can emulate a PCIe link.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from chunkflow_compile.weights.source import Bytes
 from .host_clock import MONOTONIC, HostClock
 from .read_ahead import InRing
 
-# Measuring a call costs 0.1 ms of host time.  On a GPU, a pass over the calls of a program or a cycle has about two thousand
-# events; recording an event takes 1 to 2 us, and reading its time takes 3 to 5 us.  So after the first FIRST_STEPS passes,
-# only two consecutive passes in every EVERY passes are measured.  On a GPU, only the second of these two passes is used; the
-# first is measured to know which of its copies are still running when the second begins.  EVERY is prime, so that
-# in a repeating pattern, such as generations of 28 steps, each step of the pattern is measured at some time.
+# Measuring a call costs 0.1 ms of host time.  On a GPU, a measured pass over the calls of a program or a cycle records about
+# two thousand events.  Recording an event takes 1 to 2 us, and reading its time takes 3 to 5 us.  So after the first
+# FIRST_STEPS passes, only two consecutive passes in every EVERY passes are measured.  On a GPU, only the times of the second
+# of these two passes are used.  The first pass is measured because its copies may still run when the second pass begins.
+# EVERY is prime, so that each step of a repeating pattern, such as generations of 28 steps, is measured at some time.
 FIRST_STEPS = 16
 EVERY = 17
 
-# A copy to the device: its target, its source (both uint8, with equal sizes), and the name that profilers show for it.
+# A copy to the device: its target, its source (both uint8, with equal sizes), and the name that profilers show for the copy.
 NamedCopy = tuple[torch.Tensor, Bytes | InRing, str]
 
-# A callback that gets the seconds for which a stream stalled.
+# A callback whose argument is the time in seconds for which a stream stalled.
 Waited = Callable[[float], None]
 # A callback with three arguments: the times when a step began and ended, in seconds of the device's clock, and whether the
-# previous step was also measured.  If the previous step was not measured, it is not known which of its copies overlapped the
-# collectives of this step.
+# previous step was also measured.  If the previous step was not measured, it is not known which copies of the previous step
+# overlapped the collectives of this step.
 StepEnd = Callable[[float, float, bool], None]
 
 
@@ -54,14 +53,15 @@ class Watch(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work that runs in order.  Each device has its own class of events."""
+    """A queue of work that runs in order.  The class of the events depends on the device."""
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        """Enqueue ``work``.  ``watch``: an object that gets the times of the work, or None.  ``name``: the name that
-        profilers of the device show."""
+        """Enqueue ``work``.  ``watch``: an object that gets the times when the work begins and ends, or None.  ``name``: the
+        name that profilers of the device show for the work."""
 
     def record(self, event: Any) -> None:
-        """Enqueue a record of the event, which marks the end of all work that was enqueued earlier."""
+        """Enqueue a record of ``event``: a mark that the stream reaches after it has run all work that was enqueued before
+        this call."""
 
     def wait(self, event: Any, waited: Waited | None = None) -> None:
         """Make all work that is enqueued after this call wait for the latest record of ``event``.
@@ -70,7 +70,8 @@ class Stream(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Block the host until all work of the stream has finished.  Raises the error that this work raised, if any."""
+        """Block the host until all work of the stream has finished.  If this work raised an error, this method raises the
+        same error."""
 
 
 class ReadStream(Stream, Protocol):
@@ -82,15 +83,16 @@ class ReadStream(Stream, Protocol):
 
 
 class Device:
-    """A device with the memory and the streams of an arena.  If a method does nothing in this class, only some devices need
-    it, and these devices override it.
+    """A device with the memory and the streams of an arena.  The methods that do nothing in this class are needed only on
+    some devices, whose classes override them.
 
     ``copy``: the stream of copies from the host.  ``pull``: the stream of pulls from other ranks.  ``reads``: the stream of
     reads from the SSD.  ``pull`` and ``reads`` are None until they are first used.
     ``collective``: the stream of collectives; on some devices, this is the same object as ``compute``.  ``completion``: the
-    stream on which collectives complete, so that a collective can start before earlier collectives have completed; None if
-    collectives complete on ``collective``.  ``clock``: the clock of the host threads.  ``closed``: whether the streams are
-    closed.  ``records``: whether the device records issued work as a CUDA graph instead of running it.
+    stream that runs the completions of collectives; None if ``collective`` runs them.  With a separate stream, a collective
+    can start before the completion of the previous collective.  ``clock``: the clock of the host threads.  ``closed``:
+    whether the streams are closed.  ``records``: whether the device records issued work as a CUDA graph instead of running
+    it.
     """
 
     name: str
@@ -107,11 +109,11 @@ class Device:
 
     @property
     def zero(self) -> float:
-        """The time on ``clock``, in seconds, from which measured times are counted."""
+        """The time on ``clock``, in seconds, that corresponds to 0 in measured times."""
         return 0.0
 
     def event(self) -> Any:
-        """Return a new event that has not been recorded yet."""
+        """Return a new event."""
         raise NotImplementedError
 
     def read_event(self) -> Any:
@@ -172,11 +174,11 @@ class Device:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def release(self) -> None:
-        """Drop the reference to the arena's memory.  No work in flight may use this memory."""
+        """Drop the reference to the arena's memory.  The caller makes sure that no work in flight uses this memory."""
 
     def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Register ``tensors``, which steps read, but which are not in the arena's memory.  The memory of these tensors is
-        then not reused while a step is in flight."""
+        """Register ``tensors``, which steps read, but which are not in the arena's memory.  The device then makes sure that
+        the memory of these tensors is not reused while a step is in flight."""
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Pin a host tensor, so that the copy engine can read it directly; return a function that unpins it.  Raises OSError
@@ -196,13 +198,13 @@ class Device:
             self.lane(lane).run(partial(self.copy_bytes, target, source, lane), None, name)
 
     def received(self, nbytes: int) -> None:
-        """Note that a collective has received ``nbytes`` on this rank.  The collective stream runs this method as work."""
+        """Record that a collective has received ``nbytes`` on this rank.  The collective stream runs this method as work."""
 
     def deliver(self) -> None:
-        """Block until all enqueued work has returned its Python objects, such as the output tensors.  Raises the error that
-        this work raised, if any.
+        """Block until the Python code of all enqueued work has returned, so that the output tensors exist.  If this work
+        raised an error, this method raises the same error.
 
-        On a GPU, the values of these tensors may still be computed after this method has returned.
+        On a GPU, kernels may still be computing the values of these tensors after this method has returned.
         """
 
     def sync_copies(self) -> None:
@@ -240,8 +242,8 @@ class Device:
         return bool(self._left)
 
     def measure(self, passes: int | None) -> None:
-        """Measure the next ``passes`` passes, and none after them.  With None, :meth:`choose` decides again which passes to
-        measure.
+        """Measure the next ``passes`` passes, and none after them.  If ``passes`` is None, :meth:`choose` decides again
+        which passes to measure.
 
         To get the measurements, call :meth:`collect` with ``wait=True``.
         """
@@ -258,8 +260,8 @@ class Device:
         return before > 0
 
     def start(self, marked: bool, consecutive: bool) -> Any:
-        """Begin a call of a program; return the value to pass to :meth:`finish` as ``begun``.  It is None if the call is not
-        measured.
+        """Begin a call of a program; return the value to pass to :meth:`finish` as ``begun``.  This value is None if the
+        call is not measured.
 
         ``marked``: whether to measure the call (see :meth:`choose`).  ``consecutive``: whether the previous call of the
         program was measured.
@@ -267,13 +269,13 @@ class Device:
         raise NotImplementedError
 
     def finish(self, begun: Any, over: StepEnd) -> None:
-        """End a call.  ``over``: a function that is called when the times of the call are known; it is never called if the
-        call is not measured."""
+        """End a call.  ``over``: a function that the device calls once it knows the times of the call.  If the call is not
+        measured, ``over`` is never called."""
         raise NotImplementedError
 
     def collect(self, wait: bool = False) -> None:
-        """Report the times of all steps whose times are known.  ``wait``: whether to wait until the times of all issued
-        steps are known."""
+        """Call the function ``over`` (see :meth:`finish`) for each step whose times are known.  ``wait``: whether to wait
+        first until the times of all issued steps are known."""
 
     def close(self) -> None:
         """Close the streams."""

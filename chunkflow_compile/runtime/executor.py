@@ -1,13 +1,14 @@
 """The executor: issues the verified ops of a call (step.py) to the streams of a device.
 
-The ops of a call form its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, a prologue
-(``Cycle.prologue``) is issued before the step: it copies the weights that the arena lacks.  The streams of compute,
-copies and reads are ordered only by the events that the ops of step and prologue record and wait for.  If collectives run on
-separate streams, the executor orders these streams by additional events.  One event makes a collective wait until compute
-has reached the Start op.  One event per collective makes compute wait at the Finish op until the collective has ended.
+The ops of a call form its step (``Cycle.ops``).  At a cold start, at a jump and after writes to weights, the executor issues
+a prologue (``Cycle.prologue``) before the step.  The prologue copies the weights that the arena lacks.  The streams of
+compute, copies and reads are ordered only by events.  The ops of the step and of the prologue record these events and wait
+for them.  If collectives run on separate streams, the executor orders these streams by additional events.  One of these
+events makes a collective wait until compute has reached the Start op of the collective.  One event per collective makes
+compute wait at the Finish op until the collective has ended.
 
-instructions.py makes the functions that issue the ops.  For each call, the executor either calls these functions or launches
-a CUDA graph of the call.
+instructions.py makes the functions that issue the ops.  For each call of the program, the executor either calls these
+functions or launches a CUDA graph.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Executor:
     """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena.
 
     ``target``: the memory and the streams that the ops use.  ``instructions``: the functions that issue the ops of a step.
-    ``rewritten``: for each weight that was written since it was copied, its name and the version of its new values.
-    ``cost``: the cost of the latest step.  ``captures``: the log of captures of this call into CUDA graphs; None if the call
+    ``rewritten``: name of a weight that may have been written since it was copied -> the version of its new values.
+    ``cost``: the cost of the latest step.  ``captures``: the log of captures of this call as CUDA graphs; None if the call
     is never captured.
     """
 
@@ -53,7 +54,7 @@ class Executor:
         captures: CaptureLog | None = None,
     ) -> None:
         """``poison``: see :class:`Target`.  ``cycle``: the cycle in which the program is a call; None if the program runs
-        alone.  ``file``: a function that is called with the measurement of each measured step.  ``versions``: a function
+        alone.  ``file``: a function that keeps the measurement of each measured step, or None.  ``versions``: a function
         that returns the current version of the values of each weight in the cycle, by name.
         """
         self.program = program
@@ -83,9 +84,9 @@ class Executor:
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
         self._later: list[Any] = [None] * (len(nodes) - len(placeholders))
-        # the functions that issue the prologues of cold starts, and of jumps without stale weights (weights that were
-        # written after they were copied).  The functions of a prologue are made when it is first used, because few calls of
-        # a cycle ever need a prologue.
+        # The functions that issue the prologues of cold starts and of jumps.  The functions of a prologue are made when the
+        # prologue is first needed, because few calls of a cycle ever need a prologue.  A prologue that copies stale weights
+        # (weights that were written after they were copied) is not kept.
         self._prologues: dict[tuple[bool, Sequence[Lane]], list[Issue]] = {}
         self.instructions = instructions(self.target, cycle.ops[self.call], issued(program))
 
@@ -94,14 +95,14 @@ class Executor:
         return self.target.binding
 
     def run(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> list[Any]:
-        """Run one step that computes all rows; return the outputs of each row.  A row is one set of inputs of the traced
-        graph.
+        """Run one step that computes all ``rows``; return the outputs of each row.  Here, a row is one set of inputs of the
+        traced graph.
 
         A step copies each weight once, and runs each compute op for one row after the other.  The waits before a compute op
-        and the evictions after it are issued once for all rows, so the order of ops that was verified for one row is also
-        safe for several rows.  A step with several rows is not measured, and is never a CUDA graph.  The outputs of
-        different rows share no memory.  The device holds the intermediate values of all rows at the same time.  The graph
-        must not write to an input that two rows share.
+        and the evictions after it are issued only once, for all rows together.  So the order of ops that was verified for
+        one row is also safe for several rows.  A step with several rows is not measured, and is never a CUDA graph.  The
+        outputs of different rows share no memory.  The device stores the intermediate values of all rows at the same time.
+        The caller makes sure that the graph does not write to an input that two rows share.
 
         ``timed``: whether the times of this step are needed for re-planning.
         Raises ChunkflowError if a copy or a collective fails.  After such an error, the next call is a cold start.
@@ -115,13 +116,13 @@ class Executor:
         return step.outputs if len(rows) == 1 else separated(step.outputs)
 
     def copy_again(self, versions: Mapping[str, int]) -> None:
-        """Make the next step copy the weights in ``versions`` again.  A weight is skipped if the arena already contains this
-        version of the weight."""
+        """Make the next step copy the weights in ``versions`` again.  ``versions``: name of a weight -> the version of its
+        values.  The next step skips a weight if the arena already contains this version."""
         self.rewritten |= versions
 
     def enqueue(self, rows: Sequence[Sequence[Any]], timed: bool = False) -> RunningStep:
-        """Issue one step.  The outputs of the step are valid after :meth:`Device.deliver`.  More steps may be issued before
-        ``deliver`` is called.
+        """Issue one step.  The outputs of the step are valid after the caller has called :meth:`Device.deliver`.  The caller
+        may issue more steps before it calls ``deliver``.
 
         ``rows``, ``timed``: see :meth:`run`.
         """
@@ -140,7 +141,7 @@ class Executor:
         step = RunningStep(env, Cost(no_seconds(self._windows) if self._measured else None), self._steps, earlier)
         self.cost = step.cost
         self._steps += 1
-        if self._streams:  # a program without streamed weights does not use the arena's memory
+        if self._streams:  # a program without streamed weights needs no prologue: it does not use the arena's memory
             if self.binding.arena.contents is not state:
                 self._prime(step)
             elif jumps:
@@ -159,22 +160,22 @@ class Executor:
                 issue(step)
             step.cost.end_issue(self.device.clock.now() - begin_s)
         number = state.end_call(self._next)
-        # the callback gets only the cost of the step: if it got the step, it would keep the values of the step alive
+        # the callback gets only the cost of the step: a reference to the step would keep the step's values alive
         over = partial(self._finish, step.cost, number) if graph is None else graph.ended
         self.device.finish(begun, over)
         return step
 
     def _values_of(self, row: Sequence[Any]) -> list[Any]:
-        """Return the initial values of a step: the inputs in ``row``, with offloaded weights replaced by the tensors on the
-        device, then None for each value to be computed."""
+        """Return the initial values of a step: the inputs in ``row``, and then None for each value that the step computes.
+        Among the inputs, each offloaded weight is replaced by the tensor on the device from which regions read the weight."""
         env = [*row, *self._later]
         for position, value in self._values:
             env[position] = value
         return env
 
     def _recorded(self, env: Sequence[Any], measured: bool) -> CudaGraph | None:
-        """Return the CUDA graph to launch for the inputs in ``env``; None if the call is to be issued op by op.  If a graph
-        of the call is due to be recorded, record it now.
+        """Return the CUDA graph to launch for the inputs in ``env``; None if the call is to be issued op by op.  If the call
+        is due to be recorded, record the graph now.
 
         ``measured``: whether the times of regions and collectives are needed, which a graph launch does not provide.
         """
@@ -210,11 +211,11 @@ class Executor:
         versions = self._versions() if cold else {**self.state.versions, **self.rewritten}
         arena.begin_filling()
         if cold:
-            self.device.recover()  # failed copies do not matter: they were for another model, or the prologue repeats them
+            self.device.recover()  # failed copies do not matter: they were for another model, or this prologue repeats them
         if (cold or jumps) and self.target.on_drive:
             arena.reader.expect(self.target.read_bytes, self.cycle.plan.drive_rate)
             if (reads := self.device.reads) is not None:
-                reads.recover()  # failed reads do not matter: they were for another model, or the prologue repeats them
+                reads.recover()  # failed reads do not matter: they were for another model, or this prologue repeats them
         for issue in self._prologue(stale, jumps):
             issue(step)
         arena.hold(self.state)
@@ -262,12 +263,11 @@ class Executor:
         )
 
     def forget(self) -> None:
-        """Wait for work in flight, and discard the contents of the arena.  The next step is then a cold start."""
+        """Wait for work in flight, and mark the contents of the arena as unknown, so that the next step is a cold start."""
         self.binding.arena.discard(self.state)
         for stream in self.device.streams:
-            with contextlib.suppress(
-                ChunkflowError
-            ):  # the error was already raised where the host waited for this work
+            # an error of the work in flight was already raised in the call in which the host waited for this work
+            with contextlib.suppress(ChunkflowError):
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self._drop_graph("its memory was given up, or a call failed")
@@ -276,7 +276,7 @@ class Executor:
         self.traffic.forget()
 
     def drop_references(self) -> None:
-        """Drop every reference to the arena's memory; the executor cannot run again.  Call :meth:`forget` first, so that no
-        work is in flight."""
+        """Drop every reference to the arena's memory, after which the executor cannot run again.  The caller calls
+        :meth:`forget` first, so that no work is in flight."""
         self.instructions, self._values, self._prologues = [], [], {}
         self.target.drop_references()

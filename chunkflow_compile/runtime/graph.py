@@ -1,8 +1,8 @@
-"""Compiled graphs: the callables that Dynamo calls.
+"""Compiled graphs: the callables that ChunkFlow makes from the graphs that Dynamo traces.
 
-Dynamo shares a compiled graph between models of one class, so the graph may be called with the parameters of several models.
-The graph has one program per model and input size.  The placement of a model (placed/placement.py) owns the programs of the
-model, which end when the placement ends.  The graph keeps only weak references to its programs.
+Dynamo shares a compiled graph between models of one class, so the same graph may be called with the parameters of several
+models.  A compiled graph uses one program per model and input size.  The placement of a model (placed/placement.py) owns the
+programs of the model, which end when the placement ends.  The graph keeps only weak references to its programs.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .wrapped_calls import tuple_getter
 
 _log = logging.getLogger(__name__)
 
-# The key under which a compiled graph finds a program: the ids of the first and the last weight that a call reads, and the
+# The key under which a compiled graph keeps a program: the ids of the first and the last weight that a call reads, and the
 # input sizes of the call.  Both ids are needed, because two blocks may share one of these weights.
 _Key = tuple[int, int, Sizes]
 
 # A function that places a model.  Its arguments are the parameters by name, the names of the weights that are to be
-# offloaded, and another function, ``start``.  The placing function moves these weights to host memory, calls ``start``
-# with the model's arena, adds the program that ``start`` returns to the placement of the model (if there is a placement), and
-# returns this program.
+# offloaded, and another function, ``start``.  The placing function moves these weights to host memory.  It then calls
+# ``start`` with the model's arena; ``start`` returns a program.  If the model has a placement, the placing function adds the
+# program to this placement.  The result is the program.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], SingleCall]], SingleCall]
 
-# A function that gets the parameters of a model by name.  It returns the goal that replan or a pipeline has set for the
-# model, or None.
+# A function that takes the parameters of a model, by name.  It returns the goal that ``replan`` or a pipeline has set for
+# the model, or None if neither has set a goal.
 Changed = Callable[[Mapping[str, nn.Parameter]], Goal | None]
 
 
@@ -65,9 +65,8 @@ class HostConstants:
     def __init__(self, device: torch.device, positions: Sequence[int] = ()) -> None:
         self._device = device
         self.positions = tuple(positions)
-        self._moved: WeakTensorKeyDictionary = (
-            WeakTensorKeyDictionary()
-        )  # table -> its version when it was copied, and its device copy
+        # table -> its version when it was copied, and its device copy
+        self._moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def move(self, inputs: list[Any]) -> None:
         """Replace each table in ``inputs`` by its copy on the device.  If a table was written since it was copied, copy it
@@ -76,7 +75,8 @@ class HostConstants:
             inputs[position] = self._copy(inputs[position])
 
     def _copy(self, table: torch.Tensor) -> torch.Tensor:
-        if table.is_inference():  # an inference tensor has no version counter, so a change would be missed
+        # an inference tensor has no version counter, so a later change of the table would be missed
+        if table.is_inference():
             return table.to(self._device)
         moved: tuple[int, torch.Tensor] | None = self._moved.get(table)
         if moved is None or moved[0] != table._version:
@@ -86,8 +86,8 @@ class HostConstants:
 
 
 class CompiledGraph:
-    """The callable that the backend gives to AOTAutograd.  Its argument is a list of the inputs of the traced graph; each
-    call empties this list."""
+    """The callable that ChunkFlow's backend gives to AOTAutograd.  Its argument is a list of the inputs of the traced graph;
+    each call empties this list."""
 
     _boxed_call = True
 
@@ -101,8 +101,8 @@ class CompiledGraph:
         packs: bool,
     ) -> None:
         """``place``, ``changed``: see :data:`Place` and :data:`Changed`.  ``tables``: the device copies of the inputs that
-        are in host memory.  ``arena``: the arena that the user passed; None if each model has its own arena.  ``packs``:
-        whether uncompressed weights may be compressed when a program is bound."""
+        are in host memory.  ``arena``: the arena that the user passed, or None if each model uses its own arena.  ``packs``:
+        whether binding a program may compress weights that are not compressed yet."""
         self.variants = variants
         self._packs = packs
         self._tables = tables
@@ -140,7 +140,7 @@ class CompiledGraph:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """A tuple of one program: the program for the input sizes for which the graph was compiled."""
+        """A tuple with one element: the program for the input sizes for which the graph was compiled."""
         return (self.variants.first.program,)
 
     @contextlib.contextmanager
@@ -169,8 +169,8 @@ class CompiledGraph:
                     self._renew(key, program, parameters)
 
     def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Plan for the input sizes of a call.  The number of plans is limited.  If an older plan is dropped for the new one,
-        end the programs of the older plan."""
+        """Make a plan for the input sizes of a call.  The number of plans is limited, so the new plan may replace the plan
+        for other input sizes.  This method then ends the programs of the replaced plan."""
         with self._lock(), awaited(parameters.values()):
             if self.variants.sizes(inputs) is None:  # another thread may have made this plan in the meantime
                 self.variants.plan(inputs, self._changed(parameters))
@@ -225,10 +225,11 @@ class CompiledGraph:
         """Make a program for a model whose weights are placed, and bind the program to the memory of ``arena``.
 
         First, the weights are compressed or sharded as the variant expects.  If some of these weights cannot be compressed,
-        the regions that read them are lowered again for uncompressed weights.  This can happen if the variant was lowered for
-        the weights of another block or model, or if the weights were written after the variant was lowered.  In two other
-        cases, a new plan is made, but no region is lowered: the ranks do not agree on the weights to shard, or more weights
-        are in files than the plan expects (because the plan was made for another model).
+        the regions that read them are lowered again for uncompressed weights.  Compression can fail if the variant was
+        lowered for the weights of another block or model, or if the weights were written after the variant was lowered.  In
+        two other cases, this method makes a new plan, but lowers no region.  In the first case, the ranks do not agree on
+        the weights to shard.  In the second case, the plan was made for another model, and more weights of this model are in
+        files than the plan expects.
         """
         sources = self._take_sources(active.variant, parameters)
         if sources != active.variant.sources:
@@ -238,14 +239,15 @@ class CompiledGraph:
         return bind_program(CallSite(active, parameters), arena)
 
     def _take_sources(self, variant: Variant, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, frozenset[str]]:
-        """Compress and shard the weights as ``variant`` expects, as far as possible.  Return the names of the weights that
-        are compressed or sharded afterwards, in the format of :attr:`Variant.sources`.
+        """Compress and shard the weights that ``variant`` expects to be compressed or sharded, as far as this is possible.
+        Return the names of the weights that are compressed or sharded afterwards, in the format of :attr:`Variant.sources`.
 
-        A compressed weight is decompressed only if several regions read it or the graph returns it.
+        A weight that is compressed although ``variant`` does not expect it is decompressed only if the graph cannot read it
+        in compressed form, for example because several regions read it.
         """
         for store in _stores(parameters.values()):
             if store.exported:
-                store.sync_external_writes()  # now, before a program is bound: the program then copies the new values
+                store.sync_external_writes()  # called before the program is bound, so that the program copies the new values
         able, wanted = takes_packed(self.variants.first.cut), variant.packed if self._packs else frozenset()
         buffers = {
             name: buffer for name, parameter in parameters.items() if (buffer := buffer_of(parameter)) is not None
@@ -263,10 +265,10 @@ def _shard_across_peers(buffers: Mapping[str, HostBuffer], wanted: Collection[st
     """Shard the ``wanted`` weights across the peers of their models, unless they are sharded already.  Return the names of
     all sharded weights.
 
-    The ranks decide only once which weights are sharded, for all weights that they have placed together.  So each rank must
-    call this function for these weights, in the same order as the other ranks, even if its ``wanted`` is empty.  A
-    weight is sharded only if all ranks want to shard it in this call.  A weight that is placed after the decision is never
-    sharded.
+    The ranks decide only once which weights they shard.  This decision covers all weights that the ranks have placed
+    together.  So each rank must call this function for these weights, in the same order as the other ranks, even if
+    ``wanted`` is empty on this rank.  A weight is sharded only if it is in ``wanted`` on all ranks.  A weight that is placed
+    after this decision is never sharded.
     """
     for peers in dict.fromkeys(buffer.store.peers for buffer in buffers.values()):
         todo = {
@@ -284,9 +286,10 @@ def _stores(values: Iterable[Any]) -> list[Store]:
 
 @contextlib.contextmanager
 def awaited(values: Iterable[Any]) -> Iterator[None]:
-    """A context for the work that this rank does before the placed weights among ``values`` are sharded.
+    """A context for the work that this rank does before the ranks shard the placed weights among ``values``.
 
-    The other ranks wait for this work.  If this work raises an error, the other ranks raise the same error.
+    The other ranks wait until this rank has done the work.  If the work raises an error, the other ranks raise the same
+    error.
     """
     with contextlib.ExitStack() as calls:
         for store in _stores(values):
