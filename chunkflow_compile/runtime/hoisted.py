@@ -195,8 +195,8 @@ def _versions(program: SingleCall) -> tuple[tuple[int, ...], ...]:
 
 
 class HoistedGraph:
-    """The callable that the backend gives to AOTAutograd.  Its inputs and results are those of the whole graph, before the
-    graph was split into preamble and main graph."""
+    """The callable that the backend gives to AOTAutograd.  It has the inputs and the results of the whole graph, which
+    was split into the preamble and the main graph."""
 
     _boxed_call = True
 

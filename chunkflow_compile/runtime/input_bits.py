@@ -33,7 +33,7 @@ class BitSources:
     ``on_host``: the input is in host memory.  ``read``: the tensor was read in a transfer.  ``transfers``: the number of
     transfers to the host.
 
-    If a call also reads the timesteps of a scheduler (:class:`ExpectedSchedule`), these timesteps count as inputs of the call.
+    If a call also reads the timesteps of a scheduler (:class:`ExpectedSchedule`), the timesteps count as inputs of the call.
     """
 
     same_object: int = 0

@@ -237,8 +237,8 @@ class _Part:
 
 
 def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
-    """Return a function that issues a sequence of ops.  The sequence consists of ops of the lanes and of Record ops of the
-    compute stream.  The ops are grouped into as few parts as possible (see :class:`_Part`).
+    """Return a function that issues a sequence of ops.  All ops belong to the lanes, except that Record ops may also
+    belong to the compute stream.  The ops are grouped into as few parts as possible (see :class:`_Part`).
 
     The order of the ops within each stream does not change.  A record that comes before a wait in ``ops`` is also issued
     before this wait, even if the record and the wait are on different streams.

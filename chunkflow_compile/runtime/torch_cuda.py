@@ -43,8 +43,8 @@ class TorchCuda:
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which ``stream`` is the current stream."""
-        # When the context torch.cuda.stream ends, it selects the GPU again that was current before, which initializes that
-        # GPU (by default GPU 0).  So if another GPU than the stream's GPU is current, the stream's GPU is selected first.
+        # When the context torch.cuda.stream ends, it selects the previously current GPU again, and thereby initializes that
+        # GPU (by default GPU 0).  So if the current GPU is not the stream's GPU, the stream's GPU is selected first.
         here = torch.cuda.current_device() == stream.device_index
         return torch.cuda.stream(stream) if here else self._on_other(stream)
 
@@ -63,7 +63,7 @@ class TorchCuda:
         return self._traced or torch.autograd.profiler._is_profiler_enabled
 
     def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a context.  For work that is enqueued inside this context, profilers show ``name``."""
+        """Return a context.  Profilers show ``name`` for the work that is enqueued inside this context."""
         named: contextlib.AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
         return named
 
@@ -104,8 +104,9 @@ class TorchCuda:
     def free(self) -> int:
         """Wait for work in flight, empty torch's caches, and return the free memory of the device in bytes."""
         torch.cuda.synchronize(self._device)
-        # cuBLAS keeps a workspace per stream.  A workspace that is allocated during a capture is in the graph pool, where
-        # the next graph may overwrite it.
+        # cuBLAS keeps one workspace per stream.  If a workspace was allocated during a capture, it is in the graph pool,
+        # where the next graph may overwrite it.  So all workspaces are freed, and cuBLAS allocates new ones when it needs
+        # them.
         core.free_cublas_workspaces()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
@@ -116,9 +117,9 @@ class TorchCuda:
     ) -> Iterator[tuple[torch.cuda.CUDAGraph, Mapping[Lane, torch.cuda.Stream]]]:
         """A context in which work that is enqueued on the current stream does not run, but is recorded in a CUDA graph.
 
-        The context yields the graph, and for each lane the stream on which the copies of this lane are recorded.
-        ``shares``: a graph whose memory pool the new graph shares, or None to create a pool.
-        Raises RuntimeError if part of the work cannot be recorded; the streams remain usable.
+        The context yields the graph, and for each lane the stream on which the copies of this lane are recorded.  ``shares``:
+        a graph whose memory pool the new graph shares, or None to create a pool.  Raises RuntimeError if part of the work
+        cannot be recorded; the streams remain usable.
         """
         lock, compute, lanes = _capture_streams(self._device)
         graph = _kept_by_children(torch.cuda.CUDAGraph())
