@@ -1,5 +1,5 @@
-"""Hoisted graphs.  Each consists of a preamble, which runs once for many steps, and of a main graph, whose inputs include the
-results of the preamble.
+"""Hoisted graphs.  A hoisted graph consists of a preamble and a main graph.  The preamble runs once for many steps.  The
+inputs of the main graph include the results of the preamble.
 
 For each set of values of the slow inputs, such as the timestep, the preamble computes one row of results (graph/hoist.py).  A
 table keeps the rows (rows.py).  If the table contains the row for the slow inputs of a step, the step runs only the main
@@ -85,7 +85,7 @@ class Preamble:
         preamble in this call.
 
         Returns None if hoisting should end, because rows are never reused.  If the row is missing and blocks are compiled
-        separately, the rows of the model's other blocks for the same slow inputs are computed, too.  If each of these
+        separately, this method also computes the rows of the model's other blocks for the same slow inputs.  If each of these
         blocks computed its row only when it is called, the preamble would interrupt the cycle of blocks with a cold start.
         """
         slow = [inputs[position] for position in self._slow]
@@ -167,7 +167,7 @@ class Preamble:
 
     @property
     def statistics(self) -> dict[SingleCall, RowStatistics]:
-        """The statistics of each table, by the program that computes its rows."""
+        """A mapping from the program that computes the rows of a table to the statistics of this table."""
         return {program: table.rows.statistics for program in self._programs if (table := program.table) is not None}
 
 
@@ -222,8 +222,8 @@ class HoistedGraph:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs of the main graph and of the preamble, at the sizes for which they were compiled.  After hoisting has
-        ended, the programs of the whole graph."""
+        """The programs of the main graph and of the preamble, at the sizes for which they were compiled.  If hoisting has
+        ended, these are the programs of the whole graph instead."""
         if self._halves is None:
             return () if self._whole is None else self._whole.programs
         preamble, main = self._halves

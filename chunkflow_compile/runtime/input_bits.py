@@ -139,8 +139,8 @@ def values_like(like: Any, wanted: Sequence[Bits]) -> list[Any]:
     """Return one input for each entry in ``wanted``, with exactly the bits of this entry.
 
     The returned tensors have the layout and the device of ``like``; a single copy moves all of them to the device.  If the
-    layout of ``like`` repeats an element (stride 0), but an entry has different values for the repeated elements, None is
-    returned for this entry.
+    layout of ``like`` repeats an element (stride 0), but an entry has different values for the repeated elements, the result
+    contains None for this entry.
     """
     if not isinstance(like, torch.Tensor):
         return [_number_of(bits) for bits in wanted]

@@ -1,11 +1,11 @@
 """An emulated PCIe link: a receive port with limited bandwidth.  Copies, pulls and the incoming bytes of collectives pass
 through this port.
 
-Either every rank has its own port, or all ranks of a machine share one port (a root complex) through a file.  A port serves
-its lanes (copies, pulls and collectives) in one of two orders.  In round-robin order, it serves one quantum of bytes of each
-lane in turn, as a bus arbiter does.  In fifo order, it serves whole transfers, one after the other, in the order in which
-they were requested.  The port computes the time when a transfer ends, and the sending thread sleeps until this time; sleeping
-uses no CPU time.
+Either every rank has its own port, or all ranks of a machine share one port, like ranks behind one root complex.  The state
+of a shared port is in a file.  A port serves its lanes (copies, pulls and collectives) in one of two orders.  In round-robin
+order, it serves one quantum of bytes of each lane in turn, as a bus arbiter does.  In fifo order, it serves whole transfers,
+one after the other, in the order in which they were requested.  The port computes the time when a transfer ends, and the
+sending thread sleeps until this time; sleeping uses no CPU time.
 
 Only the time is emulated; the bytes are really copied and exchanged.
 """
@@ -30,7 +30,7 @@ LaneName = Literal["copy", "collective", "pull"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 # The maximum number of ranks on one machine that can share a port.
 MOST_RANKS = 16
-# A transfer counts as ended when at most this many bytes remain, because such a small rest is a rounding error.
+# A transfer counts as ended when at most this many bytes remain, because so few bytes are a rounding error.
 _LEAST_BYTES = 1e-3
 
 
@@ -83,9 +83,9 @@ class Wire:
         """Add a transfer of ``nbytes`` to a lane.  A real copy engine would have begun the transfer ``late`` seconds ago.
 
         The transfer is therefore credited with the bytes that the port would have carried for it since then: at the full
-        bandwidth while the port was idle, and at a fair share of the bandwidth while other transfers used the port.  The
-        emulation has already used this share to carry bytes of the other transfers, so these bytes are added to the other
-        transfers again.
+        bandwidth while the port was idle, and at a fair share of the bandwidth while other transfers used the port.  But
+        the emulation has already given this share to the other transfers, so the bytes of the share are added back to the
+        bytes that the port must still carry for the other transfers.
         """
         rate, added = self.emulation.bandwidth, self.lanes[lane]
         others = [other for other in self.lanes if other.left > 0]
@@ -158,8 +158,8 @@ class Port:
     def send(self, lane: LaneName, nbytes: int, since: float | None = None) -> float:
         """Block until ``nbytes`` have arrived; return the time when the last byte arrived, in seconds of the clock.
 
-        ``since``: the time when a copy engine would have begun the transfer, although the calling thread may have woken up
-        later.  None means the present time.
+        ``since``: the time when a real copy engine would have begun the transfer, or None for the present time.  The calling
+        thread may have woken up later than ``since``.
         """
         mine = LANES.index(lane) + (0 if self._shared is None else self.rank * len(LANES))
         with self._wire() as wire:

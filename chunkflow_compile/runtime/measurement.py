@@ -27,7 +27,8 @@ from .rank_times import RankTimes
 SCHEMA = 2
 # The name of the file with measured times.  The file is in the folder of a dump, next to the plan.
 MEASURED_FILE = "measured.json"
-# The maximum number of measurements to keep: one hour of steps that take one second each.  The oldest are dropped first.
+# The maximum number of measurements to keep: one hour of steps that take one second each.  The oldest measurements are
+# dropped first.
 KEPT_MEASUREMENTS = 3600
 
 
@@ -117,7 +118,7 @@ def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians of measured times over the warm steps of a program; over its cold steps if all of its steps are cold.
+    """Medians of measured times over the warm steps of a program.  If all steps are cold, the medians are over the cold steps.
 
     ``plan``, ``problem``: digests of the plan and of the problem.  ``steps``: the number of steps over which the medians are
     taken.  ``cold``: the number of cold steps; usually, the first step is cold.
@@ -146,8 +147,8 @@ class Measured:
         return json.dumps({"schema": SCHEMA, **asdict(self), "windows": self.windows._asdict()}, indent=1) + "\n"
 
     def timings(self) -> Timings:
-        """Return timings to plan from.  Together, the times of compute and collectives add up to about the duration of the
-        step without stalls.
+        """Return timings to plan from.  The sum of their compute times and collective times is about the duration of a step
+        without stalls.
 
         In each step, some windows take unusually long, and in the next step other windows do.  So the sum of the medians of
         all windows is smaller than the median of the total time.  The medians are therefore scaled until their sum equals the

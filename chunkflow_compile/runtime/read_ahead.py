@@ -49,7 +49,8 @@ class InRing:
         return self.source.numel()
 
     def values(self) -> torch.Tensor:
-        """Return the bytes as a uint8 tensor.  The bytes must have been read into the ring before."""
+        """Return the bytes as a uint8 tensor.  Before this call, :meth:`DriveReader.read` must have read them into the
+        ring."""
         return self.reader.values(self.source, self.begin)
 
 

@@ -79,9 +79,9 @@ class Rows:
             row = rows.add(missing, [preamble(m.inputs) for m in missing], seconds)
 
     A lookup finds a row only if all bits of all slow inputs and the versions of all hoisted weights are the same as when the
-    row was computed.  After a miss, :meth:`missing` also returns rows that the next calls are guessed to need.  A wrong guess
-    only costs time.  An evicted row stays in memory as long as the caller holds a reference to the row, so a running step
-    can still read it.
+    row was computed.  After a miss, :meth:`missing` also returns rows that the next calls are likely to need.  A wrong guess
+    only costs time.  An evicted row stays in memory as long as the caller holds a reference to the row, so a running step can
+    still read it.
 
     ``most_bytes``: a function that returns the size limit in bytes.  A function is used because re-planning may change the
     limit.

@@ -78,8 +78,8 @@ class ExpectedSchedule:
     def guesses(self, key: Key, position: int) -> list[Key]:
         """If the present value at ``position`` is a timestep in some form, return one key for each of the other timesteps.
 
-        In each of these keys, one of the other timesteps, in the same form, replaces the present value; the rest is as in
-        ``key``.  The keys for the timesteps after the present one come first.
+        Each returned key equals ``key``, except that another timestep, in the same form, replaces the present value.  The
+        keys for the timesteps after the present one come first.
 
         The present value may equal a timestep in several forms, such as unchanged and divided by 1000.  Then the form
         with the earliest match in the schedule is used.  For example, 0 may be the last timestep, or it may be the first

@@ -62,8 +62,8 @@ class SingleCall(BoundCycle):
         self._weights = [weakref.ref(token, died) for buffer in call.buffers.values() if (token := buffer.token)]
 
     def start(self) -> None:
-        """Register this program with the arena and its order, and bind it to the arena's memory.  The caller holds the
-        arena's lock.
+        """Register this program with the arena and with the order of the arena, and bind the program to the arena's memory.
+        The caller holds the arena's lock.
 
         Raises ChunkflowError if the device does not have enough memory, or if this program cannot safely share the arena
         with another program.  In both cases, the program is removed from the arena.
@@ -132,8 +132,8 @@ class SingleCall(BoundCycle):
         """Run one step; return the outputs of each row.  If a cycle contains the call, the step is part of this cycle;
         otherwise the program runs alone.  The caller holds the arena's lock.
 
-        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError for several rows if the program has a collective, or if an
-        input does not have the same shape in all rows.
+        ``rows``: see :meth:`Executor.run`.  If there are several rows, raises ChunkflowError if the program has a collective,
+        or if an input does not have the same shape in all rows.
         """
         arena, call = self.arena, self.call
         if len(rows) > 1:

@@ -76,8 +76,8 @@ class TorchCuda:
         torch.cuda.empty_cache()
 
     def record_stream(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Mark ``memory`` as used by ``stream``.  After the memory is freed, the allocator does not reuse it before
-        ``stream`` has done all work that had been enqueued by the time of freeing."""
+        """Mark ``memory`` as used by ``stream``.  After the memory is freed, the allocator does not reuse it until ``stream``
+        has finished the work that was enqueued before the memory was freed."""
         _kept_by_children(memory).record_stream(stream)
 
     def abandon(self, memory: torch.Tensor) -> None:
@@ -174,8 +174,7 @@ def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -
     try:
         graph.capture_end()
     except RuntimeError:
-        # without this, torch 2.11 would continue to allocate from the graph pool, and would never free the memory of the
-        # pool
+        # without this call, torch 2.11 would go on allocating from the graph pool, and would never free the memory of the pool
         with contextlib.suppress(RuntimeError):
             core.end_pool(device.index, pool)
         raise
@@ -226,7 +225,7 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
         return lambda: None
     address, nbytes, process = host.data_ptr(), host.numel() * host.element_size(), os.getpid()
     runtime = torch.cuda.cudart()
-    with torch.cuda.device(device):  # without this, a thread that has not used a GPU yet would initialize GPU 0
+    with torch.cuda.device(device):  # otherwise, a thread that has not used a GPU yet would initialize GPU 0
         _check(runtime.cudaHostRegister(address, nbytes, _PORTABLE), device)
 
     def undo() -> None:

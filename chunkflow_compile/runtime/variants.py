@@ -46,8 +46,8 @@ class Variant:
 
     ``cut``, ``settings``: the cut graph and the settings from which the program was made.  The goal in the settings contains
     the names of the compressed weights and of the sharded weights.  ``make``: a function that runs the passes again.  Its
-    keyword arguments are another cut graph (``pieces``) or other settings.  It returns the last stage and the folder of the
-    dump.  ``lower``: a function that lowers the regions of a program.  Its second argument is a mapping: region key ->
+    keyword arguments are another cut graph (``pieces``) or other settings.  It returns the last :class:`Stage` and the folder
+    of the dump.  ``lower``: a function that lowers the regions of a program.  Its second argument is a mapping: region key ->
     lowered code that can be reused.
 
     ``replan_after``: the number of warm steps after which the program is re-planned from measured times; 0 means never.
@@ -121,8 +121,8 @@ class Variant:
         return replace(variant, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
 
     def reading(self, names: frozenset[str]) -> Variant:
-        """Return the variant for the case that the weights ``names`` are in files.  The program is planned again, but no
-        region is compiled.
+        """Return the variant to use if the weights ``names`` are in files.  The program is planned again, but no region
+        is compiled.
 
         Returns this variant unchanged in three cases: the plan already expects all weights in ``names`` to be in files, the
         program is planned as part of a cycle, or the user gave the plan.  In the last two cases, the plan may expect some of
@@ -173,8 +173,8 @@ class ActiveVariant:
         self.variant = replace(variant, replan_after=0)
 
     def adapt(self, variant: Variant) -> None:
-        """Make the next call run ``variant``, which has the same goal as the present variant, but fits the current sources of
-        the weights."""
+        """Make the next call run ``variant``, which has the same goal as the present variant, but is planned for the way in
+        which the weights are stored now (for example, compressed or in files)."""
         self.variant = variant
 
 
