@@ -118,7 +118,7 @@ def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians of measured times over the warm steps of a program.  If all steps are cold, the medians are over the cold steps.
+    """Medians of times over the warm steps of a program.  If all steps are cold, the medians are over the cold steps.
 
     ``plan``, ``problem``: digests of the plan and of the problem.  ``steps``: the number of steps over which the medians are
     taken.  ``cold``: the number of cold steps; usually, the first step is cold.

@@ -174,7 +174,7 @@ def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -
     try:
         graph.capture_end()
     except RuntimeError:
-        # without this call, torch 2.11 would go on allocating from the graph pool, and would never free the memory of the pool
+        # without this call, torch 2.11 would go on allocating from the graph pool, and would never free the pool
         with contextlib.suppress(RuntimeError):
             core.end_pool(device.index, pool)
         raise
