@@ -104,7 +104,7 @@ class InputBits:
         """Return the bytes of each tensor, read in one transfer.  For a view of a small base, the whole base is read."""
         bases = [_small_base(tensor) for tensor in tensors]
         wanted = {id(t): t for t in (t if base is None else base for t, base in zip(tensors, bases, strict=True))}
-        # an inference tensor has no version counter
+        # the bytes of an inference tensor are not remembered, because the tensor has no version counter
         states = [None if t.is_inference() else _state(t) for t in (*wanted.values(), *tensors)]
         whole = dict(zip(wanted, self._transfer(list(wanted.values())), strict=True))
         contents = [

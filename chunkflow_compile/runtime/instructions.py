@@ -44,8 +44,8 @@ def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] 
     ``nodes``: the nodes of the program, each with its ops (see :func:`issued`); empty if the step consists of transfers only.
 
     Each function call takes host time, so one function issues several adjacent ops if possible: a region and the compute ops
-    after it, adjacent ops of the lanes (copies, records and waits), or adjacent reads.  If no record and no wait
-    is between two copies of a lane, these copies are issued together.
+    after it, adjacent ops of the lanes (copies, records and waits), or adjacent reads.  If no record and no wait is
+    between two copies of a lane, these copies are issued together.
 
     If the step computes several rows (see :meth:`Executor.run`), a function that issues compute ops issues all of them for
     the first row, then for the second row, and so on.  Evict ops are an exception: they are issued only once, for the last
@@ -100,7 +100,7 @@ class _Compiler:
         self._picks_and_drops: PicksAndDrops | None = None  # the latest work, if the next op may be added to it
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
-        self._completed = set[Node]()  # the completions that _start has added
+        self._completed = set[Node]()  # completions that _start has added, so that _finish must not add them
 
     def add(self, op: Op, node: Any) -> None:
         """Add an op to the current function.  ``node``: see :func:`_with_nodes`."""

@@ -120,7 +120,8 @@ class Wire:
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
             served.carry(amount)
             self.quantum -= amount
-            if single:  # several quanta were served at once; a new transfer waits for the rest of the last quantum
+            if single:
+                # several quanta were served at once; a transfer that begins now waits only for the rest of the last quantum
                 self.quantum %= self.emulation.quantum
             if served.left <= _LEAST_BYTES:
                 served.end(self.now)

@@ -75,8 +75,8 @@ class Order:
     def _key_of(self, call: CallSite) -> CallKey | None:
         """Return the key of a call; None if the call cannot be part of a cycle, for example because the user gave its plan.
 
-        The key determines which weights each region reads, which weights are compressed, and between which regions the
-        collectives run."""
+        Two calls have the same key if their regions read the same weights, the same weights are compressed, and collectives
+        of the same kinds run between the same regions."""
         settings, buffers, problem = call.variant.settings, call.buffers, call.program.problem
         chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         chosen = chosen or settings.preamble

@@ -265,7 +265,7 @@ def replan(
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
             active = cycle.call.active
-            key = active.variant, timings  # blocks of one type share a variant
+            key = active.variant, timings  # blocks of one type share a variant, so it is remade only once
             if goal is not None:
                 change["goal"] = active.variant.settings.goal.aimed_at(goal)
             try:

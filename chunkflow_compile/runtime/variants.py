@@ -193,7 +193,8 @@ class VariantCache:
         position = {node: i for i, node in enumerate(inputs)}
         self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
         values = hints(traced.graph)
-        begun = tuple(values.get(name, -1) for name in self._symbols)  # -1 stands for a size that depends on tensor values
+        # -1 stands for a data-dependent size, which has no value at compile time
+        begun = tuple(values.get(name, -1) for name in self._symbols)
         self._variants = {begun: {**self._firsts}}
         self._same = {begun: begun}
         self._clock = itertools.count()
