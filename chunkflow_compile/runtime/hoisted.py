@@ -1,8 +1,9 @@
-"""Hoisted graphs: a preamble, which runs once for many steps, and a main graph, whose inputs include the preamble's results.
+"""Hoisted graphs.  A hoisted graph consists of a preamble and a main graph.  The preamble runs once for many steps.  The
+inputs of the main graph include the results of the preamble.
 
-The preamble computes one row of results for each set of slow inputs, such as timesteps (graph/hoist.py), and a table keeps
-the rows (rows.py).  If the table contains the row for the slow inputs of a step, the step runs only the main graph.
-Otherwise, the step first runs the preamble.
+For each set of values of the slow inputs, such as the timestep, the preamble computes one row of results (graph/hoist.py).  A
+table keeps the rows (rows.py).  If the table contains the row for the slow inputs of a step, the step runs only the main
+graph.  Otherwise, the step first runs the preamble.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ _version = attrgetter("_version")
 
 class Preamble:
     """Computes rows and keeps them in tables.  Each model has one table, or one table per block if blocks are compiled
-    separately.
+    separately.  A row contains the results of the compiled preamble for one set of values of the slow inputs.
 
     The graphs of a model for different input sizes share one preamble if it computes the same rows for them.
-    ``key``: a value that is equal for two preambles if they compute the same rows.  ``hoisted``: names of the weights that
-    only the preamble reads.  ``most_bytes``: the maximum size of each table in bytes.
+
+    ``key``: a value that is equal for two preambles if they compute the same rows.  ``hoisted``: the names of the weights
+    that only the preamble reads.  ``most_bytes``: the maximum size of each table in bytes.
     """
 
     def __init__(
@@ -54,9 +56,9 @@ class Preamble:
         share: Callable[[Preamble, SingleCall], None],
     ) -> None:
         """``most_rows``: the maximum number of rows in a table.  ``timesteps``: a function that returns the timesteps of a
-        model's schedule, or None if they are not known.  ``share``: a function that is called when a model gets a table.
-        The argument of ``timesteps``, and the last argument of ``share``, is the program that computes the rows of the
-        model."""
+        model's noise schedule, or None if they are not known.  Its argument is the program that computes the rows of the
+        model.  ``share``: a function that is called when a table is created.  Its arguments are this preamble and the program
+        that computes the rows of the table."""
         self.key = key
         self._timesteps, self._share = timesteps, share
         self.graph = graph
@@ -68,9 +70,10 @@ class Preamble:
         self._programs: weakref.WeakSet[SingleCall] = weakref.WeakSet()
 
     def limit(self, tables: int) -> None:
-        """Limit each table of this preamble to an equal share of the memory for rows.  ``tables``: the number of preambles
-        that share this memory, including this preamble.  These preambles read the same weights, but were compiled for
-        different batch sizes.
+        """Divide the memory for rows equally among several preambles.  Each table of this preamble is limited to one share.
+
+        ``tables``: the number of preambles that share the memory, including this preamble.  These preambles read the same
+        weights, but were compiled for different batch sizes.
         """
         self.most_bytes = max(self._row_bytes, self._bytes_of_all // tables)
         for program in self._programs:
@@ -78,13 +81,12 @@ class Preamble:
                 program.table.rows.trim()
 
     def row(self, inputs: Sequence[Any]) -> Row | None:
-        """Return the row for a call.  If the table does not contain the row, compute it now.  ``inputs``: inputs of the
-        preamble.
+        """Return the row for a call.  If the table does not contain the row, compute it now.  ``inputs``: the inputs of the
+        preamble in this call.
 
         Returns None if hoisting should end, because rows are never reused.  If the row is missing and blocks are compiled
-        separately, the rows of the model's other blocks for the same slow inputs are computed, too.  If these rows were
-        computed only when each block is called, the preamble of each block would interrupt the cycle of blocks with a cold
-        start.
+        separately, this method also computes the rows of the model's other blocks for the same slow inputs.  If each of these
+        blocks computed its row only when it is called, the preamble would interrupt the cycle of blocks with a cold start.
         """
         slow = [inputs[position] for position in self._slow]
         with self.graph.ready(inputs) as program:
@@ -150,8 +152,7 @@ class Preamble:
         return table
 
     def note(self, programs: Collection[SingleCall]) -> str:
-        """Return a summary of the tables of ``programs``, a sentence without a full stop.  The programs belong to one
-        model."""
+        """Return one sentence, without a full stop, about the tables of ``programs``, which belong to one model."""
         tables = [table.rows.statistics for program in programs if (table := program.table) is not None]
         hits, misses, computed = (sum(getattr(t, name) for t in tables) for name in ("hits", "misses", "computed"))
         by = f"{len(self._slow)} small inputs" if len(self._slow) > 1 else "one small input"
@@ -166,7 +167,7 @@ class Preamble:
 
     @property
     def statistics(self) -> dict[SingleCall, RowStatistics]:
-        """The statistics of each table, by the program that computes its rows."""
+        """A mapping from the program that computes the rows of a table to the statistics of this table."""
         return {program: table.rows.statistics for program in self._programs if (table := program.table) is not None}
 
 
@@ -177,8 +178,8 @@ def _most_bytes(ref: weakref.ref[Preamble]) -> int:
 
 
 def _tables_of_other_blocks(program: SingleCall, newest: Key) -> list[Table]:
-    """Return the tables of those other blocks of the model whose latest call had the key ``newest``.  These blocks are
-    assumed to get the same slow inputs in each step as the block of ``program``."""
+    """Return the tables of all other blocks of the model whose latest call had the key ``newest``.  In each step, these
+    blocks are assumed to get the same slow inputs as the block of ``program``."""
     return [
         table
         for other in program.arena.programs
@@ -194,8 +195,8 @@ def _versions(program: SingleCall) -> tuple[tuple[int, ...], ...]:
 
 
 class HoistedGraph:
-    """The callable that the backend gives to AOTAutograd.  It takes the inputs of the whole graph, and returns the results
-    of the whole graph."""
+    """The callable that the backend gives to AOTAutograd.  It has the inputs and the results of the whole graph, which
+    was split into the preamble and the main graph."""
 
     _boxed_call = True
 
@@ -208,9 +209,9 @@ class HoistedGraph:
         tables: HostConstants,
         whole: Callable[[], CompiledGraph],
     ) -> None:
-        """``graph``: the whole graph.  ``main``: the compiled main graph.  ``tables``: the inputs that are host constants
-        (:class:`HostConstants`).  ``whole``: a function that compiles the graph without hoisting.  It is called if hoisting
-        ends."""
+        """``graph``: the whole graph.  ``main``: the compiled main graph.  ``tables``: the inputs of the whole graph that are
+        in host memory, such as tables of rotary embeddings, and their device copies.  ``whole``: a function that compiles the
+        graph without hoisting.  It is called if hoisting ends."""
         self._graph = graph
         self._tables = tables
         self._halves: tuple[Preamble, CompiledGraph] | None = (preamble, main)
@@ -221,8 +222,8 @@ class HoistedGraph:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs of the main graph and of the preamble (if hoisting has ended, the programs of the whole graph), at
-        the sizes for which they were compiled."""
+        """The programs of the main graph and of the preamble, at the sizes for which they were compiled.  If hoisting has
+        ended, these are the programs of the whole graph instead."""
         if self._halves is None:
             return () if self._whole is None else self._whole.programs
         preamble, main = self._halves

@@ -1,4 +1,4 @@
-"""Gives the host the exact bits of a call's small inputs, with as few transfers from device memory as possible."""
+"""Reads the exact bits of a call's small inputs on the host, with as few transfers from device memory as possible."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# The bits of an input: the dtype, shape and bytes of a tensor, or the type and value of any other input.  Two of these
-# tuples are equal only if both inputs have equal bits.
+# The bits of an input: the dtype, shape and bytes of a tensor, or the type and value of any other input.  If two of these
+# tuples are equal, the two inputs have equal bits.
 Bits: TypeAlias = tuple[Any, ...]
 
-# If the base of a view has at most this many bytes, the whole base is read, so that the bits of all its views are known.
-# For example, the timesteps of a generation are views of a tensor of at most 4 KB.
+# If the base of a view has at most this many bytes, the whole base is read, so that the bits of all its views are known.  For
+# example, the timesteps of a generation are views of one tensor, which has at most 4 KB.
 MOST_BASE_BYTES = 64 << 10
 
 # The alignment in bytes of tensors that are made from bits.  Vectorized kernels expect this alignment.
@@ -26,10 +26,14 @@ _ALIGNMENT = 64
 
 @dataclass
 class BitSources:
-    """Counters of an :class:`InputBits`.  There are four ways to find the bits of an input (see :class:`InputBits`); each of
-    the first four fields counts the inputs for one of these ways.  ``transfers`` counts the transfers to the host.
+    """Counters of an :class:`InputBits`.
 
-    If a call also reads the timesteps of an expected schedule, these timesteps count as inputs of the call.
+    The first four fields count the inputs of calls by the way in which their bits were found.  ``same_object``: the same
+    tensor object had been read before.  ``view_of_base``: the tensor is a view, and its base had been read before.
+    ``on_host``: the input is in host memory.  ``read``: the tensor was read in a transfer.  ``transfers``: the number of
+    transfers to the host.
+
+    If a call also reads the timesteps of a scheduler (:class:`ExpectedSchedule`), the timesteps count as inputs of the call.
     """
 
     same_object: int = 0
@@ -44,9 +48,9 @@ class InputBits:
 
     Values in host memory are read directly.  A device tensor needs no transfer if the same tensor object was read before and
     its ``_version`` and layout have not changed.  A view of a small base tensor needs no transfer if the base was read
-    before and has not changed.  All other device tensors of a call are read in one transfer.  Only weak references to
-    tensors that have been read are kept.  Writes that do not increase ``_version``, such as writes through ``.data`` or by a
-    user's kernel, are not noticed.  Inference tensors have no version counter, so they are read in every call.
+    before and has not changed.  All other device tensors of a call are read in one transfer.  The object keeps only weak
+    references to the tensors that it has read.  Writes that do not increase ``_version``, such as writes through ``.data`` or
+    by a user's kernel, are not noticed.  Inference tensors have no version counter, so they are read in every call.
 
     ``on_host``: a function that returns whether a tensor is in host memory; tests replace it to run without a device.
     """
@@ -100,7 +104,7 @@ class InputBits:
         """Return the bytes of each tensor, read in one transfer.  For a view of a small base, the whole base is read."""
         bases = [_small_base(tensor) for tensor in tensors]
         wanted = {id(t): t for t in (t if base is None else base for t, base in zip(tensors, bases, strict=True))}
-        # an inference tensor has no version counter
+        # the bytes of an inference tensor are not remembered, because the tensor has no version counter
         states = [None if t.is_inference() else _state(t) for t in (*wanted.values(), *tensors)]
         whole = dict(zip(wanted, self._transfer(list(wanted.values())), strict=True))
         contents = [
@@ -135,8 +139,8 @@ def values_like(like: Any, wanted: Sequence[Bits]) -> list[Any]:
     """Return one input for each entry in ``wanted``, with exactly the bits of this entry.
 
     The returned tensors have the layout and the device of ``like``; a single copy moves all of them to the device.  If the
-    layout of ``like`` repeats an element (stride 0), but an entry has different values for the repeated elements, None is
-    returned for this entry.
+    layout of ``like`` repeats an element (stride 0), but an entry has different values for the repeated elements, the result
+    contains None for this entry.
     """
     if not isinstance(like, torch.Tensor):
         return [_number_of(bits) for bits in wanted]
@@ -181,7 +185,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    dense = tensor if plain else _dense(tensor)  # _dense is avoided, because it takes half of this function's time
+    dense = tensor if plain else _dense(tensor)  # a call of _dense takes half of this function's time
     return ctypes.string_at(dense.data_ptr(), dense.nbytes)
 
 
@@ -210,7 +214,7 @@ def _first_element(base: torch.Tensor, view: torch.Tensor) -> int:
 
 
 def _cut(whole: bytes, base: torch.Tensor, view: torch.Tensor) -> bytes:
-    """Return the bytes of a view.  ``whole``: the bytes of its base."""
+    """Return the bytes of ``view``.  ``whole``: the bytes of ``base``, the base of the view."""
     item, first = base.element_size(), _first_element(base, view)
     if _repeats_one(view):
         return whole[first * item : (first + 1) * item] * view.numel()

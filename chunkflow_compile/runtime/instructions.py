@@ -41,13 +41,16 @@ from .target import Issue, RunningStep, Target
 def instructions(target: Target, step: Step, nodes: Iterable[tuple[Node, Step]] = ()) -> list[Issue]:
     """Return the functions that issue the ops of a step, in the order in which they are to be called.
 
-    ``nodes``: the nodes of the program, each with its ops (see :func:`issued`); empty if the step consists of transfers
-    only.
+    ``nodes``: the nodes of the program, each with its ops (see :func:`issued`); empty if the step consists of transfers only.
 
     Each function call takes host time, so one function issues several adjacent ops if possible: a region and the compute ops
-    after it, adjacent ops of the lanes (copies, records and waits), or adjacent reads.  The copies of one lane between two
-    events are issued together.  If the step computes several rows (see :meth:`Executor.run`), a function for compute ops
-    runs its ops for one row after the other; only Evict ops run once, for the last row.
+    after it, adjacent ops of the lanes (copies, records and waits), or adjacent reads.  If no record and no wait is
+    between two copies of a lane, these copies are issued together.
+
+    If the step computes several rows (see :meth:`Executor.run`), a function that issues compute ops issues all of them for
+    the first row, then for the second row, and so on.  Evict ops are an exception: they are issued only once, for the last
+    row.
+
     Raises FindingError if the ops of the nodes differ from the ops of the step.
     """
     if not target.on_drive:
@@ -82,22 +85,22 @@ def _is_transfer(op: Op) -> bool:
 
 
 class _Compiler:
-    """Makes the functions that issue a step.  ``issues``: the functions that are complete."""
+    """Makes the functions that issue a step.  ``issues``: the functions that are complete so far."""
 
     def __init__(self, target: Target) -> None:
         self.issues: list[Issue] = []
         self._target = target
         self._number = {node.name: i for node, i in target.number.items()}
         self._windows = len(target.program.problem.regions)
-        # the index of the window to which stalls are added: the window before the next region, or the last window if no
-        # region follows
+        # the index of the window to which stalls are added.  It is the window before the next region, or the last window if
+        # no region follows.
         self._window = 0
         self._taken: tuple[int, ...] = ()  # the numbers of the values whose last reader is the next region
         self._computes: list[Compute] = []
-        self._picks_and_drops: PicksAndDrops | None = None  # the latest work, if ops that follow may be added to it
+        self._picks_and_drops: PicksAndDrops | None = None  # the latest work, if the next op may be added to it
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
-        self._completed = set[Node]()  # completions that _start has already added
+        self._completed = set[Node]()  # completions that _start has added, so that _finish must not add them
 
     def add(self, op: Op, node: Any) -> None:
         """Add an op to the current function.  ``node``: see :func:`_with_nodes`."""
@@ -138,8 +141,8 @@ class _Compiler:
                     self._latest_picks_and_drops().drops.extend(numbers)
 
     def _start(self, node: Node, index: int) -> None:
-        """Add the start of a collective.  If the device has a stream for completions, add the completion of the collective
-        as well."""
+        """Add the start of a collective.  If the device has a stream for completions, also add the completion of the
+        collective."""
         target, window = self._target, self._window_of(index)
         self._issue(start_issue(target, collective_issue(target, node, window)))
         completions = target.device.completion
@@ -149,8 +152,8 @@ class _Compiler:
             self._issue(completion_issue(target, completions, completion, target.ended[index]))
 
     def _finish(self, node: Node | None, index: int) -> None:
-        """Add the finish of a collective.  ``node``: the completion of the collective, or None if no completion is to be
-        issued."""
+        """Make compute wait for the end of a collective.  ``node``: the completion of the collective, that is, its
+        ``wait_tensor`` node; None if no completion is to be issued."""
         target, ended = self._target, self._target.ended[index]
         if node in self._completed:
             self._issue(_wait(target, ended, None))
@@ -181,8 +184,8 @@ class _Compiler:
         self._picks_and_drops = None
 
     def _latest_picks_and_drops(self) -> PicksAndDrops:
-        """Return work to which a pick of an output or a drop of a value can be added: the latest work if it only picks
-        outputs so far, otherwise new work."""
+        """Return the work to which the next pick of a region's output, or the next drop of a value, is added.  This is the
+        latest work if it contains only picks so far; otherwise, it is new work."""
         if self._picks_and_drops is None or self._picks_and_drops.drops:
             work = PicksAndDrops()
             self._compute(Compute(work.work()))
@@ -234,8 +237,8 @@ class _Part:
 
 
 def _transfers(target: Target, ops: Sequence[Record | Wait | Copy]) -> Issue:
-    """Return a function that issues a sequence of ops: ops of the lanes, and between them Record ops of the compute stream.
-    The ops are grouped into as few parts as possible (see :class:`_Part`).
+    """Return a function that issues a sequence of ops.  All ops belong to the lanes, except that Record ops may also
+    belong to the compute stream.  The ops are grouped into as few parts as possible (see :class:`_Part`).
 
     The order of the ops within each stream does not change.  A record that comes before a wait in ``ops`` is also issued
     before this wait, even if the record and the wait are on different streams.

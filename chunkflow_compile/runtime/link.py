@@ -1,11 +1,11 @@
 """An emulated PCIe link: a receive port with limited bandwidth.  Copies, pulls and the incoming bytes of collectives pass
 through this port.
 
-Either every rank has its own port, or all ranks of a machine share one port (a root complex) through a file.  A port serves
-its lanes (copies, pulls and collectives) in one of two orders.  In round-robin order, it serves one quantum of bytes of each
-lane in turn, as a bus arbiter does.  In fifo order, it serves one whole transfer after the other, in the order of their
-arrival.  The port computes the time when a transfer ends, and the sending thread sleeps until this time; sleeping uses no
-CPU time.
+Either every rank has its own port, or all ranks of a machine share one port, like ranks behind one root complex.  The state
+of a shared port is in a file.  A port serves its lanes (copies, pulls and collectives) in one of two orders.  In round-robin
+order, it serves one quantum of bytes of each lane in turn, as a bus arbiter does.  In fifo order, it serves whole transfers,
+one after the other, in the order in which they were requested.  The port computes the time when a transfer ends, and the
+sending thread sleeps until this time; sleeping uses no CPU time.
 
 Only the time is emulated; the bytes are really copied and exchanged.
 """
@@ -30,7 +30,7 @@ LaneName = Literal["copy", "collective", "pull"]
 LANES: tuple[LaneName, ...] = get_args(LaneName)
 # The maximum number of ranks on one machine that can share a port.
 MOST_RANKS = 16
-# A transfer counts as ended when at most this many bytes remain, because such a small rest is a rounding error.
+# A transfer counts as ended when at most this many bytes remain, because so few bytes are a rounding error.
 _LEAST_BYTES = 1e-3
 
 
@@ -38,8 +38,9 @@ _LEAST_BYTES = 1e-3
 class _Lane:
     """The current or latest transfer of a lane.
 
-    ``left``: the number of bytes that the port must still carry.  ``arrived``: the position of the transfer in the order of
-    arrival.  ``over``: the time in seconds when the last byte of the transfer arrived.
+    ``left``: the number of bytes that the port must still carry.  ``arrived``: the number of the transfer, in the order in
+    which the transfers were requested.  ``over``: the time in seconds when the port had carried the last byte of the
+    transfer.
     """
 
     left: float = 0.0
@@ -63,10 +64,10 @@ class _Lane:
 class Wire:
     """The state of a port at the time ``now`` in seconds.
 
-    ``turn``: the index of the lane that is being served.  ``quantum``: the bytes that are left in the current quantum of
-    this lane.  ``arrivals``: the number of transfers so far.  ``idle_from``, ``idle_to``: the times in seconds when the last
-    idle period began and ended.  If :meth:`add` credits a transfer with part of the idle period, ``idle_from`` moves forward
-    to the end of this part.
+    ``turn``: the index of the lane that is being served.  ``quantum``: the bytes that are left in the current quantum of this
+    lane.  ``arrivals``: the number of transfers so far.  ``idle_from``, ``idle_to``: the times in seconds when the last idle
+    period of the port began and ended.  If :meth:`add` credits a transfer with part of this idle period, ``idle_from`` moves
+    forward to the end of that part.
     """
 
     emulation: LinkEmulation
@@ -81,9 +82,10 @@ class Wire:
     def add(self, lane: int, nbytes: float, late: float) -> None:
         """Add a transfer of ``nbytes`` to a lane.  A real copy engine would have begun the transfer ``late`` seconds ago.
 
-        So the transfer is credited with the bytes that the port would have carried for it since then: the full bandwidth
-        while the port was idle, and a fair share of the bandwidth while other transfers used the port.  The bytes of this
-        share are added to the bytes that the port must still carry for the other transfers.
+        The transfer is therefore credited with the bytes that the port would have carried for it since then: at the full
+        bandwidth while the port was idle, and at a fair share of the bandwidth while other transfers used the port.  But
+        the emulation has already given this share to the other transfers, so the bytes of the share are added back to the
+        bytes that the port must still carry for the other transfers.
         """
         rate, added = self.emulation.bandwidth, self.lanes[lane]
         others = [other for other in self.lanes if other.left > 0]
@@ -118,7 +120,8 @@ class Wire:
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
             served.carry(amount)
             self.quantum -= amount
-            if single:  # several quanta were served at once; a new transfer waits for the rest of the last quantum
+            if single:
+                # several quanta were served at once; a transfer that begins now waits only for the rest of the last quantum
                 self.quantum %= self.emulation.quantum
             if served.left <= _LEAST_BYTES:
                 served.end(self.now)
@@ -136,8 +139,8 @@ class Wire:
 class Port:
     """The receive port of a rank.
 
-    ``file``: if several ranks share the port, the file that contains its state; otherwise None.  ``rank``: the number of
-    this rank among the ranks that share the port.  ``clock``: the clock with which sending threads sleep."""
+    ``file``: if several ranks share the port, the file that contains its state; otherwise None.  ``rank``: the number of this
+    rank among the ranks that share the port.  ``clock``: the clock with which sending threads measure time and sleep."""
 
     emulation: LinkEmulation
     file: Path | None = None
@@ -156,8 +159,8 @@ class Port:
     def send(self, lane: LaneName, nbytes: int, since: float | None = None) -> float:
         """Block until ``nbytes`` have arrived; return the time when the last byte arrived, in seconds of the clock.
 
-        ``since``: the time when a copy engine would have begun the transfer, although the calling thread may have woken up
-        later.  None means the present time.
+        ``since``: the time when a real copy engine would have begun the transfer, or None for the present time.  The calling
+        thread may have woken up later than ``since``.
         """
         mine = LANES.index(lane) + (0 if self._shared is None else self.rank * len(LANES))
         with self._wire() as wire:
@@ -179,7 +182,7 @@ class Port:
 
     @contextlib.contextmanager
     def _wire(self) -> Iterator[Wire]:
-        """A context that yields the state of the port and holds the lock of this process.
+        """A context that yields the state of the port and locks the port against other threads of this process.
 
         A shared port is also locked through its file, and its state is written back to the file at the end.
         """

@@ -27,7 +27,8 @@ from .rank_times import RankTimes
 SCHEMA = 2
 # The name of the file with measured times.  The file is in the folder of a dump, next to the plan.
 MEASURED_FILE = "measured.json"
-# The maximum number of measurements to keep: one hour of steps that take one second each.  Older measurements are dropped.
+# The maximum number of measurements to keep: one hour of steps that take one second each.  The oldest measurements are
+# dropped first.
 KEPT_MEASUREMENTS = 3600
 
 
@@ -36,7 +37,7 @@ class WindowSeconds(NamedTuple):
 
     ``compute_s``: the compute time of the region.  ``exposed_s``: the time for which compute stalled before the region
     because weights had not arrived.  ``collective_s``: the duration of the collectives before the region.  ``beside_s``: the
-    part of ``collective_s`` that belongs to collectives that overlapped a copy.
+    total duration of those collectives that overlapped a copy; it is a part of ``collective_s``.
     """
 
     compute_s: MutableSequence[float]
@@ -71,8 +72,8 @@ class RegionWatch:
 
 
 class StepMeasurement(NamedTuple):
-    """The measurement of one run of a program (a step).  The class is a tuple because every measured call creates one, and a
-    dataclass takes longer to create.
+    """The measurement of one run of a program (a step).  Every measured call creates an object of this class.  The class is
+    therefore a tuple, because a dataclass object takes longer to create.
 
     ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds for which compute
     stalled because weights had not arrived, including the copies of a cold start.  ``collective_s``: the total seconds of
@@ -117,7 +118,7 @@ def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians of measured times over the warm steps of a program; over its cold steps if all of its steps are cold.
+    """Medians of times over the warm steps of a program.  If all steps are cold, the medians are over the cold steps.
 
     ``plan``, ``problem``: digests of the plan and of the problem.  ``steps``: the number of steps over which the medians are
     taken.  ``cold``: the number of cold steps; usually, the first step is cold.
@@ -146,12 +147,12 @@ class Measured:
         return json.dumps({"schema": SCHEMA, **asdict(self), "windows": self.windows._asdict()}, indent=1) + "\n"
 
     def timings(self) -> Timings:
-        """Return timings to plan from.  Together, the times of compute and collectives add up to about the duration of the
-        step without stalls.
+        """Return timings to plan from.  The sum of their compute times and collective times is about the duration of a step
+        without stalls.
 
-        The sum of the medians of all windows is smaller than the median of the sums over all windows, because in each step
-        some windows take unusually long.  So the medians are scaled until their sum equals the median of the sums.  The
-        remaining time of the step (host overhead) is divided equally among the regions.
+        In each step, some windows take unusually long, and in the next step other windows do.  So the sum of the medians of
+        all windows is smaller than the median of the total time.  The medians are therefore scaled until their sum equals the
+        median of the total time.  The remaining time of the step (host overhead) is divided equally among the regions.
         """
         windows = self.windows
         rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
@@ -225,8 +226,8 @@ class CycleTimes:
         """Keep and count the measurement ``step`` of the call with the number ``call``.  A pass is dropped if any of its
         calls was not measured, for example because of a jump.
 
-        ``steps``, ``counts``: the list of measurements and the counters of the call.  These are arguments because the
-        executor must not keep a reference to the call itself.
+        ``steps``, ``counts``: the list of measurements and the counters of the call.  They are arguments because the
+        executor, which calls this method after each measured step, must not keep a reference to the call site.
         """
         steps.append(step)
         counts.add_measured(
@@ -259,12 +260,12 @@ class CycleTimes:
         return replace(timings, idle_s=tuple(idle))
 
     def due(self, after: int, device: Device) -> Timings | None:
-        """Note that a pass has ended.  If re-planning is due, return the times to re-plan from, as maxima over all ranks;
+        """Record that a pass has ended.  If re-planning is due, return the times to re-plan from, as maxima over all ranks;
         otherwise return None.
 
-        After every ``after`` + 1 complete passes, the warm passes so far are counted.  If there are at least ``after``,
-        re-planning is due.  This rule depends only on counts of passes, so ranks that run the same calls
-        re-plan in the same pass.  To exchange the times with the other ranks takes one more pass per process group.  Raises
+        After every ``after`` + 1 passes without a jump, the warm passes so far are counted.  If there are at least ``after``
+        warm passes, re-planning is due.  This rule depends only on counts of passes, so ranks that run the same calls re-plan
+        in the same pass.  The exchange of times with the other ranks takes one more pass per process group.  Raises
         ChunkflowError if another rank does not run this cycle.
         """
         self._passes_ended += 1
@@ -292,7 +293,8 @@ class CycleTimes:
 
 
 def seconds_of_calls(cycle: Cycle) -> list[float]:
-    """Return the predicted seconds from the start of each call to the start of the next call; zeros without a prediction."""
+    """Return the predicted seconds from the start of each call to the start of the next call; zeros if there is no
+    prediction."""
     if (predicted := cycle.plan.predicted) is None:
         return [0.0 for _ in cycle.calls]
     regions = [span.start for span in predicted.spans if span.lane == "compute"]
@@ -302,7 +304,7 @@ def seconds_of_calls(cycle: Cycle) -> list[float]:
 
 
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
-    """Return for which fraction of the step, not counting stalls, a copy is in flight, from 0 to 1.
+    """Return the fraction of a step, from 0 to 1, during which a copy is in flight.  Stalls are left out.
 
     While compute stalls, a copy is always in flight.  So the time of the stalls is subtracted both from the step time and
     from the copy time.

@@ -2,10 +2,11 @@
 
 Each call is recorded by its *key*, which identifies the weights that the regions of the call read.  When a sequence of keys
 has occurred twice in a row, the calls with these keys are planned as a cycle, which runs from the third pass on.  A pass is
-one round through the calls of a cycle.  Ranks that call the same programs plan the cycle in the same pass.  A call that is
-not the expected next call is a *jump*.  After a jump, the current cycle, or another known cycle, continues at the position
-of this call.  If no cycle contains the call, its program runs alone (single_call.py).  Before the call runs, the weights
-that it needs and that are not yet in the arena are copied.
+one round through the calls of a cycle.  Ranks that call the same programs plan the cycle in the same pass.
+
+A call that is not the expected next call is a *jump*.  The current cycle, or another known cycle that contains this call,
+continues at the position of the call.  If no cycle contains the call, its program runs alone (single_call.py).  In both
+cases, the executor first copies those weights that the call needs and that are not in the arena yet.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Order:
     def _key_of(self, call: CallSite) -> CallKey | None:
         """Return the key of a call; None if the call cannot be part of a cycle, for example because the user gave its plan.
 
-        The key determines which weights each region reads, which weights are compressed, and which collectives are between
-        regions."""
+        Two calls have the same key if their regions read the same weights, the same weights are compressed, and collectives
+        of the same kinds run between the same regions."""
         settings, buffers, problem = call.variant.settings, call.buffers, call.program.problem
         chosen = settings.goal.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         chosen = chosen or settings.preamble
@@ -110,7 +111,7 @@ class Order:
             self.current = None
 
     def swap_plan(self, cycle: BoundCycle, again: BoundCycle) -> None:
-        """From the next pass on, run ``again`` instead of ``cycle``.  ``again`` is the same cycle under another plan."""
+        """From the next pass on, run ``again`` instead of ``cycle``.  ``again``: the same cycle under another plan."""
         if cycle in self.cycles:
             runs = cycle is self.current
             again.continue_from(cycle)
@@ -126,7 +127,7 @@ class Order:
         cycle, number = place
         try:
             return cycle, cycle.begin(call, number)
-        except ChunkflowError as error:  # not raised: the program of this call can still run alone
+        except ChunkflowError as error:  # not raised, because the program of this call can still run alone
             _log.warning("%s calls do not run as a cycle: %s", len(cycle.keys), str(error))
             self._rejected.append(cycle.keys)
             self.forget(cycle)
@@ -182,7 +183,7 @@ class Order:
         return [cycle for cycle in self.cycles if key in cycle.keys]
 
     def _relearn(self, key: CallKey, stays: Callable[[BoundCycle], bool]) -> None:
-        """Forget the cycles that contain ``key``, unless ``stays`` returns True for the cycle.
+        """Forget each cycle that contains ``key`` and for which ``stays`` returns False.
 
         If a cycle is forgotten, or no cycle contains the key, also clear the history of calls, so that cycles are learned
         from scratch.
@@ -198,10 +199,10 @@ class Order:
     def _try_new_cycle(self, key: CallKey) -> BoundCycle | None:
         """Plan a new cycle that begins with the latest call, whose key is ``key``.  Return None if there is no such cycle.
 
-        See :func:`candidate_periods` for the cycles that are tried.  If the current cycle contains the latest call, the new
-        cycle must be longer than the current one.  If the current cycle does not contain the latest call, the new cycle may
-        have any length.  For example, a block that is split into slices only at some input sizes has another key at these
-        sizes, and the current cycle does not contain this key.
+        :func:`candidate_periods` yields the cycles to try.  If the current cycle contains the latest call, the new cycle must
+        be longer than the current one.  If the current cycle does not contain the latest call, the new cycle may have any
+        length.  For example, a block that is split into slices only at some input sizes has another key at these sizes than
+        at other sizes, so a cycle for the other sizes does not contain this key.
         """
         current = self.current
         if current is not None and len(self.cycles) >= _MOST_CYCLES:
@@ -223,7 +224,8 @@ class Order:
         return calls if len(calls) == len(keys) else None
 
     def _live_bytes(self, key: CallKey) -> int:
-        """Return the maximum bytes of activations over all calls with this key, which may have different input sizes."""
+        """Return the maximum bytes of activations over all calls with this key.  These calls may have different input
+        sizes."""
         return max((call.program.problem.live_bytes for call, other in self._calls.items() if other is key), default=0)
 
     def _plan(self, keys: tuple[CallKey, ...]) -> BoundCycle | None:

@@ -1,9 +1,9 @@
 """Measured times of several ranks.  Each rank plans from the maxima over all ranks, so that all ranks run the same plan.
 
-Ranks that share the collectives of a program run the program in lockstep.  At the end of a pass, each rank posts its times
-to the store of the process group.  A collective of the next pass completes only after all ranks have begun the next pass.
-So after this collective, all ranks have posted their times, and no rank has to wait for them.  If the times of a rank are
-still missing at this point, that rank runs other calls than the rest, and the rest of the ranks keep their plans.  If there
+Ranks that share the collectives of a program run the program in lockstep.  At the end of a pass, each rank posts its times to
+the store of the process group.  A collective of the next pass completes only after all ranks have begun the next pass.  So
+after this collective, all ranks have posted their times, and no rank has to wait for times.  If the times of a rank are still
+missing at this point, that rank runs other calls than the other ranks do.  The other ranks then keep their plans.  If there
 are several groups, such as the two dimensions of a mesh, the maxima over the ranks of one group are posted to the ranks of
 the next group.
 """

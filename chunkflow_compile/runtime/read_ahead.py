@@ -1,6 +1,7 @@
-"""Reading ahead: read weights from the SSD into a ring buffer in host memory.  Copies to the device read from this buffer.
+"""Reading ahead: the runtime reads weights from the SSD into a ring buffer in host memory.  Copies to the device take the
+bytes from this buffer.
 
-The ops of a step (step.py) determine which bytes are read, when these bytes are read, and to which position in the ring.
+The ops of a step (step.py) determine which bytes are read, when they are read, and where in the ring they are stored.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from .host_clock import MONOTONIC, HostClock
 
 _log = logging.getLogger(__name__)
 
-# A function that pins host memory, so that the device can read this memory directly.  The function returns a function that
-# unpins the memory.
+# A function that pins host memory, so that the device can read this memory directly.  It returns a function that unpins the
+# memory.
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 
 # An SSD is reported as slow if its rate is less than this share of the rate that the plan expects, measured over at least
@@ -48,7 +49,8 @@ class InRing:
         return self.source.numel()
 
     def values(self) -> torch.Tensor:
-        """Return the bytes as a uint8 tensor.  The bytes must have been read into the ring before."""
+        """Return the bytes as a uint8 tensor.  Before this call, :meth:`DriveReader.read` must have read them into the
+        ring."""
         return self.reader.values(self.source, self.begin)
 
 
@@ -66,8 +68,8 @@ class DriveReader:
         self._warned = False
 
     def expect(self, nbytes: int, rate: float | None) -> None:
-        """From now on, expect each step to read ``nbytes``.  ``rate``: the expected rate of these reads in bytes/s; None if
-        it is not known."""
+        """From now on, expect each step to read ``nbytes`` in total.  ``rate``: the expected rate of these reads in bytes/s;
+        None if it is not known."""
         self._expected = rate
         # If free host memory is smaller than the bytes that a step reads, the page cache is bypassed, because it would drop
         # each page before the next step reads the page again.  With several ranks on one machine, the page cache is always
@@ -77,9 +79,9 @@ class DriveReader:
     def read(self, source: DriveBytes, begin: int, ring_bytes: int) -> None:
         """Read ``source`` into the ring at the byte position ``begin``.  The stream of reads runs this method as work.
 
-        ``ring_bytes``: the size in bytes of the ring that the program needs.  If the present ring is smaller, the ring is
-        replaced.  A ring is replaced only in the first read after a prologue, when all copies from the old ring have been
-        issued.  Raises ChunkflowError if the read fails.
+        ``ring_bytes``: the size in bytes of the ring that the program needs.  If the present ring is smaller, it is replaced
+        by a larger ring.  This happens only in the first read after a prologue, when all copies from the old ring have ended.
+        Raises ChunkflowError if the read fails.
         """
         try:
             if self._ring is None or self._ring.bytes.numel() < ring_bytes:
@@ -93,14 +95,14 @@ class DriveReader:
             raise ChunkflowError(f"Reading ahead of the copies failed: {what}") from error
 
     def values(self, source: DriveBytes, begin: int) -> torch.Tensor:
-        """Return the bytes of ``source`` as a uint8 tensor. :meth:`read` has read these bytes into the ring at the byte
-        position ``begin``."""
+        """Return the bytes of ``source`` as a uint8 tensor.  Before this call, :meth:`read` must have read them into the ring
+        at the byte position ``begin``."""
         assert self._ring is not None, "it is read before"
         return _inside(source, self._ring.bytes[begin:])
 
     def collect(self) -> tuple[float, int]:
-        """Return the seconds and the bytes of reads since the last call of this method.  Warns once if the SSD is much
-        slower than the plan expects."""
+        """Return the seconds and the bytes of the reads since the previous call of this method.  Warns once if the SSD is
+        much slower than the plan expects."""
         seconds, nbytes = self._drive.seconds, self._drive.nbytes
         slow = self._expected is not None and seconds >= _SURE_S and nbytes < _SLOW * self._expected * seconds
         if slow and not self._warned:
@@ -121,8 +123,8 @@ class DriveReader:
 
 
 def _inside(source: DriveBytes, memory: torch.Tensor) -> torch.Tensor:
-    """Return the part of ``memory`` for the bytes of ``source``.  Files are read in whole blocks, so ``memory`` begins with
-    the block that contains the first byte of ``source``."""
+    """Return the part of ``memory`` that contains the bytes of ``source``.  Files are read in whole blocks, so ``memory``
+    begins with the block that contains the first byte of ``source``."""
     begin = source.offset % BLOCK
     return memory[begin : begin + source.numel()]
 
@@ -171,7 +173,7 @@ class _RingMemory:
             when_collected(self, _unpinned, pin(self.bytes))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer may run anywhere
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer may run inside compiled code
 def _unpinned(undo: Callable[[], None]) -> None:
     with contextlib.suppress(OSError):  # unpinning fails if the device has failed
         undo()

@@ -1,5 +1,5 @@
-"""Tables of rows.  A row contains the results of a preamble for one set of slow inputs, and is looked up by the bits of
-these inputs."""
+"""Tables of rows.  A row contains the results of a preamble for one set of values of the slow inputs.  The bits of these
+values are the key of the row."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from chunkflow_compile.units import size
 from .input_bits import BitSources, InputBits, values_like
 from .schedules import ExpectedSchedule, Key, UsedKeys, guesses
 
-# After this many consecutive misses, the slow inputs are assumed to be different in every call, as random noise levels are.
+# After this many consecutive misses, the slow inputs are assumed to have new values in every call, as random noise levels
+# do.
 _SPENT = 64
 
 
 @dataclass(frozen=True)
 class Row:
-    """The results of the preamble for one set of slow inputs.  These results are inputs of the main graph.  ``nbytes``:
-    bytes of memory that the row holds."""
+    """The results of the preamble for one set of values of the slow inputs.  These results are inputs of the main graph.
+    ``nbytes``: bytes of memory that the row holds."""
 
     values: tuple[torch.Tensor, ...]
     nbytes: int
 
     @classmethod
     def of(cls, values: Sequence[torch.Tensor]) -> Row:
-        """Make a row of these ``values``.  Memory that several values share is counted once."""
+        """Make a row of ``values``.  Memory that several of them share is counted once."""
         memory = {s.data_ptr(): s.nbytes() for s in (value.untyped_storage() for value in values)}
         return cls(tuple(values), sum(memory.values()))
 
@@ -69,7 +70,7 @@ class RowStatistics:
 class Rows:
     """A cache of rows with a size limit in bytes.  Not thread-safe: the caller holds the arena's lock during a call.
 
-    For each call of the model::
+    For each call of the model, the caller runs::
 
         key = rows.key(slow_inputs)
         row = rows.find(key, versions)
@@ -78,9 +79,9 @@ class Rows:
             row = rows.add(missing, [preamble(m.inputs) for m in missing], seconds)
 
     A lookup finds a row only if all bits of all slow inputs and the versions of all hoisted weights are the same as when the
-    row was computed.  After a miss, :meth:`missing` also returns rows that the next calls are guessed to need.  A wrong
-    guess only costs time.  A row stays alive as long as the caller holds a reference to it, so evicting a row does not free
-    memory that a running step reads.
+    row was computed.  After a miss, :meth:`missing` also returns rows that the next calls are likely to need.  A wrong guess
+    only costs time.  An evicted row stays in memory as long as the caller holds a reference to the row, so a running step can
+    still read it.
 
     ``most_bytes``: a function that returns the size limit in bytes.  A function is used because re-planning may change the
     limit.
@@ -104,7 +105,8 @@ class Rows:
         self._expected.expect(timesteps)
 
     def key(self, inputs: Sequence[Any]) -> Key:
-        """Return the bits of a call's slow inputs, which are tensors, numbers or None.  Makes at most one transfer."""
+        """Return the key of a call: the bits of its slow inputs, which are tensors, numbers or None.  Makes at most one
+        transfer."""
         forms = self._expected.unread(inputs)
         found = self._bits.find([*inputs, *forms])
         self._expected.learn(found[len(inputs) :])
@@ -133,12 +135,12 @@ class Rows:
         return key not in self._rows
 
     def missing(self, key: Key, inputs: Sequence[Any], row_bytes: int) -> list[Missing]:
-        """Return the rows to compute after a miss: first the row of the call, then guessed rows, as many as fit in the
-        table.
+        """Return the rows to compute after a miss.  The first is the row of the call.  It is followed by guessed rows, as
+        many as fit in the table.
 
         ``row_bytes``: the size of each row in bytes.  The maximum number of guessed rows is halved each time that rows are
-        guessed, until the next hit resets it.  The least recently used rows are evicted now, to free memory for the new
-        rows.
+        guessed, until the next hit resets it.  This method also evicts the least recently used rows, to free memory for the
+        new rows.
         """
         most = self._most_bytes()
         self._check(row_bytes, most)
@@ -250,7 +252,7 @@ class Table:
 
 
 def _with_inputs(keys: Sequence[Key], key: Key, inputs: Sequence[Any]) -> list[Missing]:
-    """Return one :class:`Missing` for each of the guessed ``keys``.  The slow inputs in it have exactly the bits in the key.
+    """Return one :class:`Missing` for each of the guessed ``keys``, with slow inputs that have exactly the bits in the key.
 
     ``key``, ``inputs``: the key and the slow inputs of the present call.  If a guessed key has the same bits as ``key`` for
     an input, the present input is reused.  A guessed key is left out if :func:`values_like` cannot make one of its inputs.

@@ -1,5 +1,5 @@
-"""Guesses of the slow inputs (such as the timestep) of the next calls.  A wrong guess costs time, but never changes a
-result."""
+"""Guesses of the values that the slow inputs, such as the timestep, will have in the next calls.  A wrong guess costs time,
+but never changes a result."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def keys_with(key: Key, position: int, elements: list[bytes]) -> list[Key]:
 
 
 class ExpectedSchedule:
-    """The timesteps of a scheduler, in each *form* in which diffusers pipelines pass timesteps to a model (for example, as
-    they are, or divided by 1000).
+    """The timesteps of a scheduler, in each *form* in which diffusers pipelines pass timesteps to a model: unchanged, divided
+    by 1000, or inverted (see :func:`_forms`).
 
     Only a weak reference to the tensor of timesteps is kept.  The forms are computed on the device of this tensor, because
     results may be rounded differently on the CPU: CUDA implements a division by 1000 as a multiplication by 1 / 1000.
@@ -54,8 +54,8 @@ class ExpectedSchedule:
         self._forms: dict[torch.dtype, list[list[bytes]]] = {}
 
     def expect(self, timesteps: torch.Tensor) -> None:
-        """From now on, guess keys from these ``timesteps``.  Do nothing if keys are already guessed from this tensor, and it
-        was not written in the meantime."""
+        """From now on, guess keys from these ``timesteps``.  Do nothing if keys are already guessed from this tensor, and the
+        tensor was not written in the meantime."""
         version = 0 if timesteps.is_inference() else timesteps._version
         if self._timesteps is None or self._timesteps() is not timesteps or version != self._version:
             self._timesteps, self._version, self._forms = TensorWeakRef(timesteps), version, {}
@@ -77,12 +77,13 @@ class ExpectedSchedule:
 
     def guesses(self, key: Key, position: int) -> list[Key]:
         """If the present value at ``position`` is a timestep in some form, return one key for each of the other timesteps.
-        In each of these keys, one of the other timesteps, in the same form, replaces the present value; the rest is as in
-        ``key``.  The keys for the timesteps after the present one come first.
+
+        Each returned key equals ``key``, except that another timestep, in the same form, replaces the present value.  The
+        keys for the timesteps after the present one come first.
 
         The present value may equal a timestep in several forms, such as unchanged and divided by 1000.  Then the form
-        whose matching timestep comes first in the schedule is used.  For example, 0 may be the last
-        timestep, or it may be the first timestep of a pipeline that passes ``(1000 - t) / 1000``.
+        with the earliest match in the schedule is used.  For example, 0 may be the last timestep, or it may be the first
+        timestep of a pipeline that passes ``(1000 - t) / 1000``.
         """
         dtype, *shape, content = key[position]
         forms = self._forms.get(dtype, [])
@@ -95,8 +96,8 @@ class ExpectedSchedule:
 
 
 def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Wan, SD3 and HunyuanVideo get the form ``cast``.  FLUX, FLUX.2, Qwen-Image and LongCat-Image get ``scaled``; their
-    # pipelines cast the timesteps before they divide.  Z-Image gets ``inverted``.
+    # The pipelines of Wan, SD3 and HunyuanVideo pass the form ``cast``.  The pipelines of FLUX, FLUX.2, Qwen-Image and
+    # LongCat-Image cast the timesteps before they divide, and pass ``scaled``.  The pipeline of Z-Image passes ``inverted``.
     with torch.no_grad():
         t = timesteps.detach().reshape(-1)
         cast = t.to(dtype)
@@ -106,7 +107,7 @@ def _forms(timesteps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class UsedKeys:
-    """The keys of the latest calls, oldest first.  When rows are dropped, their keys are kept here, so that the schedules of
+    """The keys of the latest calls, oldest first.  A key is kept here even if its row is dropped, so that the schedules of
     previous generations stay known."""
 
     def __init__(self) -> None:
@@ -119,11 +120,11 @@ class UsedKeys:
             self._keys.popitem(last=False)
 
     def guesses(self, key: Key, has_row: Callable[[Key], bool]) -> list[Key]:
-        """Return keys that are equal to ``key`` except for one input, such as the timestep.  This input takes the values
-        that it had in a previous generation.
+        """Return keys that are equal to ``key`` except for one input, such as the timestep.  In these keys, this input has
+        the values that it had in a previous generation.
 
         An input is varied only if its present value was used before.  The text of a new prompt, for example, is not varied.
-        If this leaves several inputs, the input that had the most values in the previous generation is varied.  Previous
+        If several inputs qualify, the input that had the most values in the previous generation is varied.  Previous
         generations are tried from the most recent one backwards, until the values of one of them give a key that has no row
         yet.
         """
@@ -166,10 +167,10 @@ def guesses(
 ) -> Iterator[Key]:
     """Yield the keys of calls that are likely to follow the call with this ``key``, in the order in which they are expected.
 
-    The values that an input will have in these calls are guessed from three sources.  If the input is one element of a base
-    tensor, the first source is this tensor (``bases``: see :meth:`InputBits.elements_of_base`).  The second source is the
-    timesteps of the scheduler (``expected``).  The third source is the calls of previous generations (``used``), but only if
-    the first two sources yield nothing.
+    There are three sources of guesses for the next values of an input.  The first source is a base tensor, if the input is
+    one element of it (``bases``: see :meth:`InputBits.elements_of_base`).  The second source is the timesteps of the
+    scheduler (``expected``).  The third source is the calls of previous generations (``used``).  It is used only if the first
+    two sources yield nothing.
     """
     known = False
     for position, value in enumerate(inputs):

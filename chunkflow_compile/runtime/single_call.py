@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 class SingleCall(BoundCycle):
-    """A program that can run alone: a cycle of one call.  The program ends when the placement of its model ends.
+    """A program that can run alone: a cycle of one call.  The program ends at the latest when the placement of its model
+    ends.
 
     ``call``: the call site.  ``key``: the key of the call; None if the call cannot be part of a longer cycle.  ``order``:
     the object that decides which cycle runs the call.  ``title``: the name of the program in error messages.  ``started``:
@@ -61,8 +62,8 @@ class SingleCall(BoundCycle):
         self._weights = [weakref.ref(token, died) for buffer in call.buffers.values() if (token := buffer.token)]
 
     def start(self) -> None:
-        """Register this program with the arena and its order, and bind it to the arena's memory.  The caller holds the
-        arena's lock.
+        """Register this program with the arena and with the order of the arena, and bind the program to the arena's memory.
+        The caller holds the arena's lock.
 
         Raises ChunkflowError if the device does not have enough memory, or if this program cannot safely share the arena
         with another program.  In both cases, the program is removed from the arena.
@@ -73,7 +74,7 @@ class SingleCall(BoundCycle):
         self.arena.add(self, variant.kind)
         try:
             self.key = self.order.add(self.call)
-            if not (self.call.part and self.key):  # a part of a model runs in a cycle, and is re-planned with it
+            if not (self.call.part and self.key):  # a part of a model is re-planned with its cycle
                 self.replan_after = variant.replan_after
             self.executor_of(self.call, 0)
         except BaseException:
@@ -131,8 +132,8 @@ class SingleCall(BoundCycle):
         """Run one step; return the outputs of each row.  If a cycle contains the call, the step is part of this cycle;
         otherwise the program runs alone.  The caller holds the arena's lock.
 
-        ``rows``: see :meth:`Executor.run`.  Raises ChunkflowError for several rows if the program has a collective, or if an
-        input does not have the same shape in all rows.
+        ``rows``: see :meth:`Executor.run`.  If there are several rows, raises ChunkflowError if the program has a collective,
+        or if an input does not have the same shape in all rows.
         """
         arena, call = self.arena, self.call
         if len(rows) > 1:
@@ -200,7 +201,7 @@ class SingleCall(BoundCycle):
 
 def _shape(value: Any) -> str:
     """Describe the properties of an input that must be equal in all rows of a pass: the shape, dtype and device of a tensor,
-    the value of an integer, the type of any other input."""
+    the value of an integer, or the type of any other input."""
     if isinstance(value, torch.Tensor):
         return f"{[*value.shape]} in {str(value.dtype).removeprefix('torch.')} on {value.device}"
     return str(value) if isinstance(value, int) else type(value).__name__
@@ -228,8 +229,8 @@ def order_of(arena: Arena) -> Order | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
-    """Note that a weight no longer exists.  The programs that need the weight are ended by the next call, not by this
-    function, because this function runs in the garbage collector."""
+    """Record that a weight no longer exists.  The next call ends the programs that need the weight.  This function does not
+    end them, because the garbage collector calls it."""
     if (arena := ref()) is not None:
         arena.lose_weight()
 
@@ -249,11 +250,12 @@ def replan(
     """Re-plan cycles.  The new plans are verified, and apply from the next pass on.  The caller holds the locks of the
     arenas.
 
-    ``cycles``: cycle -> the times to plan from, as maxima over all ranks that run the cycle.  None instead of times means
-    the times from which the cycle was planned before.  ``goal``: the new goal; None keeps the goal of each cycle.
-    ``settings``: other settings to change, by name.  ``by_itself``: whether the re-planning is automatic.  In this case, a
-    new plan that places all weights as before is ignored, and an error that occurs when a new plan is started is logged
-    instead of raised.
+    ``cycles``: cycle -> the times to plan from, as maxima over all ranks that run the cycle.  With None, a program that runs
+    alone is planned from the same times as before, and a longer cycle is planned from the hardware profile.  ``goal``: the
+    new goal; None keeps the goal of each cycle.  ``settings``: other settings to change, by name.  ``by_itself``: whether the
+    re-planning is automatic.  If it is, a new plan that places all weights as before is ignored, and an error that occurs
+    when a new plan is started is logged instead of raised.
+
     Raises ChunkflowError, and changes nothing, if no plan meets the goal.  If the budget is too small for several programs,
     the BudgetError of the program with the largest minimum budget is raised.
     """
@@ -263,7 +265,7 @@ def replan(
         change = {**settings, **({} if timings is None else {"timings": timings})}
         if isinstance(cycle, SingleCall):
             active = cycle.call.active
-            key = active.variant, timings  # blocks of one type share a variant
+            key = active.variant, timings  # blocks of one type share a variant, so it is remade only once
             if goal is not None:
                 change["goal"] = active.variant.settings.goal.aimed_at(goal)
             try:

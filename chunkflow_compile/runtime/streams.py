@@ -1,10 +1,10 @@
 """Streams and events on host threads.  A stream is a thread with a FIFO queue.  As on a GPU, work is enqueued by the host
 and runs later.
 
-Events work as in CUDA: ``record`` marks a point of a stream, and ``wait`` makes another stream wait for the mark that was
-the latest *when the host called wait*.  After a failure, a stream runs no more work.  It still reaches its marks, so that no
-thread waits forever; each thread that waits for one of these marks raises the error of the stream.  ``synchronize`` raises
-the error once and makes the stream usable again.
+Events work as in CUDA: ``record`` marks a point of a stream, and ``wait`` makes another stream wait for the mark that was the
+latest *when the host called wait*.  After a failure, a stream runs no more work.  It still reaches its marks, so that no
+thread waits forever.  Each thread that waits for one of these marks then raises the error of the stream.  ``synchronize``
+raises the error once and makes the stream usable again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Choose = Callable[[Sequence[str]], str]
 
 
 class Bell:
-    """A condition variable that uses only simple locks, because a Ctrl-C inside a threading.Condition could leave the
-    condition locked forever.
+    """A condition variable for several threads.  It uses simple locks instead of a threading.Condition, because a Ctrl-C
+    inside a threading.Condition could leave the condition locked forever.
 
     ``now``: a function that returns the current time in seconds.
     """
@@ -48,8 +48,8 @@ class Bell:
         self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
 
     def ring(self) -> None:
-        """Wake each waiting thread whose function ``ready`` now returns True.  This method itself calls ``ready``: to wake
-        every waiting thread, so that it calls its own ``ready``, would take longer."""
+        """Wake each waiting thread whose function ``ready`` now returns True.  This method calls ``ready`` itself, because it
+        would take longer to wake every waiting thread and let it call its own ``ready``."""
         with self.lock:
             for waiter, ready in list(self._waiting.items()):
                 if ready():
@@ -108,11 +108,11 @@ class HostEvent:
 class _Item:
     """An entry in the queue of a stream.
 
-    ``run``: None, or the work: a function whose argument is the time when the work could have begun.  It is not called if
-    the stream has failed.  ``awaits``: None, or an event and the number of one of its marks; the work runs only after a
-    stream has reached this mark.  ``end``: None, or a function that is called after the work, even if the work was skipped;
-    its argument is the error of the stream, or None.  ``enqueued``: the time when the host enqueued this entry, in seconds
-    of the device's clock.
+    ``run``: the work, or None.  The work is a function whose argument is the time when the work could have begun.  It is not
+    called if the stream has failed.  ``awaits``: an event and the number of one of its marks, or None.  The work runs only
+    after a stream has reached this mark.  ``end``: a function, or None.  It is called after the work, even if the work was
+    skipped.  Its argument is the error of the stream, or None if the stream has not failed.  ``enqueued``: the time when the
+    host enqueued this entry, in seconds of the device's clock.
     """
 
     run: Callable[[float], None] | None = None
@@ -125,12 +125,14 @@ class _Item:
 
 
 class Engine:
-    """The streams of a device that run on host threads.  One lock guards the queues of all streams.
+    """Runs streams of a device on host threads.  One lock guards the queues of all these streams.
 
     By default, each stream has its own thread.  If ``choose`` is given, a single thread runs all streams, and ``choose``
-    selects the stream that runs next.  Tests can thus reproduce a schedule.  While the engine is paused (:meth:`pause`), the
-    host can enqueue work, but no work runs.  ``streams``: the streams by name.  ``before``: a function that is called before
-    each piece of work; its argument is the name of the stream.
+    selects the stream that runs next, so that tests can reproduce the order of work.  While the engine is paused
+    (:meth:`pause`), the host can enqueue work, but no work runs.
+
+    ``streams``: the streams by name.  ``before``: a function that is called before each piece of work; its argument is the
+    name of the stream.
     """
 
     def __init__(
@@ -221,15 +223,15 @@ class Engine:
             finally:
                 if item.end is not None:
                     item.end(stream.failure)
-                del item, taken  # these variables would keep the work alive until the next item comes
+                del item, taken  # otherwise, these variables would keep the work alive until the next item comes
         with self.bell.lock:
             self._running -= 1
             if not self._running:
                 atexit.unregister(self.close)  # atexit would otherwise keep the engine alive
 
     def _ready(self, share: Sequence[str]) -> bool:
-        """Return whether the thread that runs the streams ``share`` can continue: either it can run an item, or it can end
-        because no more items will come."""
+        """Return whether the thread that runs the streams ``share`` can continue.  It can continue if it can run an item, or
+        if it can end because no more items will come."""
         over = self._closed and not any(self.streams[name].items for name in share)
         return over or bool(not self._paused and self._able(share))
 
@@ -270,9 +272,9 @@ class CallingStream:
 class ThreadStream:
     """A stream whose work runs on a thread of its engine.
 
-    ``items``: the queue.  ``since``: the time when the running work could have begun, although the thread may have woken up
-    later.  ``ended``: the time at which the running work counts as ended, see :meth:`end_work`; None if the work ends when
-    its function returns.
+    ``items``: the queue.  ``since``: the time when the running work could have begun; the thread may have woken up later.
+    ``ended``: the time at which the running work counts as ended (see :meth:`end_work`); None if the work ends when its
+    function returns.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -323,7 +325,7 @@ class ThreadStream:
         over = threading.Lock()
         over.acquire()
         self._put(_Item(end=lambda _: over.release()))
-        over.acquire()  # a simple lock is used for the reason that Bell explains
+        over.acquire()  # not a threading.Condition: a Ctrl-C could leave it locked forever
         failure, self.failure = self.failure, None
         if failure is not None:
             raise ChunkflowError(str(failure)) from failure
@@ -344,8 +346,8 @@ def _watched(work: Callable[[], None], watch: Watch | None, now: Callable[[], fl
 
 
 def _in_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap work so that it runs in the autograd modes of the caller.  Without the wrapper, it would run in the modes of the
-    stream's thread."""
+    """Wrap work so that it runs in the present autograd modes of the thread that enqueues it.  Without the wrapper, it would
+    run in the modes of the stream's thread."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run() -> None:

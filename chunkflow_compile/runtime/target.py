@@ -40,7 +40,7 @@ class Cost:
     issue_s: float = 0.0
 
     def add_copies(self, nbytes: int, pulled: int = 0) -> None:
-        """Count issued copies of ``nbytes`` in total, of which ``pulled`` bytes came from other ranks."""
+        """Count copies that were issued: ``nbytes`` in total, of which ``pulled`` bytes came from other ranks."""
         self.moved += nbytes
         self.pulled += pulled
 
@@ -49,11 +49,11 @@ class Cost:
         self.collectives += 1
 
     def end_priming(self) -> None:
-        """Note that all copies so far belong to the prologue, and that the step begins now."""
+        """Record that all copies so far belong to the prologue, and that the step begins now."""
         self.primed, self.moved, self.pulled = self.moved, 0, 0
 
     def end_issue(self, seconds: float) -> None:
-        """Note that the host needed ``seconds`` to issue the step."""
+        """Record that the host needed ``seconds`` to issue the step."""
         self.issue_s = seconds
 
 
@@ -61,9 +61,9 @@ class Cost:
 class RunningStep:
     """One run of a program.
 
-    ``env``: the values of the program's nodes, indexed by node number.  ``cost``: the cost of the run, which is complete
-    only after the times of the run are known.  ``number``: the number of the run.  ``earlier``: if the run computes several
-    rows, the values of all rows except the last row, whose values are in ``env``.
+    ``env``: the values of the program's nodes, indexed by node number.  ``cost``: the cost of the run, which is complete only
+    after the times of the run are known.  ``number``: the number of the run.  ``earlier``: if the run computes several rows,
+    the values of all rows except the last row, whose values are in ``env``.
     """
 
     env: list[Any]
@@ -84,9 +84,9 @@ class Target:
     """The memory to which a call is bound, and the device to whose streams its ops are issued.
 
     ``program``: the program of the call.  ``events``: the events of the device, indexed by event number in the cycle.
-    ``traffic``: the record of issued transfers.  ``on_drive``: names of the weights that are read from the SSD into the
-    ring.  ``read_bytes``: the planned bytes that a step reads from the SSD.  ``number``: node -> its index among the values
-    of a step.
+    ``traffic``: the record of issued transfers.  ``on_drive``: the names of the weights that are read from the SSD into the
+    ring.  ``read_bytes``: the number of bytes that, according to the plan, a step reads from the SSD.  ``number``: node ->
+    its index among the values of a step.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class Target:
         self.events = events
         self.poison = poison
         self.traffic = Traffic()
-        # pulled weights are not read into the ring: if such a weight is on the SSD, its copy reads from the SSD
+        # pulled weights are not read into the ring: if a pulled weight is on the SSD, the work that copies it reads the SSD
+        # itself
         pulled = program.plan.pulled
         self.on_drive = frozenset(
             n for n, source in binding.hosts.items() if isinstance(source, DriveBytes) and n not in pulled
@@ -126,20 +127,20 @@ class Target:
         self.ended = [device.event() for _ in program.problem.collectives]
 
     def copy(self, op: Copy) -> NamedCopy:
-        """Return the target, the source and the name of the copy for a Copy op, which may copy several adjacent chunks of a
-        weight at once."""
+        """Return the target, the source and the name of the copy for a Copy op.  One Copy op may copy several adjacent chunks
+        of a weight."""
         slot, span = self.binding.slots[op.weight], self._span(op)
         if op.window is None:
             return slot[span], self.binding.hosts[op.weight][span], f"keep {op.weight}"
         source: Bytes | InRing = self.binding.hosts[op.weight][span]
-        if op.ring is not None and op.weight in self.on_drive:  # a weight that was written is no longer on the SSD
+        if op.ring is not None and op.weight in self.on_drive:  # the values of a written weight are not on the SSD
             assert isinstance(source, DriveBytes)
             source = InRing(self.binding.arena.reader, source, op.ring)
         return slot[span], source, f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"
 
     def read(self, op: Read) -> tuple[Callable[[], None], None, str]:
-        """Return the arguments of :meth:`Stream.run` for a Read op.  If the weight was written after planning, it has left
-        the SSD, and the returned work does nothing."""
+        """Return the arguments of :meth:`Stream.run` for a Read op.  If the weight was written after planning, its values
+        have been moved from the SSD to host memory, and the returned work does nothing."""
         source, name = self.binding.hosts[op.weight][self._span(op)], f"read {op.weight}[{op.first}:{op.end}]"
         if op.weight not in self.on_drive:
             return _no_work, None, name

@@ -23,12 +23,11 @@ class Owner(Protocol):
 class Tenant(Owner, Protocol):
     """The interface of a program that runs in an arena, alone or as part of cycles.
 
-    ``budget``: a pair: an id of the program's model, and the maximum bytes that the offloaded weights of this model may
-    occupy on the device.  The bytes are None if there is no limit.  If the program has no influence on the limit of the
-    arena's memory, ``budget`` is None instead of a pair.
-    ``reads``: ids of the weights that the program reads; programs that read the same weights have the same ids.
-    ``stale``: whether the program can never run again, because one of its weights was dropped, moved or stored in other
-    memory.
+    ``budget``: a pair, which consists of an id of the program's model and of the maximum bytes that the offloaded weights of
+    this model may occupy on the device.  The bytes are None if there is no limit.  If the program has no influence on the
+    limit of the arena's memory, ``budget`` is None instead of a pair.  ``reads``: ids of the weights that the program reads;
+    programs that read the same weights have the same ids.  ``stale``: whether the program can never run again, because one of
+    its weights was dropped, moved or stored in other memory.
     """
 
     @property
@@ -88,8 +87,8 @@ class Tenants:
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
     def close_stale(self) -> None:
-        """End each program that reads a dropped weight, for example a weight of a deleted adapter.  When a program ends, its
-        other weights are freed, too."""
+        """End each stale program (see :class:`Tenant`), for example the programs that read a weight of a deleted adapter.
+        An ended program keeps no references to its weights, so its other weights can be freed, too."""
         stale: dict[tuple[int, ...], bool] = {}  # a cache, because several programs read the same weights
         for program in self.programs:
             if program.reads not in stale:

@@ -43,8 +43,8 @@ class TorchCuda:
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which ``stream`` is the current stream."""
-        # When the context torch.cuda.stream ends, it selects the GPU again that was current before, which initializes that
-        # GPU (by default GPU 0).  So if another GPU than the stream's GPU is current, the stream's GPU is selected first.
+        # When the context torch.cuda.stream ends, it selects the previously current GPU again, and thereby initializes that
+        # GPU (by default GPU 0).  So if the current GPU is not the stream's GPU, the stream's GPU is selected first.
         here = torch.cuda.current_device() == stream.device_index
         return torch.cuda.stream(stream) if here else self._on_other(stream)
 
@@ -63,7 +63,7 @@ class TorchCuda:
         return self._traced or torch.autograd.profiler._is_profiler_enabled
 
     def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a context.  For work that is enqueued inside this context, profilers show ``name``."""
+        """Return a context.  Profilers show ``name`` for the work that is enqueued inside this context."""
         named: contextlib.AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
         return named
 
@@ -76,8 +76,8 @@ class TorchCuda:
         torch.cuda.empty_cache()
 
     def record_stream(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Mark ``memory`` as used by ``stream``.  After the memory is freed, the allocator does not reuse it before
-        ``stream`` has done all work that had been enqueued by the time of freeing."""
+        """Mark ``memory`` as used by ``stream``.  After the memory is freed, the allocator does not reuse it until ``stream``
+        has finished the work that was enqueued before the memory was freed."""
         _kept_by_children(memory).record_stream(stream)
 
     def abandon(self, memory: torch.Tensor) -> None:
@@ -104,8 +104,9 @@ class TorchCuda:
     def free(self) -> int:
         """Wait for work in flight, empty torch's caches, and return the free memory of the device in bytes."""
         torch.cuda.synchronize(self._device)
-        # cuBLAS keeps a workspace per stream.  A workspace that is allocated during a capture is in the graph pool, where
-        # the next graph may overwrite it.
+        # cuBLAS keeps one workspace per stream.  If a workspace was allocated during a capture, it is in the graph pool,
+        # where the next graph may overwrite it.  So all workspaces are freed, and cuBLAS allocates new ones when it needs
+        # them.
         core.free_cublas_workspaces()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
@@ -116,9 +117,9 @@ class TorchCuda:
     ) -> Iterator[tuple[torch.cuda.CUDAGraph, Mapping[Lane, torch.cuda.Stream]]]:
         """A context in which work that is enqueued on the current stream does not run, but is recorded in a CUDA graph.
 
-        The context yields the graph, and for each lane the stream on which the copies of this lane are recorded.
-        ``shares``: a graph whose memory pool the new graph shares, or None to create a pool.
-        Raises RuntimeError if part of the work cannot be recorded; the streams remain usable.
+        The context yields the graph, and for each lane the stream on which the copies of this lane are recorded.  ``shares``:
+        a graph whose memory pool the new graph shares, or None to create a pool.  Raises RuntimeError if part of the work
+        cannot be recorded; the streams remain usable.
         """
         lock, compute, lanes = _capture_streams(self._device)
         graph = _kept_by_children(torch.cuda.CUDAGraph())
@@ -173,8 +174,7 @@ def _end_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -
     try:
         graph.capture_end()
     except RuntimeError:
-        # without this, torch 2.11 would continue to allocate from the graph pool, and would never free the memory of the
-        # pool
+        # without this call, torch 2.11 would go on allocating from the graph pool, and would never free the pool
         with contextlib.suppress(RuntimeError):
             core.end_pool(device.index, pool)
         raise
@@ -225,7 +225,7 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
         return lambda: None
     address, nbytes, process = host.data_ptr(), host.numel() * host.element_size(), os.getpid()
     runtime = torch.cuda.cudart()
-    with torch.cuda.device(device):  # without this, a thread that has not used a GPU yet would initialize GPU 0
+    with torch.cuda.device(device):  # otherwise, a thread that has not used a GPU yet would initialize GPU 0
         _check(runtime.cudaHostRegister(address, nbytes, _PORTABLE), device)
 
     def undo() -> None:

@@ -66,8 +66,8 @@ class Traffic:
         self._counted = 0
         self._lanes: dict[Lane, deque[Transfer]] = {lane: deque() for lane in LANES}
         self._collectives: deque[Transfer] = deque()
-        # collectives (``_drained``) and pulls (``_pulled``) that have ended, but may have overlapped copies that are still
-        # in flight
+        # collectives (``_drained``) and pulls (``_pulled``) that have ended.  They are kept because they may have overlapped
+        # copies that are still in flight.
         self._drained: deque[Transfer] = deque()
         self._pulled: deque[Transfer] = deque()
 

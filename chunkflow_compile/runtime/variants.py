@@ -27,12 +27,12 @@ from .device import DeviceKind
 from .wrapped_calls import LoweredRegion
 
 # The maximum number of input sizes whose plans are kept.  If there are more sizes, the least recently used plan is dropped.
-# This number is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  For each size, a plan is kept,
-# and also a program per block if blocks are compiled separately.
+# This number is enough for twenty text lengths of unpadded prompts and a dozen resolutions.  For each size, the plan is kept.
+# If blocks are compiled separately, one program per block is kept as well.
 KEPT_SIZES = 32
 
 # The maximum number of goals for which a graph keeps variants.  If there are more goals, the oldest variant is dropped.
-# Models of one class share a graph, and each of them may have its own goal.
+# Models of one class share a graph, and each model may have its own goal.
 KEPT_GOALS = 4
 
 Sizes = tuple[int, ...]
@@ -44,20 +44,18 @@ class Variant:
 
     ``regions``: name of a submodule of the program -> the lowered code of this region.
 
-    ``cut``, ``settings``: the cut graph and the settings that the program was made from.  The goal in the settings contains
-    the names of the compressed weights and of the sharded weights.
-    ``make``: a function that runs the passes again.  Its keyword arguments are another cut graph (``pieces``) or other
-    settings.  It returns the last stage and the folder of the dump.
-    ``lower``: a function that lowers the regions of a program.  Its second argument is a mapping: region key -> lowered code
-    that can be reused.
+    ``cut``, ``settings``: the cut graph and the settings from which the program was made.  The goal in the settings contains
+    the names of the compressed weights and of the sharded weights.  ``make``: a function that runs the passes again.  Its
+    keyword arguments are another cut graph (``pieces``) or other settings.  It returns the last :class:`Stage` and the folder
+    of the dump.  ``lower``: a function that lowers the regions of a program.  Its second argument is a mapping: region key ->
+    lowered code that can be reused.
+
     ``replan_after``: the number of warm steps after which the program is re-planned from measured times; 0 means never.
     ``folder``: the folder that measurements are written to, or None.  ``kind``: the :class:`DeviceKind` that the programs
-    need.
-    ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option with this name.
-    ``pin_bytes``: the maximum bytes of host memory to pin; None means as many as the machine allows.
-    ``notes``: sentences for the user about the compilation.
-    ``advice``: a function that returns a sentence for the error that is raised if the device does not have enough memory;
-    the sentence says which plan would fit.
+    need.  ``poison``: see :class:`Target`.  ``cudagraphs``: the value of the option with this name.  ``pin_bytes``: the
+    maximum bytes of host memory to pin; None means as many as the machine allows.  ``notes``: sentences for the user about
+    the compilation.  ``advice``: a function that returns a sentence for the error that is raised if the device does not have
+    enough memory; the sentence says which plan would fit.
     """
 
     program: Program
@@ -87,7 +85,7 @@ class Variant:
 
     @property
     def in_files(self) -> frozenset[str]:
-        """The names of the weights that are in files according to the plan."""
+        """The names of the weights that, according to the plan, are in files."""
         return frozenset(w.name for w in self.program.problem.weights if w.source.file)
 
     @property
@@ -103,7 +101,7 @@ class Variant:
 
     def remade(self, **settings: Any) -> Variant:
         """Return the variant for other settings.  Regions are compiled again only if the new goal compresses other weights
-        than this variant.
+        than the present goal.
 
         Raises ChunkflowError if no plan meets the settings.
         """
@@ -123,12 +121,12 @@ class Variant:
         return replace(variant, cut=pieces, regions=regions, folder=folder, make=make, advice=advice, replan_after=0)
 
     def reading(self, names: frozenset[str]) -> Variant:
-        """Return the variant for the case that the weights ``names`` are in files.  The program is planned again, but no
-        region is compiled.
+        """Return the variant to use if the weights ``names`` are in files.  The program is planned again, but no region
+        is compiled.
 
         Returns this variant unchanged in three cases: the plan already expects all weights in ``names`` to be in files, the
         program is planned as part of a cycle, or the user gave the plan.  In the last two cases, the plan may expect some of
-        these weights in host memory; each copy of these weights then reads the file directly.
+        these weights in host memory.  Each copy of such a weight then reads the file directly.
         """
         if names <= self.in_files or self.settings.part or self.settings.plan is not None:
             return self
@@ -138,7 +136,7 @@ class Variant:
         return replace(self, program=stage.program, cut=pieces, folder=folder)
 
     def at(self, traced: Traced) -> Variant:
-        """Return the variant for other sizes of the same graph: a new plan for the same regions.
+        """Return the variant for other input sizes of the same graph: a new plan for the same regions.
 
         Raises ChunkflowError if no plan meets the settings.
         """
@@ -175,14 +173,14 @@ class ActiveVariant:
         self.variant = replace(variant, replan_after=0)
 
     def adapt(self, variant: Variant) -> None:
-        """Make the next call run ``variant``.  It has the same goal as the present variant, but fits the current sources of
-        the weights."""
+        """Make the next call run ``variant``, which has the same goal as the present variant, but is planned for the way in
+        which the weights are stored now (for example, compressed or in files)."""
         self.variant = variant
 
 
 class VariantCache:
-    """The variants of one graph, indexed by sizes and by goal.  If the programs for two sizes are equal, both sizes share
-    one variant."""
+    """The variants of one graph, indexed by input sizes and by goal.  If the programs for two sizes are equal, both sizes
+    share one variant."""
 
     def __init__(self, first: Variant, traced: Traced, goal: Goal) -> None:
         """``first``: the variant for the input sizes for which the graph was compiled.  ``goal``: the goal given by the
@@ -195,7 +193,8 @@ class VariantCache:
         position = {node: i for i, node in enumerate(inputs)}
         self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
         values = hints(traced.graph)
-        begun = tuple(values.get(name, -1) for name in self._symbols)  # -1 stands for a size that depends on data
+        # -1 stands for a data-dependent size, which has no value at compile time
+        begun = tuple(values.get(name, -1) for name in self._symbols)
         self._variants = {begun: {**self._firsts}}
         self._same = {begun: begun}
         self._clock = itertools.count()
@@ -269,6 +268,6 @@ def decided(goal: Goal, cut: Cut) -> Goal:
 
 
 def without_call_fields(settings: Settings) -> Settings:
-    """Return the settings without the fields that may differ between the sizes of one call or between calls."""
+    """Return the settings without the fields that may differ between calls, or between the input sizes of one call."""
     goal = replace(settings.goal, pack=False, peers=False, hoist=False, exchange_groups=False)
     return replace(settings, likes=(), part=False, external_bytes=0, arena=0, table=0, tables=0, goal=goal)

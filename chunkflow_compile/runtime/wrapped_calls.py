@@ -1,5 +1,5 @@
 """Wrappers for the code of regions and collectives.  The wrappers clone outputs that are stored in a slot, detect that a
-region writes to a weight, and explain errors of a collective."""
+region writes to a weight, run a region once per slice, and explain errors of a collective."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def owning(
 ) -> LoweredRegion:
     """Wrap a region so that its outputs own their memory.
 
-    If an op does not change its input (w * 1), Inductor may return the input itself as an output.  So an output may be
-    stored in the memory of one of ``values``, the copies of weights on the device.  Such an output is cloned, because the
-    next weight in the slot, or new values of a resident weight, would overwrite it.  The first call finds out which outputs
-    must be cloned, and then passes a function to ``settled``.  This function replaces the wrapper in all further calls.  If
-    no output must be cloned, it is ``region`` itself.
+    If an op does not change its input (w * 1), Inductor may return the input itself as an output.  So an output may be stored
+    in the memory of one of ``values``, the copies of weights on the device.  Such an output is cloned, because the next
+    weight in the slot, or new values of a resident weight, would overwrite it.
+
+    The first call finds out which outputs must be cloned, and then passes a function to ``settled``.  This function replaces
+    the wrapper in all further calls.  If no output must be cloned, this function is ``region`` itself.
     """
     memory = frozenset(value.untyped_storage()._cdata for value in values)
 
@@ -84,8 +85,8 @@ def _part(value: torch.Tensor, part: Slice, call: int) -> torch.Tensor:
 def separated(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
     """Return the outputs of several rows, such that the outputs of different rows share no memory.
 
-    An output that shares memory with an output of another row is cloned.  Such an output is a view of a constant, or of an
-    input that is the same tensor in several rows.
+    If an output shares memory with an output of another row, it is cloned.  For example, both outputs may be views of a
+    constant, or of an input that is the same tensor in both rows.
     """
     memory = [{o.untyped_storage()._cdata for o in outputs if isinstance(o, torch.Tensor)} for outputs in rows]
     counts = Counter(chain.from_iterable(memory))
@@ -106,8 +107,8 @@ def undeclared(region: GraphModule) -> list[str]:
 def checked(region: LoweredRegion, weights: Mapping[str, torch.Tensor], ops: Sequence[str]) -> LoweredRegion:
     """Wrap a region that calls ``ops``.  These ops may write to ``weights``, the device copies of offloaded weights.
 
-    After the first call, the wrapper compares these copies with their values before the call.  If a copy has changed, the
-    wrapper restores the old values and raises ChunkflowError.
+    After the first call, the wrapper compares the copies with their values before the call.  If a copy has changed, the
+    wrapper restores the old values of all copies and raises ChunkflowError.
     """
     unseen = dict(weights)
 
@@ -153,8 +154,8 @@ def explained(function: Callable[..., Any], name: str, received: Callable[[], No
 
 
 def tuple_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that gets a sequence and returns the elements at ``positions`` as a tuple.  For several positions,
-    this function is implemented in C."""
+    """Return a function that gets a sequence and returns the elements at ``positions`` as a tuple.  If there are several
+    positions, this function is implemented in C."""
     if len(positions) > 1:
         return itemgetter(*positions)
     if not positions:
