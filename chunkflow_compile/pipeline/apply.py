@@ -353,7 +353,7 @@ def unread(tensors: Iterable[torch.Tensor]) -> int:
     """Return the total bytes of those tensors whose memory is mapped from a file, such as a checkpoint."""
     mappings, parts = Mappings(), dict[int, DriveBytes]()
     for tensor in tensors:
-        with contextlib.suppress(ChunkflowError):  # the file is truncated; the error is raised again when the file is read
+        with contextlib.suppress(ChunkflowError):  # a truncated file also raises this error when it is read
             if (part := mappings.part(alias(tensor))) is not None:
                 parts[id(tensor)] = part
     return sum(part.nbytes for part in parts.values())

@@ -1,9 +1,10 @@
 """Divides the memory of a device among the phases of a pipeline.  A phase is a component, and phases run one after another.
 
-Phases that alternate in every step share one arena for weights.  Each other phase has an arena of its own.  The programs of
-phases with a shared arena run as one cycle, and one plan covers the whole cycle.  Before a phase begins, the arenas of other
-phases are freed, least recently used first, until the weights and the activations of the phase fit.  Each call of a phase is
-measured: how much memory it needs in addition to the weights.  The weights are then planned for the rest of the budget.
+Phases that alternate in every step share one arena for weights.  Each other phase has its own arena.  The programs of phases
+with a shared arena run as one cycle, and one plan covers the whole cycle.  Before a phase begins, the arenas of other phases
+are freed, least recently used first, until the weights and the activations of the phase fit.  During each call of a phase,
+the memory that the call needs in addition to the weights is measured.  The weights are then planned for the rest of the
+budget.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Budget:
         self._warned = False  # Whether the warning about gradients was logged.
         self._last: list[Phase] = []  # The phases in the order of their last calls, the most recent at the end.
         self._settled = False  # Whether other arenas were already freed for the phase at the end of ``_last``.
-        self._running: tuple[Phase, int] | None = None  # The phase whose call is running, and the id of the calling thread.
+        self._running: tuple[Phase, int] | None = None  # The phase whose call is running, and the caller's thread id.
         self._refused = weakref.WeakKeyDictionary[Phase, _Refused]()
 
     @property
@@ -283,7 +284,8 @@ class Budget:
 
         ``nbytes``: the number of bytes that the arena of ``phase`` is about to allocate.
         """
-        room = -1  # The bytes that other arenas may keep.  -1 frees all other arenas, because the phase has no budget yet.
+        # The bytes that other arenas may keep.  If the phase has no budget yet, -1 frees all other arenas.
+        room = -1
         if phase.budget is not None:
             room = self.usable - phase.activations - self._taken(phase, phase.budget, nbytes)
         for other in self._last:
@@ -408,7 +410,7 @@ def claim(owner: Any, budget: Budget) -> Budget:
     If two threads call this function for the same owner at the same time, both get the same budget.
     """
     if budget_of(owner) is None:
-        owner.__dict__.pop(BUDGET, None)  # the attribute exists and is None if ``owner`` is a copy of a compiled pipeline
+        owner.__dict__.pop(BUDGET, None)  # the attribute is None if ``owner`` is a copy of a compiled pipeline
     own: Budget = owner.__dict__.setdefault(BUDGET, budget)
     return own
 

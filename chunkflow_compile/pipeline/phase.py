@@ -277,7 +277,7 @@ class Phase:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(program.variant.cut) in cuts for program, _ in newest):
                 return _planned_s(bound, problems.keys())
-            if problems.keys() == set(bound.keys):  # the cycle has the same calls as ``newest``, but for other input sizes
+            if problems.keys() == set(bound.keys):  # the cycle contains the newest calls, but for other input sizes
                 return _simulated_s(bound, problems)
         times = [(count, s.plan.predicted.step_s) for s, count in newest if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
