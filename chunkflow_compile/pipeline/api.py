@@ -75,7 +75,7 @@ def compile(
 
     The weights stay in host memory and are copied to the device while the device computes.  Each type of repeated block is
     compiled once, at its first call.  Parts outside these blocks are also compiled if they have large weights.  A model is
-    compiled as one graph instead if it has no repeated blocks, or if ``cudagraphs`` or ``hoist`` requires it.
+    compiled as one graph instead if it has no repeated blocks, or if ``cudagraphs`` or ``hoist`` requires one graph.
 
     The components of a pipeline share one budget of device memory.  Transformers, encoders, ControlNets and the decoder of a
     VAE are compiled like single models.  Components run one after another.  If memory is short, the weights of the least
@@ -90,14 +90,14 @@ def compile(
 
     ``device``: the compute device.  For a model, the default is the device of its parameters.  For a pipeline, the default is
     the current GPU, or the CPU if there is no GPU.
-    ``memory``: the budget for weights and activations on the device, in bytes or as a string such as "12GiB".  It covers a
-    single model, or all components of a pipeline together.  For a model, :class:`Options` explains the default.  For a
-    pipeline, the default is the memory that is free now.  The activations of a transformer are predicted.  If the activations
-    of whole blocks do not fit, the tokens of these blocks are split into slices.  In a pipeline, the first call of each
-    component also measures its activations, and the weights are then planned again for the rest of the budget.  On a CPU,
-    activations cannot be measured, so only predicted activations count towards the budget.
-    ``dtype``: the dtype to which weights are cast.  For a pipeline, it may also be a dict with one dtype per component and a
-    "default" for all other components, as in ``from_pretrained(torch_dtype=...)``.
+    ``memory``: the budget for weights and activations on the device, in bytes or as a string such as "12GiB".  The budget
+    covers a single model, or all components of a pipeline together.  For a model, :class:`Options` explains the default.
+    For a pipeline, the default is the memory that is free now.  The activations of a transformer are predicted.  If the
+    activations of whole blocks do not fit, the tokens of these blocks are split into slices.  In a pipeline, the first call
+    of each component also measures its activations, and the weights are then planned again for the rest of the budget.  On a
+    CPU, activations cannot be measured, so only predicted activations count towards the budget.
+    ``dtype``: the dtype to which weights are cast.  For a pipeline, ``dtype`` may also be a dict with one dtype per component
+    and a "default" for all other components, as in ``from_pretrained(torch_dtype=...)``.
     ``share``, ``host_memory``, ``peers``: see :func:`offload`.  ``host_memory`` covers all components together.  If a model
     is already placed, these three arguments, ``device`` and ``dtype`` must be left out.
     ``mode``, ``dynamic``: as in torch.compile.  By default, if an input size changes, the model is recompiled once, and this
@@ -162,7 +162,7 @@ def restore(model: Any, device: torch.device | str | None = None) -> Any:
 
     A model that is neither placed nor compiled, and a pipeline that is not compiled, are returned unchanged.
     Raises ChunkflowError if the weights do not fit on the target device.  In this case the model or the pipeline stays
-    compiled, and only those weights of a model stay offloaded that do not fit.  Also raises ChunkflowError if the model
+    compiled, and the weights that were not restored before the error stay offloaded.  Also raises ChunkflowError if the model
     belongs to a compiled pipeline, if ``device`` is passed for a pipeline, or if the argument is neither a model nor a
     pipeline.
     """

@@ -123,7 +123,7 @@ def _apply(pipe: Any, device: torch.device | str | None, total: int | None, give
         budget = claim(pipe, own)
     with budget.turn(), budget.lock():
         try:
-            # whether the call of ``compile`` that created this budget, in another thread, has failed since
+            # whether another thread created this budget in a call of ``compile`` that has failed since
             failed = budget is not own and not budget.phases and not budget.pipelines
             if failed or any(claim(owner, budget) is not budget for owner in (pipe, *models.values())):
                 return None
@@ -194,7 +194,7 @@ def _add(
 ) -> None:
     """Place and compile components, with the arguments of ``compile``.
 
-    If this fails for one component, restore all of them and raise the error.
+    If a component cannot be placed or compiled, restore all of these components and raise the error.
     """
     enabled = [] if adapters is None else [m for name, m in models.items() if name in ADAPTED]
     check_dynamic(dynamic)
@@ -315,7 +315,7 @@ def remove(pipe: PipelineT) -> PipelineT:
                     budget.pipelines[pipe] = names
                 raise
             unclaim(pipe, budget)
-    if (plain := without_turns(type(pipe))) is not type(pipe):  # this also holds for a copy of a compiled pipeline
+    if (plain := without_turns(type(pipe))) is not type(pipe):  # a copy of a compiled pipeline also has this class
         for model in components_of(pipe).values():
             if budget_of(model) is None and not placements_of(model):
                 bring_back(model)  # a deep copy has its own offloaded weights, without a placement
@@ -324,7 +324,7 @@ def remove(pipe: PipelineT) -> PipelineT:
 
 
 def _timesteps(ref: weakref.ref[Any]) -> torch.Tensor | None:
-    """Return the timesteps that a pipeline's scheduler has set; None until they are set.
+    """Return the timesteps that the scheduler of a pipeline has set, or None if the scheduler has not set timesteps yet.
 
     ``ref``: a weak reference to the pipeline.
     """

@@ -179,8 +179,8 @@ class Budget:
     def _without_gradients(self, phase: Phase, call: functools.partial[Any]) -> contextlib.AbstractContextManager[Any]:
         """Return a context that disables gradients, because compiled phases do not support gradients.
 
-        Gradients may be enabled if the user calls a component directly.  If an input of the call requires gradients, they
-        stay enabled.
+        Gradients may be enabled if the user calls a component directly.  If an input of the call requires gradients,
+        gradients stay enabled.
         """
         if not torch.is_grad_enabled() or any(t.requires_grad for t in given_to(call, torch.Tensor)):
             return contextlib.nullcontext()
@@ -284,7 +284,7 @@ class Budget:
 
         ``nbytes``: the number of bytes that the arena of ``phase`` is about to allocate.
         """
-        # The bytes that other arenas may keep.  If the phase has no budget yet, -1 frees all other arenas.
+        # The bytes that other arenas may keep.  For a phase without a budget, -1 makes the loop below free all other arenas.
         room = -1
         if phase.budget is not None:
             room = self.usable - phase.activations - self._taken(phase, phase.budget, nbytes)
@@ -346,9 +346,9 @@ class Budget:
         if peak is None:
             if phase.budget is None or phase.grew:
                 phase.assume(kept_by(self.phases))
-        # If the call has evicted weights of other phases, the peak may include these weights, so it is not recorded.
+        # If the call has evicted weights of other phases, the peak may include these weights, so the peak is not recorded.
         elif others == self._held_by_others(phase):
-            # The activations of a CUDA graph are in its memory pool, which stays allocated between calls.
+            # The activations of a CUDA graph are in the memory pool of the graph, which stays allocated between calls.
             pool = phase.arena.graphs.nbytes + kept_by(self.phases) if phase.arena.graphs.nbytes else 0
             phase.learn(max(0, peak - after - others, pool), steady=held == after)
         try:
@@ -388,7 +388,7 @@ class Budget:
         return replanned
 
     def _set_budget(self, phase: Phase, budget: int) -> None:
-        """Plan a phase for ``budget`` bytes of weights on the device.  Raises ChunkflowError if this is too little."""
+        """Plan a phase for ``budget`` bytes of weights on the device.  Raises ChunkflowError if ``budget`` is too small."""
         try:
             phase.plan_for(budget)
         except ChunkflowError as error:

@@ -87,7 +87,7 @@ def _unloading(cls: Any) -> Callable[..., Any]:
 
 
 def _widening(cls: Any) -> Any:
-    """Wrap the method with which a pipeline adds inputs to layers for a control LoRA, an adapter that reads more channels."""
+    """Wrap the method with which a pipeline adds inputs to layers for a control LoRA, an adapter with more input channels."""
     widen = getattr(cls, _WIDEN)
 
     @functools.wraps(widen)

@@ -146,7 +146,7 @@ class Metrics:
     def _gauges(self, watched: _Watched, placements: list[Placement], taken: set[Arena]) -> dict[str, float]:
         """Return a mapping from the name of each gauge to its value for one model.
 
-        ``taken``: the arenas that were already counted for other models.  This method adds the arenas of this model.
+        ``taken``: the arenas that were already counted for other models.  The arenas of this model are added to ``taken``.
         """
         programs = [program for p in placements for program in [*p.programs] if not program.closed]
         arenas = {program.arena for program in programs} - taken
@@ -179,7 +179,7 @@ def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
     """
     prometheus_client = library()
     for owner in pipes_or_models:
-        models_of(owner)  # raises ChunkflowError for other types
+        models_of(owner)  # raises ChunkflowError if ``owner`` is neither a pipeline nor a model
     chosen = prometheus_client.REGISTRY if registry is None else registry
     if not hasattr(chosen, "register"):
         raise ChunkflowError(f"registry={registry!r} is no registry: pass a prometheus_client.CollectorRegistry.")

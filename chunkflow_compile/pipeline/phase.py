@@ -153,7 +153,7 @@ class Phase:
     def ended(self, before: dict[SingleCall, int], seconds: float) -> None:
         """Record that a call has ended.
 
-        ``before``: the result of :meth:`steps` before the call.  ``seconds``: the duration of the call on the host.
+        ``before``: the result of :meth:`steps` before the call.  ``seconds``: the duration of the call, measured on the host.
         """
         self._seconds.append(seconds)
         counts = {program: count - before.get(program, 0) for program, count in self.steps().items()}
@@ -167,7 +167,7 @@ class Phase:
         self.retries += 1
 
     def exceeds(self, taken: int) -> bool:
-        """Record that a call took ``taken`` bytes, more than the budget.  Return True if this is a new maximum."""
+        """Record that a call took ``taken`` bytes, more than the budget.  Return True if ``taken`` is a new maximum."""
         before, self._warned = self._warned, max(self._warned, taken)
         return taken > before
 
@@ -194,8 +194,8 @@ class Phase:
         return Learned(self.activations, self.steady, self._assumed)
 
     def assume(self, small: int) -> None:
-        """Record the predicted activations, because activations cannot be measured.  ``small``: the bytes of the weights of
-        all phases that never leave the device."""
+        """Record the predicted activations, because activations cannot be measured.  ``small``: the bytes of the weights that
+        never leave the device, summed over all phases."""
         self._assumed = self.live
         self.activations = small + self._assumed
 
@@ -219,8 +219,8 @@ class Phase:
     def figures(self, small: int, first: Phase) -> PhaseFigures:
         """Return the current figures of the phase.
 
-        ``small``: the bytes of the weights of all phases that never leave the device.  ``first``: the first phase among the
-        phases that share the arena.  The memory of the arena is counted only for this first phase.
+        ``small``: the bytes of the weights that never leave the device, summed over all phases.  ``first``: the first phase
+        among the phases that share the arena.  The memory of the arena is counted only for this first phase.
         """
         predicted, measured = self._predicted_s(), self.seconds(wait=True)
         newest = self._newest()
@@ -277,7 +277,8 @@ class Phase:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(program.variant.cut) in cuts for program, _ in newest):
                 return _planned_s(bound, problems.keys())
-            if problems.keys() == set(bound.keys):  # the cycle contains the newest calls, but for other input sizes
+            # the calls of this cycle are the calls in ``newest``, but were planned for other input sizes
+            if problems.keys() == set(bound.keys):
                 return _simulated_s(bound, problems)
         times = [(count, s.plan.predicted.step_s) for s, count in newest if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
@@ -334,7 +335,7 @@ def _live_bytes(programs: Iterable[SingleCall]) -> int:
 
 
 def kept_by(phases: Iterable[Phase]) -> int:
-    """Return the total bytes of the weights of these phases that never leave the device."""
+    """Return the bytes of the weights that never leave the device, summed over these phases."""
     return sum(phase.kept for phase in phases)
 
 

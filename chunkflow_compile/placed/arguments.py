@@ -1,4 +1,4 @@
-"""Tell models, models that torch.compile has wrapped, and pipelines apart in the arguments of public functions."""
+"""Recognize which arguments of public functions are models, models that torch.compile has wrapped, or pipelines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_pipeline(given: Any) -> bool:
-    """Return whether an argument is a diffusers pipeline or another object with a mapping ``components``, and not a model."""
+    """Return whether an argument is a pipeline, that is, not a module, but an object whose ``components`` are a mapping."""
     return not isinstance(given, nn.Module) and isinstance(getattr(given, "components", None), Mapping)
 
 

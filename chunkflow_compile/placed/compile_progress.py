@@ -80,8 +80,8 @@ class CompileProgress:
     def compiling(self) -> Iterator[None]:
         """A context that shows the progress line while the backend works.
 
-        If the call that compiles the model runs outside the context of this object, the line does not show the part while
-        Dynamo traces it, and the elapsed time does not include the tracing.
+        The model may also be called outside the context of this object.  The line then appears only after Dynamo has traced
+        the part, and the elapsed time does not include the tracing.
         """
         with self:
             with self._lock():

@@ -82,8 +82,8 @@ def offload(
     the SSD are read in every step.
 
     ``pack``: True compresses bfloat16 weights losslessly to three quarters of their size.  The weights are compressed in host
-    memory, on the SSD, and in copies to the device.  A weight is not compressed if too many of its values are outside a range
-    of sixteen consecutive exponents.  With "auto", plans choose the weights to compress.
+    memory, on the SSD, and in copies to the device.  A weight is not compressed if the exponents of too many of its values
+    are outside a range of sixteen consecutive exponents.  With "auto", plans choose the weights to compress.
 
     ``peers``: True shards the weights over the devices of a group of ranks on one machine.  As long as the model is placed,
     each device stores one piece of each weight, and all pieces have equal size.  Each rank pulls the other pieces from the
@@ -120,7 +120,7 @@ def offload(
             bound = parse_bytes(host_memory, "host_memory")
             filled_bytes = sum(p.numel() * dtype_of(names[0], p).itemsize for names, p in filled)
             on_drive = for_the_drive(sizes, max(0, bound - filled_bytes))
-    except BaseException as error:  # report it to the other ranks of the group, so that they do not wait for this rank
+    except BaseException as error:  # report the error to the other ranks, so that they do not wait for this rank
         with contextlib.suppress(ChunkflowError, RuntimeError):
             here = _one_device(device, parameters)
             waiting = group_to_share_in(share, here) or group_of_peers(peers, share, here)
@@ -225,7 +225,7 @@ def _target_device(root: nn.Module, device: torch.device | str | None, parameter
 
 
 def refuse_accelerate(root: nn.Module) -> None:
-    """Raise ChunkflowError if accelerate has offloaded weights of a model, so that its hooks load them for each call."""
+    """Raise ChunkflowError if accelerate has offloaded weights of a model, and its hooks load these weights for each call."""
     for module in root.modules():
         hook = module.__dict__.get("_hf_hook")
         for inner in getattr(hook, "hooks", (hook,)):
@@ -289,7 +289,8 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
     """Move the parameters of a placed model back to their original devices, bit for bit; return ``model``.
 
     ``device``: the device to move the parameters to, or None to move them to their original devices.
-    Raises ChunkflowError if the device does not have enough memory; the weights that do not fit stay offloaded.
+    Raises ChunkflowError if the device does not have enough memory.  The weights that were not moved before the error stay
+    offloaded.
     """
     target = None if device is None else check_device(device)
     with compile_lock:  # so that no call in another thread places the model again during this function
@@ -315,8 +316,8 @@ def programs(model: nn.Module) -> tuple[SingleCall, ...]:
 def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
     """Return the cycles in which programs of a placed model run.  The currently running cycle comes first.
 
-    The attributes of a cycle include its ``plan`` and its number of ``jumps``.  Programs that alternate run as a cycle once
-    the order of their calls has repeated and the planner has made a plan for this order.
+    The attributes of a cycle include its ``plan`` and its number of ``jumps``.  Programs that alternate run as a cycle
+    after the order of their calls has repeated and the planner has made a plan for this order.
     """
     orders = dict.fromkeys(program.order for program in programs(model))
     by_order = (sorted(order.cycles, key=lambda cycle: cycle is not order.current) for order in orders)

@@ -1,4 +1,4 @@
-"""The placement of a model: its weights in host memory, its guards, and its programs."""
+"""The placement of a model: its weights in host memory, the hooks on its modules, and its programs."""
 
 from __future__ import annotations
 
@@ -49,13 +49,14 @@ PLACEMENT = "_chunkflow_placement"
 
 
 class Placement:
-    """A placed model: its weights in host memory, its guards (hooks for ``state_dict``, ``.to()`` and so on), and its
-    programs.
+    """A placed model: its weights in host memory, its programs, and its guards.  Guards are hooks that adapt ``state_dict``,
+    ``.to()`` and similar methods to weights in host memory.
 
     ``min_bytes``: the size in bytes below which weights stay on the device.
     ``progress``: the progress display for the compilation of the model's parts; None before the first compilation.
-    ``fixed``: the parts of the model that are compiled again for each input size, each as the tuple of its weight names.  A
-    part needs fixed sizes if Inductor fails on its dynamic shapes, or if its blocks have to be split into slices.
+    ``fixed``: the parts of the model that are compiled again for each input size.  Each entry contains the names of the
+    weights of one part.  A part needs fixed sizes if Inductor fails on its dynamic shapes, or if its blocks have to be split
+    into slices.
     ``owner``: a function that returns the name of the owner of this placement, such as a component of a compiled pipeline, or
     None if there is no owner.  Only the owner may undo the placement.
     ``goal``: the goal that the owner or ``replan`` has set, or None.  The goal also applies to input sizes that have not
@@ -64,8 +65,8 @@ class Placement:
     this goal.
     ``timesteps``: a function that returns the timesteps of the pipeline's noise schedule, or None if they are not known.
     ``pack``: True if weights are compressed when they are moved to host memory, "auto" if they may be compressed later.
-    ``peers``: whether weights are sharded over the devices of several ranks.  ``hoist``: the default value of the option
-    ``hoist`` for graphs of the model.
+    ``peers``: True if weights are sharded over the devices of several ranks, "auto" if plans choose the weights to shard.
+    ``hoist``: the default value of the option ``hoist`` for graphs of the model.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Placement:
         """
         with compile_lock:
             placement = placement_of(root)
-            if placement is None:  # the attribute may exist nevertheless: its value is None in a copy of a placed model
+            if placement is None:  # the attribute may exist: its value is None in a copy of a placed model
                 placement = root.__dict__[PLACEMENT] = Placement(root, device, min_bytes, **options)
             return placement
 
@@ -147,7 +148,7 @@ class Placement:
 
     @property
     def preambles(self) -> tuple[Preamble, ...]:
-        """The preambles of the model that graphs still use."""
+        """The preambles that graphs of the model still use."""
         return tuple(self._preambles)
 
     @property
@@ -161,8 +162,7 @@ class Placement:
         return sum(preamble.statistics[program].nbytes for preamble, program in self.tables)
 
     def preamble(self, key: object) -> Preamble | None:
-        """Return the preamble with this key, which another graph of the model uses already; None if there is no such
-        preamble."""
+        """Return the preamble with this key that another graph of the model uses, or None if there is no such preamble."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)
 
     def share(self, preamble: Preamble) -> None:
@@ -177,9 +177,9 @@ class Placement:
     def attach(self, program: SingleCall) -> None:
         """Register a program, so that the program is closed when this placement ends.
 
-        If an earlier compilation has made an equal program for the same weights, the earlier program is not called any more,
-        and is closed now.  Programs whose weights were dropped or stored in other memory are also closed, because they would
-        keep the old memory alive.
+        If an earlier compilation has made the same program for the same weights, the earlier program is closed now, because
+        it is not called any more.  Programs whose weights were dropped or stored in other memory are also closed, because
+        they would keep the old memory alive.
         """
         for arena in dict.fromkeys(p.arena for p in (*self.programs, program)):
             arena.close_stale()
@@ -197,8 +197,8 @@ class Placement:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context in which no step of the model runs.  Entering it waits for running steps, and new steps wait for its
-        end."""
+        """A context in which no step of the model runs.  On entry, this context waits for the end of running steps.  New
+        steps wait for the end of the context."""
         with self.lock(), contextlib.ExitStack() as steps:
             for arena in sorted({program.arena for program in self.programs}, key=id):
                 steps.enter_context(arena.lock())
@@ -264,7 +264,7 @@ class Placement:
                     loader.close(error)
                 try:
                     self.undo(error=error)
-                except ChunkflowError as other:  # only logged, so that it does not hide the first error
+                except ChunkflowError as other:  # this second error is only logged, so that it does not hide the first
                     _log.error("the model stays placed in part, and chunkflow_compile.restore takes it back: %s", other)
                 raise
             loader.close()
@@ -279,8 +279,8 @@ class Placement:
                 self.store.warn_over_bound(name, how)
 
     def _let_fill(self) -> None:
-        """For each buffer that a module fills, give the buffer's host memory a weak reference to the module's ``fill``
-        method."""
+        """For each buffer that a module fills, store a weak reference to the module's ``fill`` method in the HostBuffer of
+        the buffer."""
         for module in {id(m): m for m in filled_by(self.root).values()}.values():
             fill = weakref.WeakMethod(module.fill)
             for name in module.chunkflow_filled:
@@ -302,7 +302,7 @@ class Placement:
                 if (dtype := dtype_of(name, tensor)) != tensor.dtype:
                     tensor.data = tensor.data.to(dtype)
                 if tensor.device != self.store.device:
-                    # copy a tensor that is a view of more memory, such as a checkpoint, because it would keep all of it alive
+                    # copy a view of larger memory, such as a mapped checkpoint, because the view would keep all of it alive
                     part_of_more = tensor.untyped_storage().nbytes() > tensor.nbytes
                     self._moved.append((tensor, tensor.data.clone() if part_of_more else tensor.data))
                     tensor.data = tensor.data.to(self.store.device)
@@ -340,8 +340,8 @@ def packable(
     """Return the names of the weights that can be compressed if their values allow it.
 
     These weights are contiguous bfloat16 tensors that have only one name, are not part of a tensor subclass, and are not
-    filled by a module.  The values of a weight do not allow it if too many of them are outside a range of sixteen consecutive
-    exponents.
+    filled by a module.  The values of a weight do not allow compression if the exponents of too many values are outside a
+    range of sixteen consecutive exponents.
     """
     own, filled = {id(tensor) for _, tensor in tensors_of(root)}, filled_by(root)
     return frozenset(
@@ -396,7 +396,7 @@ def _quiet(ref: weakref.ref[Placement]) -> Iterator[None]:
 def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
     """Call the method to which ``ref`` refers, unless the object of the method has been garbage-collected.
 
-    The object is a placement or a module.  The guards and buffers that store ``ref`` may live longer.
+    The object is a placement or a module.  The guards and buffers that store ``ref`` may outlive the object.
     """
     if (method := ref()) is not None:
         method()

@@ -19,7 +19,7 @@ GGUF = "diffusers.quantizers.gguf.utils.GGUFParameter"
 # Parameter classes from other libraries.  Parameters of these classes differ from ordinary parameters only in additional
 # attributes.
 _WITH_ATTRIBUTES = ("bitsandbytes.nn.modules.Params4bit", "vllm.model_executor.parameter.ModelWeightParameter")
-# Class that cannot be streamed -> the reason, and the classes to use instead.
+# Name of a parameter class that cannot be streamed -> the reason, and the classes to use instead.
 _NOT_STREAMED = {
     BITSANDBYTES_INT8: "its layer keeps the bytes a second time; int8 of torchao or quanto streams",
     GGUF: "its class takes part in every op; int8 or nf4 of torchao, quanto or bitsandbytes streams",
@@ -36,7 +36,7 @@ def refuse_fully_sharded(root: nn.Module) -> None:
     """Raise ChunkflowError for a model under FSDP, because FSDP itself gathers the weights before each use and frees them
     afterwards."""
     for name, module in root.named_modules():
-        # FSDP1 and FSDP2 set this attribute for Dynamo.  FSDP2 also changes the class of a module to one with this method.
+        # FSDP1 and FSDP2 set the attribute, which Dynamo reads.  FSDP2 also gives a module another class, with the method.
         if "_is_fsdp_managed_module" in module.__dict__ or hasattr(type(module), "_get_fsdp_state"):
             raise ChunkflowError(
                 f"FSDP itself moves the weights of {name or type(module).__name__} between the ranks, in every step: to "
