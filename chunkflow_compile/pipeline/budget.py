@@ -88,7 +88,7 @@ class Budget:
         return usable(self.total)
 
     def figures(self) -> PipelineFigures:
-        """Return the current figures of all phases, in the order of the components."""
+        """Return the memory and the call times of all phases, in the order of the components."""
         small, first = kept_by(self.phases), {p.arena: p for p in reversed(self.phases)}
         return PipelineFigures(tuple(p.figures(small, first[p.arena]) for p in self.phases), self.total, self.most)
 
@@ -152,8 +152,7 @@ class Budget:
     def generation(self) -> Iterator[None]:
         """Return the context in which a generation, that is, one call of a pipeline, runs.
 
-        The caller must hold ``turn``.  When the first generation after compile(pipe) ends, the figures of all phases are
-        logged.
+        The caller must hold ``turn``.  When the first generation after compile(pipe) ends, one line per phase is logged.
         """
         try:
             yield

@@ -40,7 +40,7 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
     report names the program and also shows the total time for one call of each program.
 
     ``details``: whether to print more.  For a model, this adds predicted and measured times, the longest stalls and their
-    causes, the windows, and the phases of compilation.  For a pipeline, it adds a table with the bytes of each component on
+    causes, the windows, and the phases of compilation.  For a pipeline, this adds a table with the bytes of each component on
     the device and its call times.
     Raises ChunkflowError if no program of the model has run, or if the argument is neither a model nor a compiled pipeline.
     """

@@ -217,7 +217,7 @@ class Phase:
             self.activations = max(self.activations, activations)
 
     def figures(self, small: int, first: Phase) -> PhaseFigures:
-        """Return the current figures of the phase.
+        """Return the memory, the call times and the notes of the phase.
 
         ``small``: the bytes of the weights that never leave the device, summed over all phases.  ``first``: the first phase
         among the phases that share the arena.  The memory of the arena is counted only for this first phase.

@@ -21,7 +21,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_pipeline(given: Any) -> bool:
-    """Return whether an argument is a pipeline, that is, not a module, but an object whose ``components`` are a mapping."""
+    """Return whether an argument is a pipeline.  Any object with a mapping ``components`` counts as a pipeline, except a
+    module."""
     return not isinstance(given, nn.Module) and isinstance(getattr(given, "components", None), Mapping)
 
 

@@ -36,8 +36,8 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return one sentence per preamble of a placed model: how many weights are hoisted, and how many calls found their row in
-    a table.
+    """Return one sentence per preamble of a placed model.  The sentence says how many weights are hoisted, and how many calls
+    found their row in a table.
 
     The result is empty if no weights are hoisted.
     """

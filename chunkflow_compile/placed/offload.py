@@ -65,8 +65,8 @@ def offload(
     Each moved parameter becomes a :class:`HostWeight`, which has the same shape and dtype and reports the compute device as
     its device.  Smaller parameters and buffers are moved to the compute device.  The compute device is ``device``, or by
     default the device of the parameters.  For a tensor subclass, such as a quantized weight, the inner tensors are moved.
-    Weights that ``from_pretrained`` has only mapped from a safetensors file are read from this file.  On a terminal, a
-    progress bar shows the expected duration of the move.
+    Weights that ``from_pretrained`` has mapped from a safetensors file, but has not read, are read from this file.  On a
+    terminal, a progress bar shows the expected duration of the move.
 
     ``dtype``: the dtype to which floating-point weights are cast, or None for no cast.  The weights are cast one by one.  The
     result is the same as with ``from_pretrained(torch_dtype=dtype)``: modules that the class of the model keeps in float32
@@ -232,7 +232,7 @@ def refuse_accelerate(root: nn.Module) -> None:
             if not getattr(inner, "offload", False):
                 continue
             devices = map(torch.device, getattr(inner, "original_devices", {}).values())
-            if any(device.type == "meta" for device in devices):  # the hook has no weights to load again
+            if any(device.type == "meta" for device in devices):  # the hook has no copy of the weights to put back
                 undo = "load it again without device_map, offload_folder and load_checkpoint_and_dispatch"
             else:
                 undo = (

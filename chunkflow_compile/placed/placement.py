@@ -64,7 +64,8 @@ class Placement:
     ``expected``: the goal that the owner expects to set, or None if there is no owner.  The graph is cut into regions for
     this goal.
     ``timesteps``: a function that returns the timesteps of the pipeline's noise schedule, or None if they are not known.
-    ``pack``: True if weights are compressed when they are moved to host memory, "auto" if they may be compressed later.
+    ``pack``: True if weights are compressed when they are moved to host memory, "auto" if plans choose the weights to
+    compress.
     ``peers``: True if weights are sharded over the devices of several ranks, "auto" if plans choose the weights to shard.
     ``hoist``: the default value of the option ``hoist`` for graphs of the model.
     """
@@ -340,8 +341,8 @@ def packable(
     """Return the names of the weights that can be compressed if their values allow it.
 
     These weights are contiguous bfloat16 tensors that have only one name, are not part of a tensor subclass, and are not
-    filled by a module.  The values of a weight do not allow compression if the exponents of too many values are outside a
-    range of sixteen consecutive exponents.
+    filled by a module.  Their values allow compression if the exponents of almost all values are in a range of sixteen
+    consecutive exponents.
     """
     own, filled = {id(tensor) for _, tensor in tensors_of(root)}, filled_by(root)
     return frozenset(

@@ -36,7 +36,8 @@ def refuse_fully_sharded(root: nn.Module) -> None:
     """Raise ChunkflowError for a model under FSDP, because FSDP itself gathers the weights before each use and frees them
     afterwards."""
     for name, module in root.named_modules():
-        # FSDP1 and FSDP2 set the attribute, which Dynamo reads.  FSDP2 also gives a module another class, with the method.
+        # FSDP1 and FSDP2 mark a module with an attribute for Dynamo.  FSDP2 also replaces the class of the module by a
+        # subclass with the method ``_get_fsdp_state``.
         if "_is_fsdp_managed_module" in module.__dict__ or hasattr(type(module), "_get_fsdp_state"):
             raise ChunkflowError(
                 f"FSDP itself moves the weights of {name or type(module).__name__} between the ranks, in every step: to "
