@@ -69,8 +69,8 @@ class CompileProgress:
             if self._threads:
                 return
             with self._registering():
-                # Assign a new list, because Dynamo may be iterating over the old list.  ``list.remove`` could also fail:
-                # torch._dynamo.reset() may already have cleared the list.
+                # Assign a new list, because Dynamo may be iterating over the old list.  ``list.remove`` would also fail if
+                # torch._dynamo.reset() has cleared the list.
                 callback_handler.start_callbacks = [c for c in callback_handler.start_callbacks if c != self._begins]
             if self._bar is not None:
                 self._bar.close()
