@@ -6,7 +6,7 @@ import torch
 
 
 class Allocator:
-    """torch's caching allocator for a GPU.  For a CPU, all figures are None, because torch does not count them."""
+    """torch's caching allocator for a GPU.  On a CPU, all results are None, because torch does not count allocated bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device if device.type == "cuda" else None

@@ -75,7 +75,7 @@ def compile(
 
     The weights stay in host memory and are copied to the device while the device computes.  Each type of repeated block is
     compiled once, at its first call.  Parts outside these blocks are also compiled if they have large weights.  A model is
-    compiled as one graph instead if it has no repeated blocks, or if ``cudagraphs`` or ``hoist`` requires it.
+    compiled as one graph instead if it has no repeated blocks, or if ``cudagraphs`` or ``hoist`` requires one graph.
 
     The components of a pipeline share one budget of device memory.  Transformers, encoders, ControlNets and the decoder of a
     VAE are compiled like single models.  Components run one after another.  If memory is short, the weights of the least
@@ -90,16 +90,16 @@ def compile(
 
     ``device``: the compute device.  For a model, the default is the device of its parameters.  For a pipeline, the default is
     the current GPU, or the CPU if there is no GPU.
-    ``memory``: the budget for weights and activations on the device, in bytes or as a string such as "12GiB".  It covers a
-    single model, or all components of a pipeline together.  For a model, :class:`Options` explains the default.  For a
-    pipeline, the default is the memory that is free now.  The activations of a transformer are predicted.  If whole blocks do
-    not fit, the tokens of the blocks are split into slices.  In a pipeline, activations are also measured in the first call
-    of each component, and the weights are planned again for the rest of the budget.  On a CPU, activations cannot be
-    measured, so only predicted activations count towards the budget.
-    ``dtype``: the dtype to which weights are cast.  For a pipeline, it may also be a dict with one dtype per component and a
-    "default" for all other components, as in ``from_pretrained(torch_dtype=...)``.
-    ``share``, ``host_memory``, ``peers``: see :func:`offload`.  ``host_memory`` covers all components together.  A model that
-    is already placed keeps its placement.
+    ``memory``: the budget for weights and activations on the device, in bytes or as a string such as "12GiB".  The budget
+    covers a single model, or all components of a pipeline together.  For a model, :class:`Options` explains the default.
+    For a pipeline, the default is the memory that is free now.  The activations of a transformer are predicted.  If the
+    activations of whole blocks do not fit, the tokens of these blocks are split into slices.  In a pipeline, the first call
+    of each component also measures its activations, and the weights are then planned again for the rest of the budget.  On a
+    CPU, activations cannot be measured, so only predicted activations count towards the budget.
+    ``dtype``: the dtype to which weights are cast.  For a pipeline, ``dtype`` may also be a dict with one dtype per component
+    and a "default" for all other components, as in ``from_pretrained(torch_dtype=...)``.
+    ``share``, ``host_memory``, ``peers``: see :func:`offload`.  ``host_memory`` covers all components together.  If a model
+    is already placed, these three arguments, ``device`` and ``dtype`` must be left out.
     ``mode``, ``dynamic``: as in torch.compile.  By default, if an input size changes, the model is recompiled once, and this
     size is dynamic from then on.
     ``adapters``: for pipelines only, the maximum rank of LoRA adapters, or a dict with the arguments of
@@ -148,9 +148,9 @@ def restore(pipe: PipelineT, /) -> PipelineT: ...
 def restore(model: Any, device: torch.device | str | None = None) -> Any:
     """Undo :func:`compile` and :func:`offload`: restore the original model or pipeline, bit for bit, and return it.
 
-    The parameters of a model return to their former device, or move to ``device`` if it is given.  All calls that ChunkFlow
-    compiled for the model and its parts are removed, including calls from ``model.compile(backend="chunkflow")``.  Calls that
-    other backends compiled stay.  The object that ``torch.compile(model, backend="chunkflow")`` returned stays compiled, and
+    The parameters of a model return to their former device, or move to ``device`` if it is given.  Code that ChunkFlow
+    compiled for the model and its parts is removed, even if ``model.compile(backend="chunkflow")`` compiled it.  Code that
+    other backends compiled stays.  The object that ``torch.compile(model, backend="chunkflow")`` returned stays compiled, and
     calling this object places the model again.  If a part of a placed model is restored, the whole model is restored.  If a
     call in another thread is still compiling the model, that call places the model again.
 
@@ -162,8 +162,9 @@ def restore(model: Any, device: torch.device | str | None = None) -> Any:
 
     A model that is neither placed nor compiled, and a pipeline that is not compiled, are returned unchanged.
     Raises ChunkflowError if the weights do not fit on the target device.  In this case the model or the pipeline stays
-    compiled, and the weights of a model that do not fit stay offloaded.  Also raises ChunkflowError if the model belongs to a
-    compiled pipeline, if ``device`` is passed for a pipeline, or if the argument is neither a model nor a pipeline.
+    compiled, and the weights that were not restored before the error stay offloaded.  Also raises ChunkflowError if the model
+    belongs to a compiled pipeline, if ``device`` is passed for a pipeline, or if the argument is neither a model nor a
+    pipeline.
     """
     if isinstance(model, nn.Module):
         return restore_model(model, device)

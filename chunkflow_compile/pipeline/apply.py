@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 # Components with which ControlNets alternate in every step.
 _DENOISERS = ("transformer", "unet")
-# Options that the budget sets for each component.
+# Options that pipelines do not accept, because the budget of a pipeline determines the plan of each component.
 _PLANNED = {"arena", "slowdown", "plan", "policy", "weight_memory"}
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
@@ -97,7 +97,7 @@ def apply(
     given = {name: value for name, value in given.items() if value is not None}
     total = None if memory is None else parse_bytes(memory, "memory")
     while (budget := _apply(pipe, device, total, given)) is None:
-        pass  # this thread has waited while another thread compiled a pipeline with the same components
+        pass  # another thread has meanwhile compiled a pipeline with the same components: try again with their new budget
     budget.log()
     return pipe
 
@@ -105,8 +105,8 @@ def apply(
 def _apply(pipe: Any, device: torch.device | str | None, total: int | None, given: Mapping[str, Any]) -> Budget | None:
     """Add the components of a pipeline to a budget; return the budget.
 
-    Returns None if another thread has meanwhile assigned the components to another budget.
-    ``total``: the size of the budget in bytes; None stands for the memory that is free on the device.
+    Returns None if another thread has meanwhile changed the budget of a component; the caller then tries again.
+    ``total``: the size of the budget in bytes, or None to use the memory that is free on the device.
     Raises ChunkflowError if the components already belong to several budgets.
     """
     models = components_of(pipe)
@@ -123,7 +123,7 @@ def _apply(pipe: Any, device: torch.device | str | None, total: int | None, give
         budget = claim(pipe, own)
     with budget.turn(), budget.lock():
         try:
-            # whether another thread has created this budget in a call that has failed since
+            # whether another thread created this budget in a call of ``compile`` that has failed since
             failed = budget is not own and not budget.phases and not budget.pipelines
             if failed or any(claim(owner, budget) is not budget for owner in (pipe, *models.values())):
                 return None
@@ -152,7 +152,7 @@ def _extend(
 ) -> None:
     """Place and compile the components that do not belong to the budget yet.
 
-    ``total``: the size of the budget in bytes that the user has requested, or None.
+    ``total``: the size in bytes that the user has requested for the budget, or None if the user has not requested a size.
     Raises ChunkflowError if the pipeline is already compiled, or if its components already have a budget with another size or
     device.
     """
@@ -194,7 +194,7 @@ def _add(
 ) -> None:
     """Place and compile components, with the arguments of ``compile``.
 
-    If this fails for one component, restore all of them and raise the error.
+    If a component cannot be placed or compiled, restore all of these components and raise the error.
     """
     enabled = [] if adapters is None else [m for name, m in models.items() if name in ADAPTED]
     check_dynamic(dynamic)
@@ -244,7 +244,7 @@ def _add(
 
 
 def _warn_if_nothing_streams(models: Mapping[str, nn.Module], min_bytes: int) -> None:
-    """Log a warning with the reasons if no component has weights that can be streamed; a budget then has no effect."""
+    """If no component has weights that can be streamed, log a warning with the reason for each component."""
     reasons = {name: why_nothing_streams(model, min_bytes) for name, model in models.items()}
     if reasons and all(reasons.values()):
         for name, reason in reasons.items():
@@ -252,7 +252,7 @@ def _warn_if_nothing_streams(models: Mapping[str, nn.Module], min_bytes: int) ->
 
 
 def _packs(models: Mapping[str, nn.Module], cast: Mapping[str, Any], chosen: Options) -> dict[str, Pack]:
-    """Return the value of ``pack`` for each component.
+    """Return a mapping from the name of each component to the value of ``pack`` with which the component is placed.
 
     Raises ChunkflowError if the user passes pack=True, but no weight can be packed.
     """
@@ -291,7 +291,7 @@ def _takes_turns(name: str, model: nn.Module) -> bool:
 
 
 def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any, room: int | None) -> str:
-    """Return the expected time to read all components, as text.
+    """Return a text with the expected time to read all components from the SSD.
 
     The text is empty if the time is too short to matter, or if some weights will not be read into host memory.
     """
@@ -301,7 +301,7 @@ def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any,
 
 
 def remove(pipe: PipelineT) -> PipelineT:
-    """Alias of :func:`restore` for pipelines.  ``restore(pipe)`` calls it."""
+    """Alias of :func:`restore` for pipelines.  ``restore(pipe)`` calls this function."""
     check_pipeline(pipe, "remove", "restore")
     # If the compiled pipeline no longer exists, find its budget through the components.
     for budget in _budgets([pipe]) or _budgets(pipe.components.values()):
@@ -315,7 +315,7 @@ def remove(pipe: PipelineT) -> PipelineT:
                     budget.pipelines[pipe] = names
                 raise
             unclaim(pipe, budget)
-    if (plain := without_turns(type(pipe))) is not type(pipe):  # also for a copy of a compiled pipeline
+    if (plain := without_turns(type(pipe))) is not type(pipe):  # a copy of a compiled pipeline also has this class
         for model in components_of(pipe).values():
             if budget_of(model) is None and not placements_of(model):
                 bring_back(model)  # a deep copy has its own offloaded weights, without a placement
@@ -324,7 +324,7 @@ def remove(pipe: PipelineT) -> PipelineT:
 
 
 def _timesteps(ref: weakref.ref[Any]) -> torch.Tensor | None:
-    """Return the timesteps that a pipeline's scheduler has set; None until they are set.
+    """Return the timesteps that the scheduler of a pipeline has set, or None if the scheduler has not set timesteps yet.
 
     ``ref``: a weak reference to the pipeline.
     """
@@ -350,10 +350,10 @@ def _weight_bytes(model: nn.Module) -> int:
 
 
 def unread(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the size in bytes of the tensors that are in memory-mapped files and have not been read yet."""
+    """Return the total bytes of those tensors whose memory is mapped from a file, such as a checkpoint."""
     mappings, parts = Mappings(), dict[int, DriveBytes]()
     for tensor in tensors:
-        with contextlib.suppress(ChunkflowError):  # a truncated file: reading it raises the error later
+        with contextlib.suppress(ChunkflowError):  # a truncated file also raises this error when it is read
             if (part := mappings.part(alias(tensor))) is not None:
                 parts[id(tensor)] = part
     return sum(part.nbytes for part in parts.values())

@@ -1,9 +1,10 @@
 """Divides the memory of a device among the phases of a pipeline.  A phase is a component, and phases run one after another.
 
-Phases that alternate in every step share one arena for weights; each of the others has its own arena.  The programs of phases
-with a shared arena run as one cycle, and one plan covers them all.  Before a phase begins, the arenas of other phases are
-freed, least recently used first, until the weights and the activations of the phase fit.  During each call of a phase, the
-memory that the call needs in addition to the weights is measured.  The weights are then planned for the rest of the budget.
+Phases that alternate in every step share one arena for weights.  Each other phase has its own arena.  The programs of phases
+with a shared arena run as one cycle, and one plan covers the whole cycle.  Before a phase begins, the arenas of other phases
+are freed, least recently used first, until the weights and the activations of the phase fit.  During each call of a phase,
+the memory that the call needs in addition to the weights is measured.  The weights are then planned for the rest of the
+budget.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ _log = logging.getLogger(__name__)
 # A phase is planned again if its part of the budget has grown by more than this share of the whole budget.  A smaller gain is
 # not worth a cold start.
 _WORTH_A_PLAN = 0.02
-# The attribute of a pipeline, and of each of its components, that contains their Budget.
+# The name of the attribute in which a pipeline, and each of its components, stores the Budget.
 BUDGET = "_chunkflow_budget"
 
 
 class _Refused(NamedTuple):
     """A failed attempt to plan a phase together with the phases that share its arena.
 
-    ``asked``: the programs and limits of these phases at the time of the attempt.  ``rest``: the bytes of the budget that
-    remained for weights after activations were subtracted.  ``why``: the error message.
+    ``asked``: for each of these phases, the name, the number of programs, the predicted activations, and the limit at the
+    time of the attempt.  ``rest``: the bytes of the budget that remained for weights after activations were subtracted.
+    ``why``: the error message.
     """
 
     asked: tuple[object, ...]
@@ -69,7 +71,7 @@ class Budget:
         self.phases: list[Phase] = []
         # compiled pipeline -> names of its components
         self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()
-        self.arguments: dict[str, Any] = {}  # Arguments of compile(pipe), also used for components added later.
+        self.arguments: dict[str, Any] = {}  # Arguments of the last compile(pipe), and the defaults for the next one.
         self._generated = False  # Whether a generation has ended since compile(pipe).
         self._allocator = Allocator(device)
         # the peak bytes on the device over all calls since compile(pipe); None if they are not measured
@@ -77,7 +79,7 @@ class Budget:
         self._warned = False  # Whether the warning about gradients was logged.
         self._last: list[Phase] = []  # The phases in the order of their last calls, the most recent at the end.
         self._settled = False  # Whether other arenas were already freed for the phase at the end of ``_last``.
-        self._running: tuple[Phase, int] | None = None  # The phase whose call is running, and its thread id.
+        self._running: tuple[Phase, int] | None = None  # The phase whose call is running, and the caller's thread id.
         self._refused = weakref.WeakKeyDictionary[Phase, _Refused]()
 
     @property
@@ -86,7 +88,7 @@ class Budget:
         return usable(self.total)
 
     def figures(self) -> PipelineFigures:
-        """Return the current figures of all phases, in the order of the components."""
+        """Return the memory and the call times of all phases, in the order of the components."""
         small, first = kept_by(self.phases), {p.arena: p for p in reversed(self.phases)}
         return PipelineFigures(tuple(p.figures(small, first[p.arena]) for p in self.phases), self.total, self.most)
 
@@ -150,8 +152,7 @@ class Budget:
     def generation(self) -> Iterator[None]:
         """Return the context in which a generation, that is, one call of a pipeline, runs.
 
-        The caller must hold ``turn``.  When the first generation after compile(pipe) ends, the figures of all phases are
-        logged.
+        The caller must hold ``turn``.  When the first generation after compile(pipe) ends, one line per phase is logged.
         """
         try:
             yield
@@ -177,8 +178,8 @@ class Budget:
     def _without_gradients(self, phase: Phase, call: functools.partial[Any]) -> contextlib.AbstractContextManager[Any]:
         """Return a context that disables gradients, because compiled phases do not support gradients.
 
-        Gradients may be enabled if a component is called directly.  They stay enabled if an input of the call requires
-        gradients.
+        Gradients may be enabled if the user calls a component directly.  If an input of the call requires gradients,
+        gradients stay enabled.
         """
         if not torch.is_grad_enabled() or any(t.requires_grad for t in given_to(call, torch.Tensor)):
             return contextlib.nullcontext()
@@ -235,8 +236,8 @@ class Budget:
     def _held_by_others(self, phase: Phase, graphs: bool = False) -> int:
         """Return the number of bytes in all arenas except the arena of ``phase``.
 
-        ``graphs``: whether to add the memory of the CUDA graphs that belong to these arenas.  The allocator does not count it
-        as allocated.
+        ``graphs``: whether to add the memory of the CUDA graphs that belong to these arenas.  The allocator does not count
+        the memory of CUDA graphs as allocated.
         """
         others = {p.arena for p in self.phases} - {phase.arena}
         return sum(arena.held + (arena.graphs.nbytes if graphs else 0) for arena in others)
@@ -259,10 +260,9 @@ class Budget:
         self._give_cache_back(phase)
 
     def most_bytes(self, arena: Arena) -> int | None:
-        """Return the maximum size in bytes of the weights in an arena that several phases share.
+        """Return the maximum total bytes of the weights in an arena that several phases share.
 
-        Returns None if only one phase uses the arena, or if no phase is planned yet.  In both cases, only the budgets of the
-        phases limit the arena.
+        Returns None if only one phase uses the arena, or if no phase is planned yet.
         """
         sharing = [phase for phase in self.phases if phase.arena is arena]
         planned = [phase.budget - phase.kept for phase in sharing if phase.budget is not None]
@@ -283,7 +283,8 @@ class Budget:
 
         ``nbytes``: the number of bytes that the arena of ``phase`` is about to allocate.
         """
-        room = -1  # The bytes that the other arenas may keep; if the phase has no budget yet, all of them are freed.
+        # The bytes that other arenas may keep.  For a phase without a budget, -1 makes the loop below free all other arenas.
+        room = -1
         if phase.budget is not None:
             room = self.usable - phase.activations - self._taken(phase, phase.budget, nbytes)
         for other in self._last:
@@ -293,8 +294,7 @@ class Budget:
                 self._vacate([other])
 
     def _taken(self, phase: Phase, budget: int, nbytes: int = 0) -> int:
-        """Estimate the maximum size in bytes of the weights in a phase's arena, over the calls of all phases that share the
-        arena.
+        """Estimate the maximum bytes of the weights in a phase's arena, over the calls of all phases that share this arena.
 
         ``budget``: the budget of the phase in bytes.  ``nbytes``: the number of bytes that the arena is about to allocate.
         """
@@ -304,8 +304,8 @@ class Budget:
     def _give_cache_back(self, phase: Phase) -> None:
         """Return unused memory of the allocator to the device if the phase would otherwise exceed the budget.
 
-        The activations of this phase and of the previous phase differ in size.  So the allocator would reserve new memory
-        instead of reusing the memory that it has cached.
+        The activations of this phase differ in size from the activations of the previous phase.  So the allocator would
+        reserve new memory instead of reusing the memory that it has cached.
         """
         reserved = self._allocator.reserved()
         if reserved is None:
@@ -324,8 +324,8 @@ class Budget:
         planned = [p.plan.device_bytes for p in programs(phase.root)]
         planned += [r.cycle.plan.device_bytes for r in cycles(phase.root)]
         for share in (0.5, 0.75) if planned else ():
-            # If half of the planned bytes is too little for any plan, try three quarters.  If that is too little as well,
-            # evicting the weights of other phases has to suffice.
+            # If no plan fits in half of the planned bytes, try three quarters.  If no plan fits in three quarters, the phase
+            # keeps its plan, and the eviction of the other phases' weights has to suffice.
             with contextlib.suppress(ChunkflowError):
                 for other in self._sharing(phase):
                     if other is phase or other.budget is not None:
@@ -337,22 +337,22 @@ class Budget:
         """Record the memory that a call needed in addition to the weights, and plan the weights for the rest of the budget.
 
         ``held``: the bytes that the arena of this phase held when the call began.  ``others``: the bytes that all other
-        arenas held at that time.  ``peak``: the peak number of bytes on the device during the call, or None if it cannot be
-        measured.
+        arenas held when the call began.  ``peak``: the peak number of bytes on the device during the call, or None if the
+        peak cannot be measured.
         Raises ChunkflowError if the rest of the budget is too small for the weights.
         """
         after, learned = phase.arena.held, phase.learned
         if peak is None:
             if phase.budget is None or phase.grew:
                 phase.assume(kept_by(self.phases))
-        # If the call has evicted weights of other phases, the peak may include these weights, and nothing is learned from it.
+        # If the call has evicted weights of other phases, the peak may include these weights, so the peak is not recorded.
         elif others == self._held_by_others(phase):
-            # The activations of a CUDA graph are in its memory pool, which stays allocated between calls.
+            # The activations of a CUDA graph are in the memory pool of the graph, which stays allocated between calls.
             pool = phase.arena.graphs.nbytes + kept_by(self.phases) if phase.arena.graphs.nbytes else 0
             phase.learn(max(0, peak - after - others, pool), steady=held == after)
         try:
             replanned = self._plan(phase)
-        except ChunkflowError:  # forget what this call has added: calls with smaller inputs may still fit
+        except ChunkflowError:  # discard the activations of this call, because calls with smaller inputs may still fit
             phase.unlearn(learned)
             self._settled = False
             raise
@@ -360,16 +360,17 @@ class Budget:
             self._settled = False  # other arenas may have to be evicted again
 
     def _plan(self, phase: Phase) -> bool:
-        """Plan a phase, and the phases that share its arena, if the part of the budget for weights has changed.  A small
-        increase is ignored.
-        Returns whether a plan was made.  Raises ChunkflowError if the part of the budget for weights is too small.
+        """Plan a phase, and the phases that share its arena, if the part of the budget for weights has changed.
+
+        A small increase is ignored.  Returns whether a plan was made.  Raises ChunkflowError if the part of the budget for
+        weights is too small.
         """
         planned = [p for p in self._sharing(phase) if p is phase or p.budget is not None]
         rest, replanned = self.usable - max(p.activations for p in planned), False
         asked = tuple((p.name, len(programs(p.root)), p.live, p.limit) for p in planned)
         before, little = self._refused.pop(phase, None), _WORTH_A_PLAN * self.total
         if before is not None and before.asked == asked and before.rest - little <= rest <= before.rest:
-            # planning would fail again, because the limits have hardly changed since the last attempt
+            # planning would fail again, because the memory for weights has not grown since the last failure
             self._refused[phase] = before
             raise ChunkflowError(before.why)
         for p in planned:
@@ -386,7 +387,7 @@ class Budget:
         return replanned
 
     def _set_budget(self, phase: Phase, budget: int) -> None:
-        """Plan a phase for ``budget`` bytes of weights on the device.  Raises ChunkflowError if this is too little."""
+        """Plan a phase for ``budget`` bytes of weights on the device.  Raises ChunkflowError if ``budget`` is too small."""
         try:
             phase.plan_for(budget)
         except ChunkflowError as error:
@@ -408,7 +409,7 @@ def claim(owner: Any, budget: Budget) -> Budget:
     If two threads call this function for the same owner at the same time, both get the same budget.
     """
     if budget_of(owner) is None:
-        owner.__dict__.pop(BUDGET, None)  # in a copy of a compiled pipeline, the attribute exists and is None
+        owner.__dict__.pop(BUDGET, None)  # the attribute is None if ``owner`` is a copy of a compiled pipeline
     own: Budget = owner.__dict__.setdefault(BUDGET, budget)
     return own
 

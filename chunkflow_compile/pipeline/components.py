@@ -1,4 +1,5 @@
-"""Find the components of a pipeline, check that they can be placed, and check later that they were not moved or compiled."""
+"""Find the components of a pipeline, and check that they can be placed.  Before each generation, check that no other code
+has moved or compiled them since they were placed."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of
 from chunkflow_compile.weights.loader import keep_dtype
 from chunkflow_compile.weights.modules import hooks_of
 
-# Prefixes of the Python modules that define quantized weights.  If a component has such weights, its other weights keep their
-# dtype, because casting them would break forward.
+# Prefixes of the names of classes for quantized weights.  If a component contains such weights, its other weights keep their
+# dtype, because its forward method would fail after a cast.
 _FIXED_DTYPES = ("bitsandbytes.", "optimum.quanto.", "diffusers.quantizers.gguf.")
 
 
 def components_of(pipe: Any) -> dict[str, nn.Module]:
-    """Return the components that have weights, by name.  A component with several names is listed once."""
+    """Return a mapping from names to those components that have weights.  A component with several names is listed once."""
     names: dict[nn.Module, str] = {}
     for name, model in pipe.components.items():
         if isinstance(model, nn.Module) and any(True for _ in leaves_of(model)):
@@ -99,8 +100,8 @@ def check_dtypes(dtype: Any, pipe: Any) -> None:
 
 
 def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Raise ChunkflowError if a cast to ``dtype`` would change a weight, but the component is quantized with a library that
-    does not allow casts."""
+    """Raise ChunkflowError if a component is quantized with a library that does not allow casts, and a cast to ``dtype``
+    would change one of its weights."""
     fixed = next((t for _, t in tensors_of(model) if class_of(t).startswith(_FIXED_DTYPES)), None)
     if dtype is None or fixed is None:
         return
@@ -124,20 +125,20 @@ def check_unmoved(name: str, phase: Phase, device: torch.device) -> None:
     if not phase.begins or _has_compiled_method(model):
         raise ChunkflowError(f"{what} was compiled after compile(pipe), which compiles it: {then}")
     for leaf in leaves_of(model):
-        # weights that were added later may be on the CPU until they are part of a program
+        # weights that were added after compile(pipe) may be on the CPU until a program reads them
         if leaf.device != device and (isinstance(leaf, HostWeight) or leaf.device.type != "cpu"):
             raise ChunkflowError(f"{what} was moved from {device} to {leaf.device} after compile(pipe): {then}")
 
 
 def _has_compiled_method(model: nn.Module) -> bool:
-    """Whether a compiled method has replaced a method of a module, as in ``vae.decode = torch.compile(vae.decode)``."""
+    """Whether other code has replaced a method by a compiled method, as in ``vae.decode = torch.compile(vae.decode)``."""
     own = ((type(m), name, call) for m in model.modules() for name, call in vars(m).items())
     given = (getattr(call, "__dict__", {}) for kind, name, call in own if callable(getattr(kind, name, None)))
     return any("_torchdynamo_orig_callable" in marks and "_torchdynamo_disable" not in marks for marks in given)
 
 
 def _moving_hook(model: nn.Module) -> str | None:
-    """Return a description of a hook in a model that moves weights; None if there is no such hook."""
+    """Return a description of a hook that moves the weights of a model; None if the model has no such hook."""
     for inner in model.modules():
         if hasattr(inner, "_hf_hook"):
             return "a hook of accelerate"
@@ -149,8 +150,8 @@ def _moving_hook(model: nn.Module) -> str | None:
 def check_floor(
     models: Mapping[str, nn.Module], cast: Mapping[str, torch.dtype | None], budget: Budget, min_bytes: int
 ) -> None:
-    """Raise ChunkflowError if the weights that stay on the device and the largest streamed weight together exceed the
-    budget."""
+    """Raise ChunkflowError if the budget is smaller than the weights that stay on the device plus the largest streamed
+    weight."""
     small, fixed, largest = kept_by(budget.phases), dict[str, tuple[int, str]](), dict.fromkeys(models, 0)
     for name, model in models.items():
         for path, nbytes, stays in _weights(model, cast[name], min_bytes):
@@ -183,8 +184,8 @@ def check_floor(
 def _weights(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> Iterator[tuple[str, int, str | None]]:
     """Yield (name, size in bytes, reason) for each weight of a component.
 
-    The size is the size after ``offload`` has cast the weight.  The reason says why the weight will stay on the device.  It
-    is an empty string for a small weight, and None for a weight that will be streamed.
+    The size is the size after ``offload`` has cast the weight.  The reason says why the weight will stay on the device.  The
+    reason is an empty string for a small weight, and None for a weight that will be streamed.
     """
     index, dtype_of = ModelIndex.of(model), keep_dtype if dtype is None else cast_to(dtype, model)
     seen = set[int]()

@@ -35,12 +35,12 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
     Printing the result shows five lines: the time per step, the stalls per step, device memory, host memory, and advice on
     how to make steps faster.  Predictions are shown only if the plan was made for a profile of this machine.
 
-    If the programs of the model run as a cycle, the cycle is explained, and times are for one pass over its calls.  If the
-    model has several programs that do not run as a cycle yet, the slowest program is explained.  In this case, the report
-    names the program and also shows the total time for one call of each program.
+    If the programs of the model run as a cycle, the report explains the cycle, and times are for one pass over its calls.  If
+    the model has several programs that do not run as a cycle yet, the report explains the slowest program.  In this case, the
+    report names the program and also shows the total time for one call of each program.
 
     ``details``: whether to print more.  For a model, this adds predicted and measured times, the longest stalls and their
-    causes, the windows, and the phases of compilation.  For a pipeline, it adds a table with the bytes of each component on
+    causes, the windows, and the phases of compilation.  For a pipeline, this adds a table with the bytes of each component on
     the device and its call times.
     Raises ChunkflowError if no program of the model has run, or if the argument is neither a model nor a compiled pipeline.
     """
@@ -66,7 +66,7 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
         explanation = replace(explanation, calls=tuple(call_figures(bound.cycle)), jumps=bound.jumps)
         notes = dict.fromkeys(note for program in ran for note in program.notes)
         return of_model(explanation, notes, [call.cut.problem for call in bound.calls])
-    # the programs that ran outside cycles; for each part of the model, only its newest program
+    # the programs that ran outside cycles: for each part of the model, only the newest program of this part
     parts = {p.call.reads: (p, measured(p.plan, [*map(as_one, passes)])) for p in ran if (passes := p.passes)}
     if not parts:
         raise ChunkflowError(
@@ -87,7 +87,7 @@ def explain(compiled: nn.Module | Any, details: bool = False) -> Explanation | P
 def _of_model(
     model: nn.Module, details: bool, explanation: Explanation, notes: Iterable[str], problems: Iterable[Problem]
 ) -> Explanation:
-    """Add the figures of the model itself to an explanation.
+    """Add the figures that belong to the whole model, such as its host memory, to an explanation.
 
     ``notes``: the notes of the model's programs.  ``problems``: the scheduling problems of these programs.
     """
@@ -119,10 +119,10 @@ def _name(part: SingleCall) -> str:
 
 
 def _part(chosen: SingleCall, parts: Sequence[tuple[SingleCall, Measured]], planned: bool, profiled: bool) -> str:
-    """Return a text that says which part of a model is explained, and how long all parts take together.
+    """Return a text that says which part of a model the report explains, and how long all parts take together.
 
     ``chosen``: the program of the explained part.  ``parts``: the programs of all parts, with their measurements.
-    ``planned``: whether the parts already run as a cycle.  ``profiled``: whether to show predictions.
+    ``planned``: whether the parts already run as a cycle.  ``profiled``: whether the text contains predicted times.
     """
     predicted = [p.plan.predicted.step_s for p, _ in parts if p.plan.predicted is not None]
     together = f"{seconds(sum(m.step_s for _, m in parts))} as measured"
@@ -132,7 +132,7 @@ def _part(chosen: SingleCall, parts: Sequence[tuple[SingleCall, Measured]], plan
         f"{_name(chosen)} takes longest of the {len(parts)} parts of this model, and is explained here. A call of each takes "
         f"{together}."
     )
-    if chosen.key is None:  # there will be no cycle: cycles are disabled, or the user has chosen the placement
+    if chosen.key is None:  # the program cannot join a cycle: cycles are disabled, or the user has chosen its plan
         return text
     when = "is measured" if planned else "runs as one cycle, from the third on"
     return f"{text} Once a pass over all of them {when}, that is explained."

@@ -1,7 +1,7 @@
 """Intercept the calls of compiled pipelines.
 
 One generation runs at a time.  Before each generation, the components of the pipeline are checked, and components that no
-pipeline contains any more are restored.
+compiled pipeline contains any more are restored.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _WIDEN = "_maybe_expand_transformer_param_shape_or_error_"
 
 
 def in_turns(cls: type) -> type:
-    """Return a subclass of a pipeline's class.  When an instance is called, it waits until no other generation runs, checks
-    its components, and then runs.
+    """Return a subclass of a pipeline's class.  A call of an instance waits until no other generation runs, checks the
+    components of the instance, and then runs the pipeline.
 
-    If ``cls`` is already such a subclass, it is returned unchanged.  This happens for copies of compiled pipelines.
+    If ``cls`` is already such a subclass, which happens for copies of compiled pipelines, ``cls`` itself is returned.
     """
     if _PLAIN_CLASS in vars(cls):
         return cls
@@ -43,8 +43,8 @@ def in_turns(cls: type) -> type:
         with budget.turn():
             now = budget_of(self)
             if now is None or _left(self, now):
-                # The pipeline was restored while this thread waited.  Hold ``turn`` during the call, because other threads
-                # may wait, too.
+                # The pipeline was restored while this thread waited.  This thread keeps ``turn`` during the call, so that
+                # other threads that also waited call the pipeline one after another.
                 return call(self, *args, **kwargs)
             if now is budget:
                 _check_components(self, budget)
@@ -75,7 +75,8 @@ def _unloading(cls: Any) -> Callable[..., Any]:
         models = {name: getattr(self, name, None) for name in named}
         enabled = {name: m for name, m in models.items() if isinstance(m, nn.Module) and is_enabled(m)}
         for model in enabled.values():
-            unload(model)  # before diffusers unloads: diffusers may reset layers, and it can only reset ordinary layers
+            # before diffusers unloads, because diffusers may reset layers, and can reset only layers without adapter slots
+            unload(model)
         self.__dict__["_lora_loadable_modules"] = [name for name in named if name not in enabled]
         try:
             return cls.unload_lora_weights(self, *args, **kwargs)
@@ -86,7 +87,7 @@ def _unloading(cls: Any) -> Callable[..., Any]:
 
 
 def _widening(cls: Any) -> Any:
-    """Wrap the method with which a pipeline widens layers for a control LoRA (an adapter that adds input channels)."""
+    """Wrap the method with which a pipeline adds inputs to layers for a control LoRA, an adapter with more input channels."""
     widen = getattr(cls, _WIDEN)
 
     @functools.wraps(widen)
@@ -105,7 +106,7 @@ def without_turns(cls: type) -> type:
 
 
 def unused(budget: Budget) -> list[Phase]:
-    """Return the phases whose components no compiled pipeline contains any more."""
+    """Return the phases of those components that no compiled pipeline contains any more."""
     used = {id(model) for pipe in budget.pipelines for model in components_of(pipe).values()}
     return [phase for phase in budget.phases if id(phase.root) not in used]
 
@@ -113,7 +114,7 @@ def unused(budget: Budget) -> list[Phase]:
 def free(phases: Iterable[Phase], budget: Budget) -> None:
     """Restore the components of ``phases``.
 
-    Each component returns to its former device, or to host memory if it does not fit on that device.
+    Each component returns to its former device, or to host memory if its former device has too little memory.
     """
     for phase in phases:
         try:

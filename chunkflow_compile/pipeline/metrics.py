@@ -1,5 +1,5 @@
-"""``metrics``: Prometheus metrics for placed models.  They are computed when Prometheus scrapes them, from counts that
-programs keep anyway."""
+"""``metrics``: Prometheus metrics for placed models.  When Prometheus scrapes the metrics, they are computed from counts that
+the programs of a model always keep."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.locks import ProcessLock
 
-# The number of retries if a read fails because another thread has changed a list or dict during the iteration.
+# The maximum number of retries if a read fails because another thread has changed a list or dict during the iteration.
 _TRIES = 5
 
-# For each counter, its description and a function that computes its value from a model's counts.  The keys are the names of
-# the counters without the suffix that Prometheus adds.
+# Name of a counter, without the suffix that Prometheus adds -> the description of the counter, and a function that computes
+# its value from a model's counts.
 _COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
     "chunkflow_calls": ("Calls of compiled programs", lambda c: c.calls),
     "chunkflow_call_predicted_seconds": ("Predicted time of the measured calls", lambda c: c.predicted_s),
@@ -61,10 +61,10 @@ _GAUGES = {
 
 @dataclass(eq=False)
 class _Watched:
-    """A model that is scraped.
+    """A model with metrics.
 
     ``name``: the label of the model.  ``root``: a weak reference to the model.  ``counts``: the counts of all placements of
-    the model so far; the counts of the current placement are last.
+    the model so far, oldest first.
     """
 
     name: str
@@ -77,16 +77,16 @@ class _Watched:
         return [] if root is None else [p for m in root.modules() if (p := placement_of(m)) is not None]
 
     def sums(self, placements: Iterable[Placement]) -> list[Counts]:
-        """Return the counts of the current placements and of all earlier placements.
+        """Return the counts of the current placements and of all earlier placements of the model.
 
-        Earlier placements are included so that counters never decrease when a model is placed again.
+        Earlier placements are included so that counters do not decrease when the model is placed again.
         """
         self.counts += [p.store.counts for p in placements if p.store.counts not in self.counts]
         return self.counts
 
 
 class Metrics:
-    """A collector for prometheus_client.  It leaves out models that are restored or no longer exist."""
+    """A collector for prometheus_client.  Models that are restored or no longer exist have no values."""
 
     def __init__(self, owners: Iterable[Any], registry: Any, library: Any) -> None:
         self._owners = [weakref.ref(unwrap(o) if isinstance(o, nn.Module) else o) for o in owners]
@@ -100,11 +100,11 @@ class Metrics:
         self._registry.unregister(self)
 
     def describe(self) -> list[Any]:
-        """Return the metric families without values.  The registry calls this method when the collector is registered."""
+        """Return the metric families without values.  prometheus_client calls this method when it registers the collector."""
         return [*self._families().values()]
 
     def collect(self) -> list[Any]:
-        """Return the current values.  This method does not wait for calls of models, nor synchronize with a device."""
+        """Return the metric families with the current values, without waiting for calls of models or for a device."""
         families, taken = self._families(), set[Arena]()
         rank = str(dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")))
         with self._lock():
@@ -128,7 +128,7 @@ class Metrics:
         return {**counters, _CALL[0]: core.SummaryMetricFamily(*_CALL, labels=labels), **gauges}
 
     def _present(self) -> list[_Watched]:
-        """Return the models to scrape, including the current components of the pipelines."""
+        """Return the models that metrics are collected for, including the current components of the pipelines."""
         names: dict[nn.Module, str] = {}
         for owner in (o for ref in self._owners if (o := ref()) is not None):
             for name, model in _undisturbed(partial(models_of, owner)).items():
@@ -144,9 +144,9 @@ class Metrics:
         return [w for root, w in watched.items() if root in names]
 
     def _gauges(self, watched: _Watched, placements: list[Placement], taken: set[Arena]) -> dict[str, float]:
-        """Compute the gauges of a model.
+        """Return a mapping from the name of each gauge to its value for one model.
 
-        ``taken``: the arenas that were already counted for other models.  The arenas of this model are added to this set.
+        ``taken``: the arenas that were already counted for other models.  The arenas of this model are added to ``taken``.
         """
         programs = [program for p in placements for program in [*p.programs] if not program.closed]
         arenas = {program.arena for program in programs} - taken
@@ -171,22 +171,22 @@ class Metrics:
 def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
     """Register a Prometheus collector for compiled pipelines and placed models; return it.
 
-    The label of a model is the name of the component in its pipeline, or the name of the model's class.  If the label is
-    already in use, a number is appended.
+    The label of a component is its name in the pipeline.  The label of any other model is the name of its class.  If the
+    label is already in use, a number is appended.
     ``registry``: a registry from prometheus_client; by default the global registry, which ``start_http_server`` serves.
     Raises ChunkflowError if prometheus_client is not installed, if ``registry`` is not a registry or already contains these
     metrics, or if an argument is neither a model nor a pipeline.
     """
     prometheus_client = library()
     for owner in pipes_or_models:
-        models_of(owner)  # raises ChunkflowError for other types
+        models_of(owner)  # raises ChunkflowError if ``owner`` is neither a pipeline nor a model
     chosen = prometheus_client.REGISTRY if registry is None else registry
     if not hasattr(chosen, "register"):
         raise ChunkflowError(f"registry={registry!r} is no registry: pass a prometheus_client.CollectorRegistry.")
     collector = Metrics(pipes_or_models, chosen, prometheus_client.core)
     try:
         chosen.register(collector)
-    except ValueError as error:  # a collector with the same names is registered
+    except ValueError as error:  # a collector with the same metric names is already registered
         raise ChunkflowError(
             "This registry has the metrics of ChunkFlow already: pass all models in one call, or unregister() the first."
         ) from error
@@ -203,8 +203,8 @@ def library() -> Any:
 
 
 def models_of(owner: Any) -> Mapping[str, nn.Module]:
-    """Return a mapping from component names to the models of a pipeline.  For a single model, the mapping contains this model
-    under the name of its class.
+    """Return a mapping from component names to the models of a pipeline.  For a single model, the mapping contains only this
+    model, under the name of its class.
 
     Raises ChunkflowError if ``owner`` is neither a pipeline nor a model.
     """
@@ -216,7 +216,7 @@ def models_of(owner: Any) -> Mapping[str, nn.Module]:
 
 
 def _undisturbed(read: Callable[[], Any]) -> Any:
-    """Call ``read`` and return its result.  Retry if ``read`` fails because another thread has changed a list or dict."""
+    """Call ``read`` and return its result.  Retry if the call fails because another thread has changed a list or dict."""
     for _ in range(_TRIES):
         with contextlib.suppress(RuntimeError):
             return read()

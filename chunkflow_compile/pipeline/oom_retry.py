@@ -1,4 +1,4 @@
-"""Decides whether a call that ran out of memory may run again, and resets the random number generators for the retry."""
+"""Decides whether a call that ran out of memory may be retried, and resets the random number generators for the retry."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ Given = TypeVar("Given")
 
 
 class RngSnapshot:
-    """The states of the random number generators that a call may use.
-
-    These are torch's global generators, and all generators among the arguments of the call.
-    """
+    """The states of the random number generators that a call may use: the global generators in torch, and all generators
+    among the arguments of the call."""
 
     def __init__(self, device: torch.device, call: functools.partial[Any]) -> None:
         self._device = device
@@ -28,7 +26,7 @@ class RngSnapshot:
         self._given = [(g, g.get_state()) for g in given_to(call, torch.Generator)]
 
     def rewind(self) -> None:
-        """Reset the generators, so that the call draws the same numbers again."""
+        """Reset the generators to these states, so that a retry of the call draws the same numbers."""
         torch.set_rng_state(self._own)
         if self._on_device is not None:
             torch.cuda.set_rng_state(self._on_device, self._device)
@@ -52,8 +50,11 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def runs_once(root: nn.Module, call: functools.partial[Any]) -> bool:
-    """Whether a call must not be retried, because it has side effects (for example on a step cache), or because there are
-    other ranks, which would not retry it."""
+    """Whether a call must not be retried.
+
+    A call must not be retried if it has side effects, for example on a step cache, or if there are other ranks, because the
+    other ranks would not retry the call.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1:
         return True
     given = (*call.args, *call.keywords.values())

@@ -1,4 +1,4 @@
-"""A phase: the calls of one component of a pipeline, with their plans and measurements."""
+"""A phase: the calls of one component of a pipeline, with the plans and the measurements of these calls."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _KEPT_SECONDS = 32  # the maximum number of call times that a phase keeps; the o
 class Learned(NamedTuple):
     """The recorded activations of a phase.
 
-    ``activations``: the maximum size of the activations in bytes.  ``steady``: whether the activations were measured in a
-    call that did not change the arena.  ``assumed``: the part of ``activations`` that is predicted because it cannot be
-    measured, in bytes.
+    ``activations``: the maximum bytes of the activations in a call.  ``steady``: whether the activations were measured in a
+    call that did not change the arena.  ``assumed``: the bytes in ``activations`` that are predicted because they cannot be
+    measured.
     """
 
     activations: int
@@ -52,12 +52,12 @@ class Phase:
     """A component of a pipeline, and the plans and measurements of its calls.
 
     ``name``: the name of the component in the pipeline.  ``root``: the model; the phase keeps only a weak reference to it.
-    ``arena``: the arena for the weights, which other phases may share.  ``counts``: whether the budget of plans covers the
-    predicted activations.  In this case, blocks are split when memory is short.
+    ``arena``: the arena for the weights, which other phases may share.  ``counts``: whether plans for this phase have a
+    memory budget that covers predicted activations as well as weights.  If so, blocks are split when memory is short.
     ``activations``: the peak number of bytes on the device during a call, without the bytes in arenas, but including the
     small weights of all phases; 0 until a call has ended.  ``measured``: whether ``activations`` was measured.
-    ``budget``: the size in bytes of the weights on the device for which the programs are planned; None before the first plan.
-    ``limit``: the maximum of ``budget``.  It is set when a call runs out of memory and is None again after the generation.
+    ``budget``: the bytes of weights that the current plans may keep on the device; None before the first plan.  ``limit``:
+    the maximum of ``budget`` between an out-of-memory error and the end of the generation; otherwise None.
     """
 
     def __init__(
@@ -79,15 +79,16 @@ class Phase:
         self.arena = arena
         self.activations = 0
         self.measured = False
-        self._assumed = 0  # The part of ``activations`` that is predicted because it cannot be measured, in bytes.
+        self._assumed = 0  # The bytes in ``activations`` that are predicted because they cannot be measured.
         self.steady = False  # Whether ``activations`` was measured in a call that did not change the arena.
         self.budget: int | None = None
         self.limit: int | None = None
         self.calls = 0
         self.retries = 0
-        # name of an intercepted method -> previous attribute of the model; empty if calls of the model itself are intercepted
+        # name of an intercepted method -> the attribute of the model that was replaced, or None.  Empty if calls of the model
+        # itself are intercepted.
         self.methods: dict[str, Any] = {}
-        self._warned = 0  # the maximum number of bytes for which a warning about the budget was logged
+        self._warned = 0  # the maximum bytes of a call that has exceeded the budget
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
         self._ran: list[
             tuple[weakref.ref[SingleCall], int]
@@ -114,21 +115,21 @@ class Phase:
 
     @property
     def kept(self) -> int:
-        """The size in bytes of the weights that never leave the device, including the shards that other ranks read."""
+        """The bytes of the weights that never leave the device, including the shards that other ranks read."""
         placement = placement_of(self.root)
         pieces = 0 if placement is None else placement.store.piece_bytes
         return pieces + sum(leaf.nbytes for leaf in self.weights if not isinstance(leaf, HostWeight))
 
     @property
     def streamed(self) -> int:
-        """The size in bytes of the weights that calls copy to the device."""
+        """The bytes of the weights that can be streamed."""
         return sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight))
 
     @property
     def least(self) -> int:
-        """The minimum size in bytes of weights on the device, over all possible plans.
+        """The minimum bytes of weights on the device with which all programs can be planned.
 
-        It includes the weights that never leave the device.
+        These bytes include the weights that never leave the device.
         """
         variants = {id(program.variant): program.variant for program in programs(self.root)}.values()
         plannable = [(variant.program.problem, variant.settings) for variant in variants]
@@ -137,25 +138,22 @@ class Phase:
 
     @property
     def live(self) -> int:
-        """The maximum of the predicted activations over all input sizes so far, in bytes.
-
-        It is 0 if the budget of plans does not cover activations.
-        """
+        """The maximum bytes of predicted activations over all input sizes so far; 0 if ``counts`` is False."""
         return _live_bytes(programs(self.root)) if self.counts else 0
 
     @property
     def grew(self) -> bool:
-        """Whether the predicted activations of the newest call exceed the predicted activations recorded so far."""
+        """Whether the predicted activations of the newest call exceed the bytes that :meth:`assume` has recorded."""
         return self.counts and _live_bytes(program for program, _ in self._newest()) > self._assumed
 
     def steps(self) -> dict[SingleCall, int]:
-        """Return how often each program in the phase's arena has run."""
+        """Return a mapping from each program in the arena to the number of times that the program has run."""
         return {s: s.call.steps for s in self.arena.programs if isinstance(s, SingleCall) and not s.preamble}
 
     def ended(self, before: dict[SingleCall, int], seconds: float) -> None:
         """Record that a call has ended.
 
-        ``before``: the result of :meth:`steps` before the call.  ``seconds``: the duration of the call on the host.
+        ``before``: the result of :meth:`steps` before the call.  ``seconds``: the duration of the call, measured on the host.
         """
         self._seconds.append(seconds)
         counts = {program: count - before.get(program, 0) for program, count in self.steps().items()}
@@ -169,12 +167,13 @@ class Phase:
         self.retries += 1
 
     def exceeds(self, taken: int) -> bool:
-        """Record that a call took ``taken`` bytes, more than the budget; return whether this is the maximum so far."""
+        """Record that a call took ``taken`` bytes, more than the budget.  Return True if ``taken`` is a new maximum."""
         before, self._warned = self._warned, max(self._warned, taken)
         return taken > before
 
     def plan_for(self, budget: int) -> None:
-        """Plan the programs for ``budget`` bytes of weights on the device.  Raises ChunkflowError if this is too little."""
+        """Plan the programs for at most ``budget`` bytes of weights on the device.  Raises ChunkflowError if there is no such
+        plan."""
         if budget < self.kept:
             raise ChunkflowError("there is no room for any.")
         if programs(self.root):
@@ -183,7 +182,7 @@ class Phase:
         self.budget = budget
 
     def keep_budget(self) -> None:
-        """After a call ran out of memory, limit plans to the current budget until the generation ends."""
+        """Limit plans to the current budget until the generation ends, because a call has run out of memory."""
         self.limit = self.budget
 
     def end_generation(self) -> None:
@@ -195,19 +194,21 @@ class Phase:
         return Learned(self.activations, self.steady, self._assumed)
 
     def assume(self, small: int) -> None:
-        """Record the predicted activations, because activations cannot be measured.  ``small``: see :meth:`figures`."""
+        """Record the predicted activations, because activations cannot be measured.  ``small``: the bytes of the weights that
+        never leave the device, summed over all phases."""
         self._assumed = self.live
         self.activations = small + self._assumed
 
     def unlearn(self, before: Learned) -> None:
-        """Discard the activations that the newest call has added.  ``before``: the value of ``learned`` before that call."""
+        """Discard the activations that the newest call has recorded.  ``before``: the value of ``learned`` before this
+        call."""
         self.activations, self.steady, self._assumed = before
 
     def learn(self, activations: int, steady: bool) -> None:
         """Record the measured activations of a call.
 
-        ``activations``: their size in bytes.  ``steady``: whether the call left the arena unchanged.  A measurement in such a
-        call replaces measurements in calls that changed the arena.
+        ``activations``: the measured bytes.  ``steady``: whether the call left the arena unchanged.  If it did, this
+        measurement replaces all measurements from calls that changed the arena.
         """
         self.measured = True
         if steady and not self.steady:
@@ -216,10 +217,10 @@ class Phase:
             self.activations = max(self.activations, activations)
 
     def figures(self, small: int, first: Phase) -> PhaseFigures:
-        """Return the current figures of the phase.
+        """Return the memory, the call times and the notes of the phase.
 
-        ``small``: the size in bytes of the weights that never leave the device, summed over all phases.  ``first``: the first
-        of the phases that share this phase's arena; the memory of the arena is counted only for this first phase.
+        ``small``: the bytes of the weights that never leave the device, summed over all phases.  ``first``: the first phase
+        among the phases that share the arena.  The memory of the arena is counted only for this first phase.
         """
         predicted, measured = self._predicted_s(), self.seconds(wait=True)
         newest = self._newest()
@@ -252,9 +253,9 @@ class Phase:
         )
 
     def _per_call(self, figure: str) -> float | None:
-        """Return the sum of a measured figure over all programs of the newest call; None if no program was measured.
+        """Return the sum of a measured value over all programs of the newest call; None if no program was measured.
 
-        ``figure``: the name of a field in the measurement of a step.
+        ``figure``: the name of the value in :class:`StepMeasurement`.
         """
         steps = [([getattr(m, figure) for m in [*program.call.measured]], count) for program, count in self._newest()]
         measured = [count * _median(values) for values, count in steps if values]
@@ -267,8 +268,8 @@ class Phase:
     def _predicted_s(self) -> float | None:
         """Return the predicted seconds for the newest call, or None if there is no prediction.
 
-        If the programs of the call run in a cycle, the prediction is from the plan of the cycle.  Otherwise it is from the
-        plans of the programs.
+        If the programs of the call run in a cycle, the plan of the cycle contains the prediction.  Otherwise the predictions
+        from the plans of the programs are added.
         """
         newest = self._newest()
         problems = {program.key: program.program.problem for program, _ in newest}
@@ -276,7 +277,8 @@ class Phase:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(program.variant.cut) in cuts for program, _ in newest):
                 return _planned_s(bound, problems.keys())
-            if problems.keys() == set(bound.keys):  # the calls of the cycle are these programs for other input sizes
+            # the calls of this cycle are the calls in ``newest``, but were planned for other input sizes
+            if problems.keys() == set(bound.keys):
                 return _simulated_s(bound, problems)
         times = [(count, s.plan.predicted.step_s) for s, count in newest if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
@@ -284,9 +286,9 @@ class Phase:
     def seconds(self, wait: bool = False) -> float | None:
         """Return the seconds per call, or None if no call has ended.
 
-        This is the measured time of the programs in the newest call.  If they were not measured, it is the median duration
-        of a call on the host.
-        ``wait``: whether to wait for steps in flight.  Otherwise only the measurements that are already available are used.
+        The result is the measured time of the programs in the newest call.  If these programs were not measured, the result
+        is the median of the call durations that the host has measured.
+        ``wait``: whether to wait for steps in flight.  Without waiting, only measurements that have arrived are used.
         """
         newest = self._newest()
         if newest and not any(program.closed for program, _ in newest):
@@ -300,10 +302,10 @@ class Phase:
 
 
 def _planned_s(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | None:
-    """Return the predicted seconds for those calls of a cycle whose keys are in ``keys``; None if the cycle's plan has no
-    prediction.
+    """Return the predicted seconds for those calls of a cycle whose keys are in ``keys``; None if the cycle's plan contains
+    no prediction.
 
-    The time of a call is counted from its beginning to the beginning of the next call.
+    Each call is counted from its beginning to the beginning of the next call.
     """
     if cycle.plan.predicted is None:
         return None
@@ -311,9 +313,9 @@ def _planned_s(cycle: BoundCycle, keys: Collection[CallKey | None]) -> float | N
 
 
 def _simulated_s(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) -> float:
-    """Simulate a pass over a cycle with the cycle's plan, but with other input sizes; return the predicted seconds.
+    """Simulate one pass over a cycle under the cycle's plan, but for other input sizes; return the predicted seconds.
 
-    ``problems``: for each key of a call, the scheduling problem of this call at its new sizes.
+    ``problems``: key of a call -> the scheduling problem of this call for the other input sizes.
     """
     whole, plan = cycle.cycle.problem, cycle.plan
     sized = [problems.get(key, call.cut.problem) for key, call in zip(cycle.keys, cycle.calls, strict=True)]
@@ -328,12 +330,12 @@ def _simulated_s(cycle: BoundCycle, problems: Mapping[CallKey | None, Problem]) 
 
 
 def _live_bytes(programs: Iterable[SingleCall]) -> int:
-    """Return the maximum of the predicted activations over these programs, in bytes."""
+    """Return the maximum bytes of predicted activations over these programs."""
     return max((program.program.problem.live_bytes for program in programs), default=0)
 
 
 def kept_by(phases: Iterable[Phase]) -> int:
-    """Return the size in bytes of the weights that never leave the device, summed over several phases."""
+    """Return the bytes of the weights that never leave the device, summed over these phases."""
     return sum(phase.kept for phase in phases)
 
 
@@ -341,8 +343,8 @@ class Entry:
     """A callable that replaces a method of a component, so that :meth:`Budget.run` runs the calls of this method."""
 
     def __init__(self, run: Callable[..., Any], phase: Phase, name: str, call: Callable[..., Any]) -> None:
-        """``run``: a function that takes the phase and a call with bound arguments.  ``name``: the name of the method.
-        ``call``: the original method."""
+        """``run``: a function that runs a call; its arguments are the phase, and the original method with bound arguments.
+        ``name``: the name of the method.  ``call``: the original method."""
         self._run, self._phase, self._name, self._call = run, phase, name, call
         functools.update_wrapper(self, call)
 
@@ -361,7 +363,7 @@ class Entry:
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the garbage collector may call this anywhere
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the garbage collector may call this function while Dynamo traces
 def _went(ref: weakref.ref[Phase], _: object) -> None:
     if (phase := ref()) is not None:
         phase.gone(phase)
@@ -369,5 +371,5 @@ def _went(ref: weakref.ref[Phase], _: object) -> None:
 
 def _median(seconds: list[float]) -> float:
     """Return the median of all values except the first, which includes one-time costs.  If there is only one value, return
-    it."""
+    this value."""
     return median(seconds[1:] or seconds)

@@ -24,7 +24,7 @@ from chunkflow_compile.weights.leaves import tensors_of
 
 _log = logging.getLogger(__name__)
 
-# Components that run in every denoising step.  Hoisting and splitting apply only to these components.
+# The names of components that run in every denoising step.  Hoisting applies only to these components.
 STEPPED = (*ADAPTED, "controlnet")
 
 
@@ -41,21 +41,21 @@ def compile_phase(
         options = {name: value for name, value in options.items() if name != "hoist"}
     if not phase.counts:
         options = {name: value for name, value in options.items() if name != "split"}
-    # Activations that are not predicted are measured in the first call.  Until they are measured, weights may use the whole
-    # budget.
+    # If plans do not cover predicted activations, the first call measures the activations.  Before this measurement, weights
+    # may use the whole budget.
     expected = replace(chosen.goal, memory=max(0, left + phase.kept), activations=phase.counts)
-    # Arena and goal are not passed as options: whenever an option changes, Dynamo recompiles, and it also keeps the code that
-    # was compiled for the old options.
+    # The arena and the goal are not passed as options of the backend: whenever an option changes, Dynamo recompiles, and also
+    # keeps the code that it has compiled for the old options.
     placement.belong_to(functools.partial(_owner, phase.name, weakref.ref(budget)), phase.arena, expected)
-    # the methods whose calls are intercepted; empty if calls of the module are intercepted
+    # the names of the methods whose calls are intercepted; empty if calls of the model itself are intercepted
     methods: tuple[str, ...] = ()
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.expect_eager_reads()
-        # The decoders of Wan and Qwen-Image keep a list of frames, which each call changes.  Dynamo would compile each block
-        # for every state of this list.
+        # The decoders of Wan and Qwen-Image keep a list of frames, and each call changes this list.  Dynamo would compile
+        # each block again for every state of the list.
         keeps_frames = "feat_cache" in inspect.signature(decoder.forward).parameters
-        # If regions run eagerly, compiling has no benefit.  On a CPU, AutoencoderKL even fails, because its group norms would
-        # run as ATen ops; it also fails with torch's backend aot_eager.
+        # If regions run eagerly, compiling a decoder has no benefit.  On a CPU, a compiled AutoencoderKL would even fail,
+        # because its group norms would run as ATen ops.  It fails in the same way with torch's backend aot_eager.
         if repeated_blocks(decoder) and not keeps_frames and chosen.lowering != "eager":
             compile_by_kind(decoder, placement, options, dynamic, name=f"pipe.{phase.name}", levels=True)
         methods = tuple(name for name in ("encode", "decode") if hasattr(model, name))
@@ -70,7 +70,7 @@ def compile_phase(
         # A component that runs once per generation gets no CUDA graph, because the memory of the graph would stay allocated.
         if phase.name not in STEPPED:
             options = {**options, "cudagraphs": False}
-        # If the model is compiled as one graph, its first plan may keep as many weights on the device as the goal allows.
+        # The first plan of a model that is compiled as one graph may keep as many weights on the device as the goal allows.
         if phase.counts or compiled_whole(model, options):
             placement.aim_for(expected)
         compile_by_kind(model, placement, options, dynamic, name=f"pipe.{phase.name}")
@@ -78,7 +78,7 @@ def compile_phase(
 
 
 def _owner(name: str, ref: weakref.ref[Budget]) -> str | None:
-    """Return a description of the component for error messages; None once no pipeline of the budget is compiled.
+    """Return a description of a component for error messages; None if the budget has no compiled pipeline any more.
 
     ``name``: the name of the component.  ``ref``: a weak reference to the budget.
     """

@@ -1,4 +1,4 @@
-"""``use_adapters``: select adapters for the calls of one thread, such as one request of a server."""
+"""``use_adapters``: select LoRA adapters for the generations of one thread, for example for one request to a server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from chunkflow_compile.pipeline.budget import budget_of
 def use_adapters(
     pipe: Any, names: str | Sequence[str] | None, weights: float | Sequence[float] | None = None
 ) -> Iterator[None]:
-    """Activate these adapters within a ``with`` statement, and restore the previously active adapters at its end.
+    """Activate the adapters ``names`` within a ``with`` statement, and restore the previously active adapters at its end.
 
-    Other threads that generate with a pipeline of the same budget wait until the context ends.  So each thread generates with
-    its own adapters.
+    Other threads that call a pipeline with the same budget wait until the ``with`` statement ends.  So each thread generates
+    with its own adapters.
 
-    ``names``: names of loaded adapters, as for ``set_adapters``; None deactivates all adapters.  ``weights``: the weights of
-    these adapters, 1 by default.
+    ``names``: names of loaded adapters, as for ``set_adapters``; None deactivates all adapters.  ``weights``: one weight for
+    all adapters, or one weight per adapter; 1 by default.
     Raises ChunkflowError if the pipeline does not support adapters.  Raises diffusers' ValueError if an adapter is not
     loaded; the previously active adapters are restored in this case as well.
     """

@@ -1,5 +1,4 @@
-"""The errors for a budget that is too small for a component of a pipeline.  Each message says how to make the component
-fit."""
+"""The errors for a budget that is too small for a component of a pipeline.  Each message says what the user can change."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from chunkflow_compile.units import enough, size
 
 
 def out_of_memory_again(phase: Phase, total: int, error: BaseException) -> ChunkflowError:
-    """Return the error for a call that ran out of memory although all weights were streamed.
+    """Return the error for a call that ran out of memory in its retry, or that ran out of memory and cannot be retried.
 
-    ``total``: the size of the budget in bytes.  ``error``: the error of the call.
+    ``total``: the size of the budget in bytes.  ``error``: the error that the call raised.
     """
     tiling = f", or pipe.{phase.name}.enable_tiling()." if hasattr(phase.root, "enable_tiling") else "."
     return ChunkflowError(
@@ -25,8 +24,8 @@ def out_of_memory_again(phase: Phase, total: int, error: BaseException) -> Chunk
 def no_plan(phase: Phase, needed: int, total: int, symbolic: bool) -> ChunkflowError:
     """Return the error for a program that has no plan within the budget.
 
-    ``needed``: the bytes that the program and the small weights of all phases need.  ``total``: the size of the budget in
-    bytes.  ``symbolic``: whether the program was already compiled with symbolic sizes, so that fixed sizes may help.
+    ``needed``: the minimum bytes for the program and the small weights of all phases.  ``total``: the size of the budget in
+    bytes.  ``symbolic``: whether the program was compiled with symbolic sizes.  If so, fixed sizes may help.
     """
     fixed = " or with dynamic=False (blocks are split only at fixed sizes)" if symbolic else ""
     return ChunkflowError(
@@ -40,10 +39,10 @@ def no_plan(phase: Phase, needed: int, total: int, symbolic: bool) -> ChunkflowE
 def no_memory_for_weights(
     phase: Phase, largest: Phase, budget: int, total: int, error: ChunkflowError
 ) -> ChunkflowError:
-    """Return the error for a phase whose weights do not fit in the memory that activations leave free, whatever the plan.
+    """Return the error for a phase that has no plan within the memory that activations leave free.
 
     ``largest``: the phase with the largest activations among the phases that share the arena.  ``budget``: the bytes that are
-    left for weights.  ``total``: the size of the budget in bytes.  ``error``: the error of the planner.
+    left for weights.  ``total``: the size of the budget in bytes.  ``error``: the error that the planner raised.
     """
     least = phase.least
     calls, whose = "its calls", "its"

@@ -1,5 +1,5 @@
-"""``spans``: OpenTelemetry spans for the calls of placed models.  They are created after the calls, from their
-measurements."""
+"""``spans``: OpenTelemetry spans for the calls of placed models.  The spans are created after the calls, from the
+measurements of the calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chunkflow_compile.placed.offload import cycles, programs
 from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import as_one
 
-# The beginning and the end of a step, in seconds of time.monotonic(), and the attributes of its span.
+# The beginning and the end of a step, in seconds of time.monotonic(), and the attributes of the step's span.
 _Step = tuple[float, float, dict[str, Any]]
 
 
@@ -25,8 +25,8 @@ def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
     """Measure all calls within a ``with`` statement, and create spans for these calls when the statement ends.
 
     Each component that ran gets a span, which is a child of the current span.  Each call of a program, or each pass over a
-    cycle, gets a span, which is a child of the component's span.  A pass that ended with a jump gets no span.  At the end of
-    the ``with`` statement, this function waits for the calls in flight.
+    cycle, gets a span, which is a child of the component's span.  A pass that was interrupted by a jump gets no span.  At the
+    end of the ``with`` statement, this function waits for the calls in flight.
 
     ``tracer``: an OpenTelemetry tracer; by default a tracer from the global provider.
     Raises ChunkflowError if opentelemetry-api is not installed, or if ``tracer`` is not a tracer.

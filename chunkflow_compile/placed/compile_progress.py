@@ -1,4 +1,4 @@
-"""Show the progress of the compilation of a model on stderr.  See also ``weights/progress.py``."""
+"""Show on stderr which part of a model is being compiled.  See also ``weights/progress.py``."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from chunkflow_compile.weights.progress import line
 
 _log = logging.getLogger(__name__)
 
-# A compilation that takes at least this many seconds is reported when it is done.
+# The end of a compilation is reported if the compilation has taken at least this many seconds.
 LINE_S = 2.0
 
 
 class CompileProgress:
     """A context manager for calls of a model.  While the model is compiled, one line shows which part is being compiled.
 
-    The line appears when Dynamo begins, before the first part is traced.  It shows the name and the number of the part, and
-    the elapsed time.  If the compilation of a part takes LINE_S seconds or longer, its end is also reported.  The
-    reports are also logged at level INFO, even if stderr is not a terminal.
-    ``name``: the name of the model.  ``kinds``: the expected number of compilations in the first call; 0 if it is not known.
-    ``model``: the model, which is held weakly.  ``now``: a function that returns the current time in seconds.
+    The line appears when Dynamo begins, before the first part is traced.  The line shows the name and the number of the part,
+    and the elapsed time.  If the compilation of a part takes LINE_S seconds or longer, its end is also reported.  The first
+    appearance of the line, and each reported end, are also logged at level INFO, even if stderr is not a terminal.
+    ``name``: the name of the model.  ``kinds``: the expected number of compilations in the first call, or 0 if the number is
+    not known.  ``model``: the model; only a weak reference to it is kept.  ``now``: a function that returns the current time
+    in seconds.
     """
 
-    # shared by all models, because Dynamo has a single list of callbacks, over which it iterates without a lock
+    # all models share this lock, because Dynamo has a single list of callbacks
     _registering = ProcessLock()
 
     def __init__(self, name: str, kinds: int, model: nn.Module, now: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +47,7 @@ class CompileProgress:
         self._kinds = kinds
         self._model = weakref.ref(model)
         self._done = 0
-        self._part = ""  # Name of the part that is being compiled, if known.
+        self._part = ""  # Name of the part that is being compiled; empty if the name is not known.
         self._parts = set[str]()  # Names of the compiled parts.
         self._bar: tqdm[Any] | None = None
         self._lock = ProcessLock()
@@ -62,13 +63,14 @@ class CompileProgress:
 
     def __exit__(self, *_: object) -> None:
         with self._lock():
-            self._threads -= Counter([threading.get_ident()])  # Removes the thread if its count becomes zero.
-            # The start time is still there if the compilation failed or if its graph reads no weights.
+            self._threads -= Counter([threading.get_ident()])  # Counter drops the thread if its count becomes zero.
+            # ``_began`` still contains a start time if the compilation failed, or if the compiled graph reads no weights.
             self._began.pop(threading.get_ident(), None)
             if self._threads:
                 return
             with self._registering():
-                # a new list, because Dynamo may be iterating over the old list, or torch._dynamo.reset() may have cleared it
+                # Assign a new list, because Dynamo may be iterating over the old list.  ``list.remove`` would also fail if
+                # torch._dynamo.reset() has cleared the list.
                 callback_handler.start_callbacks = [c for c in callback_handler.start_callbacks if c != self._begins]
             if self._bar is not None:
                 self._bar.close()
@@ -78,8 +80,8 @@ class CompileProgress:
     def compiling(self) -> Iterator[None]:
         """A context that shows the progress line while the backend works.
 
-        The model may also be called outside the context of this object.  In that case, Dynamo's tracing is not shown, and the
-        elapsed time does not include the tracing.
+        The model may also be called outside the context of this object.  The line then appears only after Dynamo has traced
+        the part, and the elapsed time does not include the tracing.
         """
         with self:
             with self._lock():
@@ -111,13 +113,13 @@ class CompileProgress:
 
     def _begins(self, _: object) -> None:
         with self._lock():
-            if (thread := threading.get_ident()) not in self._threads:  # a call of another model
+            if (thread := threading.get_ident()) not in self._threads:  # this thread is compiling another model
                 return
             self._began[thread] = self.now()
             self._show()
 
     def _show(self) -> None:
-        """Show the name of the part that this thread is compiling."""
+        """Show the progress line with the name of the part that this thread is compiling."""
         self._part = self._called()
         if self._bar is None:
             _log.info("%s: compiling%s", self._name, self._which())
@@ -133,13 +135,14 @@ class CompileProgress:
     def _called(self) -> str:
         """Return the name of the innermost module of the model that this thread is calling; empty for the model itself.
 
-        The module is found on the call stack, because Dynamo does not tell its callbacks which code it is compiling.
+        This method looks for the module on the call stack, because Dynamo does not tell its callbacks which code it is
+        compiling.
         """
         model = self._model()
         names: dict[nn.Module, str] = {}
         if model is not None:
             names = {module: name for name, module in model.named_modules()}
-        call = getattr(nn.Module.__call__, "__code__", None)  # runs in every call of a module, compiled or not
+        call = getattr(nn.Module.__call__, "__code__", None)  # this code runs in all calls of modules, compiled or not
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code is call and (module := frame.f_locals["self"]) in names:

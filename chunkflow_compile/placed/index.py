@@ -18,13 +18,15 @@ from chunkflow_compile.weights.leaves import leaves, named_leaves, tensors_of
 class ModelIndex:
     """The names of a model's weights, the model's blocks, and the weights that share memory.
 
-    ``root``: the compiled module; if it is not known, the smallest module that contains all parameters, or None if no
-    module contains them all.  If the compiled module is a block in a ``ModuleList``, ``root`` is the model that contains this
-    block.  ``names``: id of a tensor -> the names of this tensor.  The tensors are parameters, buffers, and the inner
-    tensors of tensor subclasses.  ``shared``: ids of the tensors that share memory with another tensor.  ``blocks``: key in
-    ``nn_module_stack`` (the id of a module) -> name of the block.  A block is an element of an outermost ``ModuleList`` (see
-    :func:`elements`).  ``maybe_block``: True if no module was found that contains ``root``, but ``gc.freeze()`` may have
-    hidden such a module.  ``filled``: ids of the buffers that :func:`filled_by` returns.
+    ``root``: the compiled module.  If the compiled module is not known, ``root`` is the smallest module that contains all
+    parameters, or None if no module contains all of them.  If the compiled module is a block in a ``ModuleList``, ``root`` is
+    the model that contains this block.
+    ``names``: id of a tensor -> the names of this tensor.  The tensors are parameters, buffers, and the inner tensors of
+    tensor subclasses.  ``shared``: the ids of the tensors that share memory with another tensor.
+    ``blocks``: key of a block in ``nn_module_stack`` (the id of the module) -> name of the block.  A block is an element of
+    an outermost ``ModuleList`` (see :func:`elements`).
+    ``maybe_block``: whether ``gc.freeze()`` may have hidden a larger module that contains ``root``.  ``filled``: the ids of
+    the buffers that a module fills before programs read them (see :func:`filled_by`).
     """
 
     root: nn.Module | None
@@ -51,8 +53,8 @@ class ModelIndex:
 def filled_by(root: nn.Module) -> dict[int, Any]:
     """Return a mapping from the id of a buffer to the module that fills this buffer before programs read it.
 
-    The class of such a module lists the names of the buffers in ``chunkflow_filled``, and its method ``fill()`` fills them.
-    These buffers are streamed even if they are small, and ranks do not share them.
+    The class of such a module lists the names of the buffers in ``chunkflow_filled``, and its method ``fill()`` writes the
+    values of the buffers.  Filled buffers are streamed even if they are small, and ranks do not share them.
     """
     return {id(m._buffers[name]): m for m in root.modules() for name in getattr(type(m), "chunkflow_filled", ())}
 
@@ -63,8 +65,8 @@ def is_called(module: nn.Module) -> bool:
 
 
 def elements(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and the module for each element of a list of modules.  For an element without a forward method, such as
-    a nested list, yield the elements of this element instead."""
+    """Yield the name and the module for each element of a list of modules.  If an element has no forward method, such as a
+    nested list, yield the elements inside it instead."""
     for name, child in module.named_children():
         if is_called(child):
             yield prefix + name, child
@@ -103,8 +105,8 @@ def _overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor.  No import is needed: if a DTensor exists, its module has been imported
-    already."""
+    """Return whether a tensor is a DTensor.  This function imports nothing, because the module of DTensor is already imported
+    if a DTensor exists."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -112,8 +114,8 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 def shards_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return which shards of DTensors this rank stores.
 
-    The result maps the name of each local tensor to coordinates.  The coordinates give the position of this rank in those
-    dimensions of the device mesh along which the DTensor is split.
+    The result is a mapping from the name of each local tensor to the coordinates of this rank in the device mesh.  Dimensions
+    of the mesh over which the DTensor is replicated are left out.
     """
     shards: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors_of(root):

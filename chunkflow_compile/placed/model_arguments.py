@@ -1,4 +1,4 @@
-"""Recognize the arguments of public functions: models, models that torch.compile has wrapped, and pipelines."""
+"""Recognize which arguments of public functions are models, models that torch.compile has wrapped, or pipelines."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_pipeline(given: Any) -> bool:
-    """Return whether an argument is a diffusers pipeline or another object with ``components``, and not a model."""
+    """Return whether an argument is a pipeline.  Any object with a mapping ``components`` counts as a pipeline, except a
+    module."""
     return not isinstance(given, nn.Module) and isinstance(getattr(given, "components", None), Mapping)
 
 
 def instead_of_model(given: Any, or_pipeline: bool = False) -> str:
-    """Return the error message for an argument that is not a model; it says what to pass instead.  ``or_pipeline``: whether a
-    pipeline would also be accepted."""
+    """Return the error message for an argument that is not a model.  The message says what to pass instead.
+    ``or_pipeline``: whether the public function also accepts a pipeline."""
     wanted, loader = (
         ("a model or a pipeline", "DiffusionPipeline") if or_pipeline else ("a model", "FluxTransformer2DModel")
     )

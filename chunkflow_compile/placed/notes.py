@@ -1,4 +1,4 @@
-"""Sentences for the user about a placed model: its compressed weights, hoisted weights, split blocks, and activations."""
+"""Sentences for the user about the compressed weights, hoisted weights, split blocks, and activations of a placed model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from chunkflow_compile.weights.host_buffer import Form
 
 
 def packing_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return a sentence on how many weights of a placed model are compressed, and why the others are not.  Empty if no
-    weight is compressed."""
+    """Return a sentence on how many weights of a placed model are compressed, and why the other weights are not compressed.
+    The result is empty if no weight is compressed."""
     buffers = [buffer for placement in placements_of(model) for buffer in placement.store.buffers]
     packed = [buffer for buffer in buffers if buffer.compressed]
     if not packed:
@@ -36,10 +36,10 @@ def packing_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return one sentence per block type of a placed model: how many weights are hoisted, and how many calls found their row
-    in a table of rows.
+    """Return one sentence per preamble of a placed model.  The sentence says how many weights are hoisted, and how many calls
+    found their row in a table.
 
-    Empty if no weights are hoisted.
+    The result is empty if no weights are hoisted.
     """
     notes = list[str]()
     for placement in placements_of(model):
@@ -50,9 +50,10 @@ def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def splitting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return sentences on how many slices the blocks of each type in a placed model are split into.
+    """Return one sentence with the number of slices for each block type of a placed model whose blocks are split.
 
-    If the user or the budget requires slices, there are also sentences on why blocks of a type are not split.
+    If the user or the budget requires slices, the result also contains one sentence for each block type that is not split,
+    with the reason.
     """
     notes = dict[str, None]()
     for program in programs(model):
@@ -72,8 +73,7 @@ def splitting_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _slices_wanted(program: SingleCall) -> int:
-    """Return the number of slices into which blocks should be split; 1 unless the user or the budget requires more
-    slices."""
+    """Return the number of slices into which the user or the budget requires blocks to be split; 1 if neither does."""
     settings, predicted = program.variant.settings, program.program.plan.predicted
     if isinstance(settings.goal.split, int):
         return settings.goal.split
@@ -87,5 +87,5 @@ def _slices_wanted(program: SingleCall) -> int:
 
 def activation_note(predicted: int, measured: int | None) -> str:
     """Return a note on the maximum bytes of activations.  ``predicted``: the predicted bytes.  ``measured``: the measured
-    bytes; None if they cannot be measured on this device."""
+    bytes, or None if the bytes were not measured."""
     return f"activations: {size(predicted)} predicted" + ("" if measured is None else f", {size(measured)} measured")

@@ -1,4 +1,4 @@
-"""Place a model: move its large parameters to host memory, and move them back."""
+"""Place a model: ``offload`` moves its large parameters to host memory, and ``bring_back`` moves them back."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ def offload(
     Each moved parameter becomes a :class:`HostWeight`, which has the same shape and dtype and reports the compute device as
     its device.  Smaller parameters and buffers are moved to the compute device.  The compute device is ``device``, or by
     default the device of the parameters.  For a tensor subclass, such as a quantized weight, the inner tensors are moved.
-    Weights that ``from_pretrained`` has only mapped from their safetensors file are read from this file.  On a terminal, a
-    progress bar shows the expected duration of the move.
+    Weights that ``from_pretrained`` has mapped from a safetensors file, but has not read, are read from this file.  On a
+    terminal, a progress bar shows the expected duration of the move.
 
-    ``dtype``: the dtype to cast floating-point weights to, or None.  The weights are cast one by one.  The result is the
-    same as with ``from_pretrained(torch_dtype=dtype)``: modules that the class of the model keeps in float32 stay in
-    float32.
+    ``dtype``: the dtype to which floating-point weights are cast, or None for no cast.  The weights are cast one by one.  The
+    result is the same as with ``from_pretrained(torch_dtype=dtype)``: modules that the class of the model keeps in float32
+    stay in float32.
 
-    ``share``: whether the ranks on a machine share one copy of the weights: True, False, or a process group.  If they share,
-    all ranks of the group must call ``offload``.  If the values of a weight differ between ranks, each rank keeps its own
-    copy.  A rank that writes to a weight gets its own copy.  By default, the ranks of the default process group share if
-    ``device`` is a GPU.
+    ``share``: whether the ranks on a machine share one copy of the weights: True, False, or the process group whose ranks
+    share the copy.  If ranks share weights, all ranks of the group must call ``offload``.  If the values of a weight differ
+    between ranks, each rank keeps its own copy of this weight.  A rank that writes to a weight gets its own copy of this
+    weight.  By default, the ranks of the default process group share the weights if ``device`` is a GPU.
 
     ``host_memory``: the maximum bytes of host memory for the weights, as a number or a string such as "24GiB".  Weights that
-    exceed this limit stay on the SSD, in the checkpoint or in a scratch file in the folder for temporary files.  They are
-    read in every step.
+    exceed this limit stay on the SSD, in the checkpoint or in a scratch file in the folder for temporary files.  Weights on
+    the SSD are read in every step.
 
     ``pack``: True compresses bfloat16 weights losslessly to three quarters of their size.  The weights are compressed in host
-    memory, on the SSD, and in copies to the device.  A weight is not compressed if too many of its values are outside a range
-    of sixteen consecutive exponents.  With "auto", plans choose the weights to compress.
+    memory, on the SSD, and in copies to the device.  A weight is not compressed if the exponents of too many of its values
+    are outside a range of sixteen consecutive exponents.  With "auto", plans choose the weights to compress.
 
     ``peers``: True shards the weights over the devices of a group of ranks on one machine.  As long as the model is placed,
     each device stores one piece of each weight, and all pieces have equal size.  Each rank pulls the other pieces from the
@@ -93,9 +93,9 @@ def offload(
 
     ``hoist``: the default value of the option ``hoist`` when the model is compiled.
 
-    Raises ChunkflowError, and leaves the model as it was, in these cases: the model is already placed; it has parameters on
-    the meta device; it has a hook of accelerate or diffusers that moves its weights one by one; its checkpoint cannot be
-    read.  Weights that were cast before the error may stay cast.
+    Raises ChunkflowError, and leaves the model as it was, if the model is already placed, if it has parameters on the meta
+    device, if a hook of accelerate or diffusers moves its weights, or if its checkpoint cannot be read.  Weights that were
+    cast before the error may stay cast.
     """
     root = unwrap(model)
     parameters = [*leaves_of(root)]
@@ -120,7 +120,7 @@ def offload(
             bound = parse_bytes(host_memory, "host_memory")
             filled_bytes = sum(p.numel() * dtype_of(names[0], p).itemsize for names, p in filled)
             on_drive = for_the_drive(sizes, max(0, bound - filled_bytes))
-    except BaseException as error:  # report it to the other ranks of the group, so that they do not wait for this rank
+    except BaseException as error:  # report the error to the other ranks, so that they do not wait for this rank
         with contextlib.suppress(ChunkflowError, RuntimeError):
             here = _one_device(device, parameters)
             waiting = group_to_share_in(share, here) or group_of_peers(peers, share, here)
@@ -155,8 +155,8 @@ def offload(
 def _packed_names(
     root: nn.Module, weights: list[tuple[tuple[str, ...], torch.Tensor]], dtype_of: DtypeOf, pack: Pack
 ) -> frozenset[str]:
-    """Return the names of the weights that are compressed when they are placed.  Raises ChunkflowError if ``pack`` is True
-    and no weight can be compressed."""
+    """Return the names of the weights that ``offload`` compresses when it moves them.  Raises ChunkflowError if ``pack`` is
+    True and no weight can be compressed."""
     if not isinstance(pack, bool) and pack != "auto":
         raise ChunkflowError(f'pack is True, False or "auto", not {pack!r}.')
     names = packable(root, weights, dtype_of) if pack is True else frozenset[str]()
@@ -225,15 +225,14 @@ def _target_device(root: nn.Module, device: torch.device | str | None, parameter
 
 
 def refuse_accelerate(root: nn.Module) -> None:
-    """Raise ChunkflowError if accelerate has offloaded the weights of a model and loads each weight only while it is
-    used."""
+    """Raise ChunkflowError if accelerate has offloaded weights of a model, and its hooks load these weights for each call."""
     for module in root.modules():
         hook = module.__dict__.get("_hf_hook")
         for inner in getattr(hook, "hooks", (hook,)):
             if not getattr(inner, "offload", False):
                 continue
             devices = map(torch.device, getattr(inner, "original_devices", {}).values())
-            if any(device.type == "meta" for device in devices):  # the hook has no weights to load again
+            if any(device.type == "meta" for device in devices):  # the hook has no copy of the weights to put back
                 undo = "load it again without device_map, offload_folder and load_checkpoint_and_dispatch"
             else:
                 undo = (
@@ -247,8 +246,8 @@ def refuse_accelerate(root: nn.Module) -> None:
 
 
 def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: int) -> list[torch.Tensor]:
-    """Return the weights of ``modules`` that can be streamed and have at least ``min_bytes`` bytes.  Smaller weights are
-    included only if a module fills them (see :func:`filled_by`)."""
+    """Return the weights of ``modules`` that can be streamed and have at least ``min_bytes`` bytes.  Smaller buffers are
+    included only if a module fills them before programs read them (see :func:`filled_by`)."""
     held = [(inside, leaf) for m in modules for _, tensor in tensors_of(m) for inside, leaf in leaves(tensor)]
     held = [(inside, p) for inside, p in held if bytes_of(p) >= min_bytes or id(p) in index.filled]
     large = {id(p): p for inside, p in held if why_not(p, index, inside) is None}
@@ -256,7 +255,7 @@ def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: in
 
 
 def why_nothing_streams(model: nn.Module, min_bytes: int | None = None) -> str:
-    """Return a sentence on why no weight of a model is streamed; empty if some weight is streamed.
+    """Return a sentence that says why no weight of a model can be streamed; empty if at least one weight is streamed.
 
     ``min_bytes``: the size in bytes below which weights are not streamed; by default, the value from the model's placement.
     """
@@ -289,17 +288,18 @@ def refuse_applied(model: nn.Module) -> None:
 def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Move the parameters of a placed model back to their original devices, bit for bit; return ``model``.
 
-    ``device``: the device to move the parameters to; None stands for their original devices.
-    Raises ChunkflowError if the device does not have enough memory; the weights that do not fit stay offloaded.
+    ``device``: the device to move the parameters to, or None to move them to their original devices.
+    Raises ChunkflowError if the device does not have enough memory.  The weights that were not moved before the error stay
+    offloaded.
     """
     target = None if device is None else check_device(device)
-    with compile_lock:  # so that no call in another thread places the model meanwhile
+    with compile_lock:  # so that no call in another thread places the model again during this function
         for placement in placements_of(model):
             placement.undo(target)
         for module in unwrap(model).modules() if placement_of(unwrap(model)) is None else ():
             detach_guards(module)  # a copy of a placed model also has guards
             module.__dict__.pop(PLACEMENT, None)
-        # also restore the weights of a copied model, and weights that were assigned after the last call
+        # Also restore weights that no placement contains: the weights of a copy, and weights assigned after the last call.
         for leaf in [*leaves_of(unwrap(model))]:
             if isinstance(leaf, HostWeight):
                 restore_weight(leaf, target or leaf.device, GpuStagings())
@@ -307,8 +307,8 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
 
 
 def programs(model: nn.Module) -> tuple[SingleCall, ...]:
-    """Return the programs that run on a placed model, oldest first.  The attributes of a program include its ``plan`` and
-    its ``measurements``."""
+    """Return the programs of a placed model, oldest first.  The attributes of a program include its ``plan`` and its
+    ``measurements``."""
     running = (p for placement in placements_of(model) for p in placement.programs if not p.closed and not p.preamble)
     return tuple(sorted(dict.fromkeys(running), key=lambda program: program.started))
 
@@ -316,8 +316,8 @@ def programs(model: nn.Module) -> tuple[SingleCall, ...]:
 def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
     """Return the cycles in which programs of a placed model run.  The currently running cycle comes first.
 
-    The attributes of a cycle include its ``plan`` and its number of ``jumps``.  Programs that alternate become a cycle after
-    the order of their calls has repeated and a plan has been made for this order.
+    The attributes of a cycle include its ``plan`` and its number of ``jumps``.  Programs that alternate run as a cycle
+    after the order of their calls has repeated and the planner has made a plan for this order.
     """
     orders = dict.fromkeys(program.order for program in programs(model))
     by_order = (sorted(order.cycles, key=lambda cycle: cycle is not order.current) for order in orders)
@@ -336,8 +336,8 @@ def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
     """Return a function that returns the dtype to which a weight is cast.
 
     As with ``from_pretrained(torch_dtype=dtype)`` in diffusers, all floating-point weights in the state_dict are cast to
-    ``dtype``, except the weights that the class of the model keeps in float32.  Buffers that are filled before each call are
-    cast, too.
+    ``dtype``, except the weights that the class of the model keeps in float32.  Buffers that a module fills before programs
+    read them are also cast.
     """
     kept = set(getattr(root, "_keep_in_fp32_modules", None) or ())
     filled = filled_by(root)
@@ -352,8 +352,8 @@ def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
 
 
 def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
-    """Raise ChunkflowError if a DTensor would be cast.  The cast would change only the dtype of its shard, not the dtype of
-    the DTensor."""
+    """Raise ChunkflowError if a DTensor would be cast.  The cast would change only the dtype of the local shard, not the
+    dtype of the DTensor."""
     for name, tensor in tensors_of(root):
         if is_distributed(tensor) and (wanted := dtype_of(name, tensor)) != tensor.dtype:
             raise ChunkflowError(
@@ -363,7 +363,8 @@ def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
 
 
 def target_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Return the device on which a model should run.  Raises ChunkflowError if this device is ambiguous."""
+    """Return ``device``, or by default the device of the model's parameters.  Raises ChunkflowError if ``device`` is None and
+    the parameters are not all on one device."""
     return _one_device(device, [*leaves_of(unwrap(model))])
 
 

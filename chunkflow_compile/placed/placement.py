@@ -1,4 +1,4 @@
-"""The placement of a model: its host store, its guards, and the programs that run on it."""
+"""The placement of a model: its weights in host memory, the hooks on its modules, and its programs."""
 
 from __future__ import annotations
 
@@ -49,20 +49,24 @@ PLACEMENT = "_chunkflow_placement"
 
 
 class Placement:
-    """A placed model: its host store, its guards, and the programs that run on it.
+    """A placed model: its weights in host memory, its programs, and its guards.  Guards are hooks that adapt ``state_dict``,
+    ``.to()`` and similar methods to weights in host memory.
 
     ``min_bytes``: the size in bytes below which weights stay on the device.
     ``progress``: the progress display for the compilation of the model's parts; None before the first compilation.
-    ``fixed``: one tuple of weight names for each part of the model that is compiled anew for each input size, because
-    Inductor fails on dynamic shapes in this part, or because blocks of this part have to be split.
-    ``owner``: a function that returns the name of the owner of this placement, or None if there is no owner.  Only the owner
-    may undo the placement.
-    ``goal``: the goal that the owner or ``replan`` has set, or None.  It also applies to input sizes that occur for the first
-    time after it was set.  ``owned_arena``: the arena that the owner provides for the programs, or None.
-    ``expected``: the goal that the owner expects to set later; regions are cut for this goal.  It is None if there is no
-    owner.  ``timesteps``: a function that returns the timesteps of the noise schedule for which the model is called, or None
-    if they are not known.  ``pack``: True if weights are compressed when they are placed, "auto" if they may be compressed
-    later.  ``peers``: whether the weights of a program are sharded over the devices of the ranks when the program is bound.
+    ``fixed``: the parts of the model that are compiled again for each input size.  Each entry contains the names of the
+    weights of one part.  A part needs fixed sizes if Inductor fails on its dynamic shapes, or if its blocks have to be split
+    into slices.
+    ``owner``: a function that returns the name of the owner of this placement, such as a component of a compiled pipeline, or
+    None if there is no owner.  Only the owner may undo the placement.
+    ``goal``: the goal that the owner or ``replan`` has set, or None.  The goal also applies to input sizes that have not
+    occurred yet.  ``owned_arena``: the arena that the owner provides for the programs, or None.
+    ``expected``: the goal that the owner expects to set, or None if there is no owner.  The graph is cut into regions for
+    this goal.
+    ``timesteps``: a function that returns the timesteps of the pipeline's noise schedule, or None if they are not known.
+    ``pack``: True if weights are compressed when they are moved to host memory, "auto" if plans choose the weights to
+    compress.
+    ``peers``: True if weights are sharded over the devices of several ranks, "auto" if plans choose the weights to shard.
     ``hoist``: the default value of the option ``hoist`` for graphs of the model.
     """
 
@@ -78,8 +82,8 @@ class Placement:
         ranks: Peers | None = None,
         bound: int | None = None,
     ) -> None:
-        """``device``: the compute device.  ``ranks``: the ranks over which weights may be sharded, or None.  ``bound``: the
-        maximum bytes of host memory for the weights; None if there is no limit."""
+        """``device``: the compute device.  ``ranks``: the ranks over which weights may be sharded, or None if weights are not
+        sharded.  ``bound``: the maximum bytes of host memory for the weights, or None if there is no limit."""
         self.root = root
         self.min_bytes = min_bytes
         self.pack = pack
@@ -92,25 +96,25 @@ class Placement:
         self.programs: list[SingleCall] = []
         self._preambles: weakref.WeakSet[Preamble] = weakref.WeakSet()
         self.lock = ProcessLock()
-        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # small tensors, with their original values
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # small tensors, each with its values before the move
         self._arenas: dict[DeviceKind, Arena] = {}
         self.owned_arena: Arena | None = None
         self.progress: CompileProgress | None = None
         self.fixed = set[tuple[str, ...]]()
-        self.owner: Callable[[], str | None] = lambda: None  # see the class
+        self.owner: Callable[[], str | None] = lambda: None
         self.goal: Goal | None = None
         self.expected: Goal | None = None
         self.timesteps: Callable[[], torch.Tensor | None] = lambda: None
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int, **options: Any) -> Placement:
-        """Return the placement of a model.  If there is none, create it with these ``options``.
+        """Return the placement of a model.  If the model is not placed yet, create a placement with these ``options``.
 
-        Two threads that call this function at the same time get the same placement.
+        Two threads that call this function for a model at the same time get the same placement.
         """
         with compile_lock:
             placement = placement_of(root)
-            if placement is None:  # the attribute may exist: it is None in a copy of a placed model
+            if placement is None:  # the attribute may exist: its value is None in a copy of a placed model
                 placement = root.__dict__[PLACEMENT] = Placement(root, device, min_bytes, **options)
             return placement
 
@@ -124,16 +128,17 @@ class Placement:
         self.owner, self.owned_arena, self.expected = owner, arena, expected
 
     def follow(self, timesteps: Callable[[], torch.Tensor | None]) -> None:
-        """Allow rows to be computed in advance for the timesteps of a noise schedule.  ``timesteps``: see the class."""
+        """Let preambles compute rows in advance for all timesteps of a noise schedule.  ``timesteps``: a function that
+        returns the timesteps, or None if they are not known."""
         self.timesteps = timesteps
 
     def aim_for(self, goal: Goal) -> None:
-        """Plan for this goal from now on, including input sizes that have not occurred yet."""
+        """Use this goal for all plans that are made from now on, including plans for new input sizes."""
         self.goal = goal
 
     def begin_compilation(self, name: str, graphs: int, model: nn.Module) -> CompileProgress:
-        """Create the progress display for a compilation that begins now.  ``graphs``: the expected number of graphs; 0 if
-        not known."""
+        """Create the progress display for a compilation that begins now; return the display.  ``graphs``: the expected number
+        of graphs, or 0 if the number is not known."""
         self.progress = CompileProgress(name, graphs, model)
         return self.progress
 
@@ -144,13 +149,12 @@ class Placement:
 
     @property
     def preambles(self) -> tuple[Preamble, ...]:
-        """The preambles that graphs of the model share and still use."""
+        """The preambles that graphs of the model still use."""
         return tuple(self._preambles)
 
     @property
     def tables(self) -> list[tuple[Preamble, SingleCall]]:
-        """The tables of rows for this model, as pairs: the preamble that keeps the table, and the program that computes the
-        rows."""
+        """One pair for each table of rows: the preamble that keeps the table, and the program that computes the rows."""
         return [(each, program) for program in self.programs for each in self._preambles if program in each.statistics]
 
     @property
@@ -159,25 +163,24 @@ class Placement:
         return sum(preamble.statistics[program].nbytes for preamble, program in self.tables)
 
     def preamble(self, key: object) -> Preamble | None:
-        """Return the preamble with this key if it was already made for another input size or block of the model; otherwise
-        None."""
+        """Return the preamble with this key that another graph of the model uses, or None if there is no such preamble."""
         return next((preamble for preamble in self._preambles if preamble.key == key), None)
 
     def share(self, preamble: Preamble) -> None:
-        """Register a preamble, so that other graphs of the model can use it.  The preamble lives as long as a graph uses
-        it."""
+        """Register a preamble, so that other graphs of the model can use it.  Only a weak reference to the preamble is
+        kept."""
         self._preambles.add(preamble)
 
     def arena(self, kind: DeviceKind) -> Arena:
-        """Return the arena that the programs of the model share on this kind of device."""
+        """Return the arena that the programs of the model share.  ``kind``: the properties of the arena's device."""
         return self.owned_arena or self._arenas.setdefault(kind, Arena(self.store.device))
 
     def attach(self, program: SingleCall) -> None:
-        """Register a program, so that the program ends with this placement.
+        """Register a program, so that the program is closed when this placement ends.
 
-        An earlier copy of the same program on the same weights ends now.  It belongs to a compilation from before the
-        weights were moved, and is not called any more.  Programs whose weights were dropped or stored in other memory also
-        end now, because they would keep the old memory alive.
+        If an earlier compilation has made the same program for the same weights, the earlier program is closed now, because
+        it is not called any more.  Programs whose weights were dropped or stored in other memory are also closed, because
+        they would keep the old memory alive.
         """
         for arena in dict.fromkeys(p.arena for p in (*self.programs, program)):
             arena.close_stale()
@@ -188,21 +191,22 @@ class Placement:
         self.programs = [p for p in self.programs if not p.closed and p is not program] + [program]
 
     def end_programs(self, before: Collection[SingleCall]) -> None:
-        """End all programs except those in ``before``, an earlier list of the programs."""
+        """Close all programs except the programs in ``before``."""
         for program in self.programs:
             if program not in before:
                 program.close()
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context in which no step of the model runs: it first waits for running steps, and then blocks new steps."""
+        """A context in which no step of the model runs.  On entry, this context waits for the end of running steps.  New
+        steps wait for the end of the context."""
         with self.lock(), contextlib.ExitStack() as steps:
             for arena in sorted({program.arena for program in self.programs}, key=id):
                 steps.enter_context(arena.lock())
             yield
 
     def free(self) -> None:
-        """End all programs, and free their device memory.  The next call of each compiled graph makes a new program."""
+        """Close all programs, and free their device memory.  The next call of each compiled graph makes a new program."""
         with self.lock():
             for program in self.programs:
                 program.close()
@@ -216,10 +220,10 @@ class Placement:
         node: Node | None = None,
         on_drive: Collection[str] = (),
     ) -> None:
-        """Move parameters and buffers into the host store.  If this fails, the whole placement is undone.
+        """Move parameters and buffers to host memory.  If the move fails, the whole placement is undone.
 
-        ``node``: the ranks with which this rank shares memory, or None; the node is closed at the end.  ``on_drive``: names
-        of the weights to store on the SSD.
+        ``node``: the ranks with which this rank shares host memory, or None if it shares none.  The node is closed when the
+        move ends.  ``on_drive``: names of the weights to store on the SSD.
         This method first waits for running steps of other threads, which may read the weights at their old addresses.
         """
         with self.quiet(), dynamo_timed("chunkflow.place"):
@@ -230,7 +234,8 @@ class Placement:
             pages = device.type == "cuda" or bool(on_drive)
             chosen = packable(self.root, todo, dtype_of) if self.pack else frozenset()
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
-            if node is None:  # a weight that has left its store (by .to(dtype), for example) is compressed again
+            # Compress again the weights that are not in the host store any more, for example after .to(dtype).
+            if node is None:
                 left = [(names[0], p) for names, p in todo if isinstance(p, HostWeight) and names[0] in chosen]
                 plain += [(name, weight.host) for name, weight in left if weight.is_only_user]
             packs = chosen if self.pack is True else ()
@@ -260,12 +265,12 @@ class Placement:
                     loader.close(error)
                 try:
                     self.undo(error=error)
-                except ChunkflowError as other:  # only logged, so that it does not hide the first error
+                except ChunkflowError as other:  # this second error is only logged, so that it does not hide the first
                     _log.error("the model stays placed in part, and chunkflow_compile.restore takes it back: %s", other)
                 raise
             loader.close()
             if "cuda" in origins:
-                # the allocator caches the memory that the weights used before, and cannot reuse it for the arena
+                # the allocator caches the GPU memory that the weights used before the move, and cannot reuse it for the arena
                 torch.cuda.empty_cache()
             if todo:
                 give_free_memory_back()
@@ -275,7 +280,8 @@ class Placement:
                 self.store.warn_over_bound(name, how)
 
     def _let_fill(self) -> None:
-        """For each buffer that a module fills, register the ``fill`` method of this module with the buffer."""
+        """For each buffer that a module fills, store a weak reference to the module's ``fill`` method in the HostBuffer of
+        the buffer."""
         for module in {id(m): m for m in filled_by(self.root).values()}.values():
             fill = weakref.WeakMethod(module.fill)
             for name in module.chunkflow_filled:
@@ -283,11 +289,11 @@ class Placement:
                     buffer.fill_with(partial(_call_if_alive, fill))
 
     def move_small(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
-        """Cast the tensors that are not in the host store, and move them to the compute device.
+        """Cast the tensors that were not moved to host memory, and move them to the compute device.
 
-        If host memory is limited, a tensor that is mapped from a checkpoint is copied.  Without the copy, the operating
-        system might, in every step, drop the pages of the tensor and read them again from the file, together with a large
-        part of the file around them.
+        If the compute device is a CPU and host memory is limited, tensors that are mapped from a checkpoint are copied.
+        Without the copy, the operating system might drop the pages of such a tensor, and read them and a large part of the
+        file around them again in every step.
         """
         mappings = None if self.store.bound is None else Mappings()
         with torch.no_grad():
@@ -297,7 +303,7 @@ class Placement:
                 if (dtype := dtype_of(name, tensor)) != tensor.dtype:
                     tensor.data = tensor.data.to(dtype)
                 if tensor.device != self.store.device:
-                    # a view of the checkpoint would keep the whole file mapped
+                    # copy a view of larger memory, such as a mapped checkpoint, because the view would keep all of it alive
                     part_of_more = tensor.untyped_storage().nbytes() > tensor.nbytes
                     self._moved.append((tensor, tensor.data.clone() if part_of_more else tensor.data))
                     tensor.data = tensor.data.to(self.store.device)
@@ -308,9 +314,9 @@ class Placement:
         """Make every parameter an ordinary tensor again, and end the placement.
 
         ``device``: the device to move the parameters to; by default, each parameter returns to its original device.
-        ``error``: if the placement is undone because of an error, this error; otherwise None.
+        ``error``: the error because of which the placement is undone, or None if there was no error.
         """
-        with compile_lock, self.lock():  # so that no other thread traces the hooks meanwhile
+        with compile_lock, self.lock():  # so that no other thread traces the guards while they are removed
             self.free()
             self.store.release(device, error)
             before = {id(tensor): values for tensor, values in self._moved}
@@ -321,12 +327,11 @@ class Placement:
                         tensor.data = _values(tensor, target, before.get(id(tensor)))
             self._moved.clear()
             align(self.root)
-            self.guards.remove()  # last, so that an interrupt cannot leave an empty weight without guards
+            self.guards.remove()  # remove guards last, so that Ctrl-C cannot leave an empty weight without guards
             self.root.__dict__.pop(PLACEMENT, None)
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
-        """Copy and pickle a placement as None.  A copy of a model is therefore not placed until its first compiled
-        call."""
+        """Copy and pickle a placement as None, because a copy of a model is not placed until its first compiled call."""
         return type(None), ()
 
 
@@ -335,9 +340,9 @@ def packable(
 ) -> frozenset[str]:
     """Return the names of the weights that can be compressed if their values allow it.
 
-    Such a weight is a contiguous bfloat16 tensor that has only one name, is not part of a tensor subclass, and is not filled
-    by a module.  Even such a weight stays uncompressed if too many of its values are outside a range of sixteen consecutive
-    exponents.
+    These weights are contiguous bfloat16 tensors that have only one name, are not part of a tensor subclass, and are not
+    filled by a module.  Their values allow compression if the exponents of almost all values are in a range of sixteen
+    consecutive exponents.
     """
     own, filled = {id(tensor) for _, tensor in tensors_of(root)}, filled_by(root)
     return frozenset(
@@ -354,13 +359,13 @@ def packable(
 def placement_of(root: nn.Module) -> Placement | None:
     """Return the placement of a model; None if the model is not placed."""
     placement: Placement | None = root.__dict__.get(PLACEMENT)
-    # a shallow copy of a placed model has the attribute, too
+    # a shallow copy of a placed model also has the attribute, but with the placement of the original
     return placement if placement is not None and placement.root is root else None
 
 
 def progress_of(root: nn.Module) -> CompileProgress:
-    """Return the progress display for the compilation of a model.  A placed model keeps its display; for any other model,
-    return a new display."""
+    """Return the progress display for the compilation of a model.  A placed model has a single display.  For a model that is
+    not placed, each call returns a new display."""
     placement = placement_of(root)
     if placement is None:
         return CompileProgress(type(root).__name__, 0, root)
@@ -382,16 +387,18 @@ def placements_of(model: nn.Module) -> list[Placement]:
 
 @contextlib.contextmanager
 def _quiet(ref: weakref.ref[Placement]) -> Iterator[None]:
-    """A context for a host store: :meth:`Placement.quiet`, or an empty context if the placement has been
-    garbage-collected."""
+    """A context in which no step of the placed model runs (see :meth:`Placement.quiet`).  If the placement has been
+    garbage-collected, the context does nothing."""
     placement = ref()
     with contextlib.nullcontext() if placement is None else placement.quiet():
         yield
 
 
 def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
-    """Call a method if its object, a module or a placement, still exists.  Guards and buffers, which hold ``ref``, may
-    outlive this object."""
+    """Call the method to which ``ref`` refers, unless the object of the method has been garbage-collected.
+
+    The object is a placement or a module.  The guards and buffers that store ``ref`` may outlive the object.
+    """
     if (method := ref()) is not None:
         method()
 
@@ -399,8 +406,8 @@ def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
 def _values(tensor: torch.Tensor, device: torch.device, before: torch.Tensor | None) -> torch.Tensor:
     """Copy the values of a small weight or buffer to ``device``; return the copy.
 
-    ``before``: the values on the original device from before the tensor was moved, or None.  They are used if the GPU has
-    failed and ``device`` is the CPU.
+    ``before``: the values before the tensor was moved to the device, or None if it was not moved.  If the copy fails and
+    ``device`` is the CPU, as after a failure of the GPU, the result has these values.
     """
     try:
         with no_room_for("a small weight or a buffer", bytes_of(tensor), device):

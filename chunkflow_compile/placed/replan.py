@@ -37,20 +37,20 @@ def replan(
     The new plan is verified, and outputs do not change.  The next call is a cold start.
 
     ``memory``, ``weight_memory``, ``slowdown``, ``policy``, ``plan``: the new goal, as in the options of the backend.  If
-    none of them is given, the current goal is kept.  Input sizes that first occur later are planned for the same goal.  The
-    exception is ``plan``, because a given plan applies to one size only.
+    none of these arguments is given, the current goal is kept.  A new goal also applies to input sizes that have not occurred
+    yet.  The exception is ``plan``, because a given plan applies to one input size only.
     ``as_measured``: whether to plan from the measured times of the calls so far, instead of the rates in the hardware
     profile.
 
-    Programs that run as a cycle (see ``cycles``) are planned together.  If a new goal is given, a cycle is not planned now,
-    but when the order of its calls has repeated again.  With ``as_measured``, a cycle is planned from the times of its calls
-    and the times between them.
+    Programs that run as a cycle (see ``cycles``) are planned together.  If a new goal is given, a cycle is planned only after
+    the order of its calls has repeated again.  With ``as_measured``, a cycle is planned from the times of its calls and the
+    times between its calls.
     Ranks that share collectives plan from the maxima of their times.  So with ``as_measured``, this function is itself a
     collective: each rank must call it at the same point of its program.  If a rank does not call it, the other ranks wait for
     this rank until the timeout of the process group.
 
     Raises ChunkflowError, and changes nothing, if no plan meets the goal or if the model has not run yet.  With
-    ``as_measured``, the model must have run on all ranks.
+    ``as_measured``, the error is also raised if the model has not run yet on another rank.
     """
     all_programs = list(programs(model))
     if not all_programs:
@@ -61,12 +61,12 @@ def replan(
         chosen = Options(memory=memory, weight_memory=weight_memory, slowdown=slowdown, policy=policy, plan=plan)
         goal, settings["plan"] = chosen.goal, chosen.given_plan()
     elif as_measured:
-        settings["plan"] = None  # a plan from a file would ignore the measured times
+        settings["plan"] = None  # drop the plan from a file, because this plan ignores the measured times
     running = cycles(model) if as_measured else ()
     apart = [program for program in all_programs if not any(program.key in cycle.keys for cycle in running)]
     bound: list[BoundCycle] = [*apart, *running]
     timed = bound if as_measured else []
-    if goal is not None:  # cycles are planned later, when their order has repeated
+    if goal is not None:  # now plan only the programs; cycles are planned after the order of their calls has repeated
         bound, timed = [*all_programs], [s for s in timed if not s.keys]
     times = _times(timed)
     with contextlib.ExitStack() as locks:
@@ -81,16 +81,16 @@ def replan(
                 f"{error} Blocks keep the number of slices that they were compiled with: compile the model with this budget "
                 "to split them into more."
             ) from error
-    if goal is not None and plan is None:  # a given plan is for one size
+    if goal is not None and plan is None:  # a given plan applies to one input size only
         for placement in placements_of(model):
             placement.aim_for(goal)
     return model
 
 
 def _times(bound: Sequence[BoundCycle]) -> dict[BoundCycle, Timings]:
-    """Return the measured times of cycles, as maxima over all ranks that run these cycles.
+    """Return a mapping from each cycle to its measured times, as maxima over all ranks that run this cycle.
 
-    Raises ChunkflowError if a rank has no times for one of the cycles or does not call this function.
+    Raises ChunkflowError if a rank has not measured one of the cycles, or does not call this function.
     """
     names = [f"{i}: {cycle.times.name}" for i, cycle in enumerate(bound)]
     groups = (group for cycle in bound for group in cycle.times.groups)
@@ -107,4 +107,4 @@ def _own_times(cycle: BoundCycle) -> Timings | None:
     steps = [step for step in cycle.measurements if step.plan == cycle.plan.digest]
     if cycle.keys:
         return cycle.times.timings(1)
-    return measured(cycle.plan, steps).timings() if steps else None  # one step is enough
+    return measured(cycle.plan, steps).timings() if steps else None

@@ -16,9 +16,10 @@ from chunkflow_compile.weights.leaves import parts, stream_inside, tensors_of
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 BITSANDBYTES_INT8 = "bitsandbytes.nn.modules.Int8Params"
 GGUF = "diffusers.quantizers.gguf.utils.GGUFParameter"
-# Parameter classes of other libraries that differ from ordinary parameters only in additional attributes.
+# Parameter classes from other libraries.  Parameters of these classes differ from ordinary parameters only in additional
+# attributes.
 _WITH_ATTRIBUTES = ("bitsandbytes.nn.modules.Params4bit", "vllm.model_executor.parameter.ModelWeightParameter")
-# Class that cannot be streamed -> the reason, and the classes to use instead.
+# Name of a parameter class that cannot be streamed -> the reason, and the classes to use instead.
 _NOT_STREAMED = {
     BITSANDBYTES_INT8: "its layer keeps the bytes a second time; int8 of torchao or quanto streams",
     GGUF: "its class takes part in every op; int8 or nf4 of torchao, quanto or bitsandbytes streams",
@@ -32,10 +33,11 @@ def class_of(tensor: torch.Tensor) -> str:
 
 
 def refuse_fully_sharded(root: nn.Module) -> None:
-    """Raise ChunkflowError for a model under FSDP.  FSDP itself gathers the weights before each use and frees them
+    """Raise ChunkflowError for a model under FSDP, because FSDP itself gathers the weights before each use and frees them
     afterwards."""
     for name, module in root.named_modules():
-        # the attribute of FSDP1 and FSDP2 that Dynamo reads; or a method that FSDP2 adds by changing the class of a module
+        # FSDP1 and FSDP2 mark a module with an attribute for Dynamo.  FSDP2 also replaces the class of the module by a
+        # subclass with the method ``_get_fsdp_state``.
         if "_is_fsdp_managed_module" in module.__dict__ or hasattr(type(module), "_get_fsdp_state"):
             raise ChunkflowError(
                 f"FSDP itself moves the weights of {name or type(module).__name__} between the ranks, in every step: to "
@@ -45,7 +47,7 @@ def refuse_fully_sharded(root: nn.Module) -> None:
 
 
 def refuse_unknown_parts(root: nn.Module) -> None:
-    """Raise ChunkflowError if a tensor subclass in the model contains a part that torch.compile does not support."""
+    """Raise ChunkflowError if a weight is a tensor subclass that contains an object which torch.compile does not support."""
     taken = (torch.Tensor, *_opaque())
     for name, tensor in tensors_of(root):
         for path, part in parts(tensor, name):
@@ -57,7 +59,7 @@ def refuse_unknown_parts(root: nn.Module) -> None:
 
 
 def _opaque() -> tuple[type, ...]:
-    """Return the base classes of torch's opaque objects.  The name changed in torch 2.14, and torch 2.11 has no such
+    """Return the base classes of torch's opaque objects.  Torch 2.11 has no such class, and torch 2.14 has renamed the
     class."""
     names = (("_opaque_base", "OpaqueBase"), ("_custom_class_base", "CustomClassBase"))
     bases = (getattr(getattr(torch, module, None), name, None) for module, name in names)
@@ -65,7 +67,7 @@ def _opaque() -> tuple[type, ...]:
 
 
 def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str | None:
-    """Return the reason why a weight of a model cannot be streamed; None if it can.
+    """Return the reason why a weight of a model cannot be streamed; None if it can be streamed.
 
     ``inside``: the path of the weight inside a tensor subclass; empty if the weight is not part of a tensor subclass.
     """
