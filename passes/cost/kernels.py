@@ -1,9 +1,9 @@
 """Kernels: counts the kernels of a region other than products (GEMMs, convolutions, attention), and the bytes that these
 kernels move.
 
-Inductor fuses consecutive pointwise ops and reductions if there is no product between them.  The kernel of such a group
-reads each value from outside the group once, and writes the values that are used outside the group.  A node that is
-marked as ``INLINED`` is computed again in each group that reads it.  If a group reads only a fraction of an
+Inductor fuses consecutive pointwise ops and reductions if there is no product between them.  All ops of a fused group run in
+one kernel.  The kernel reads each value from outside the group once, and writes the values that are used outside the group.
+A node that is marked as ``INLINED`` is computed again in each group that reads it.  If a group reads only a fraction of an
 inlined node, it reads the same fraction of the operands of this node.  In eager mode, each op is a kernel.
 """
 
@@ -18,7 +18,7 @@ from networkx.utils import UnionFind
 from torch.fx import Node
 
 Values = Mapping[Node, Any]
-# The key in a node's metadata that marks a pointwise node as inlined.
+# A pointwise node with this key in its metadata is computed again in each kernel that reads it.
 INLINED = "inlined"
 
 
@@ -47,7 +47,7 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tu
 
 
 def _moves_nothing(node: Node) -> bool:
-    """Return whether a node moves no bytes, because its result is in the memory of an operand, or is a number."""
+    """Return whether a node moves no bytes, because its result is a number or shares the memory of an operand."""
     if isinstance(node.target, torch._ops.OpOverload):
         name = node.target.overloadpacket.__name__  # a completion returns the result of its collective
         return node.target.is_view or name in ("_unsafe_view", "wait_tensor", "wait_tensors")
@@ -56,7 +56,7 @@ def _moves_nothing(node: Node) -> bool:
 
 
 def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
-    """Map each node to the node that allocated its memory.  ``own``: nodes that allocate memory although they are views."""
+    """Map each node to the node that allocated its memory.  ``own``: view nodes that nevertheless allocate memory."""
     bases: dict[Node, Node] = {}
     for node in values:
         inputs = node.all_input_nodes
@@ -76,8 +76,8 @@ def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
 def _moved(
     group: set[Node], values: Values, bases: Mapping[Node, Node], inlined: Collection[Node]
 ) -> Iterator[tuple[int, int]]:
-    """Yield a pair for each tensor that the kernel of a group reads or writes: the size of the tensor in bytes, and how many
-    of these bytes the kernel moves.  A kernel that reads several views of a tensor moves at most the size of the tensor."""
+    """Yield a pair for each tensor that the kernel of a group reads or writes: the size of the tensor in bytes, and the
+    number of these bytes that the kernel moves.  Reading several views of a tensor moves at most the size of the tensor."""
     read: dict[Node, int] = {}
     todo = [(node, tensor_bytes(values[node])) for node in dict.fromkeys(n for m in group for n in m.all_input_nodes)]
     for node, moved in todo:  # the list grows by the operands of inlined nodes
@@ -103,11 +103,11 @@ def _leaves(node: Node, group: set[Node], bases: Mapping[Node, Node]) -> bool:
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):  # the result of a user's kernel
+    if isinstance(value, dict):  # the result of a user's Triton kernel
         value = [*value.values()]
     return [t for v in value for t in tensors(v)] if isinstance(value, (list, tuple)) else []
 
 
 def tensor_bytes(value: Any) -> int:
-    """Return the bytes of the tensors of a value."""
+    """Return the total size in bytes of the tensors in a value."""
     return sum(t.numel() * t.element_size() for t in tensors(value))
