@@ -1,5 +1,5 @@
 """Count: computes the cost of a region.  FLOPs come from the formulas of torch.utils.flop_counter, including formulas that
-users register (``register_flop_formula``), and bytes from the metadata of the graph.
+users register (``register_flop_formula``).  Bytes come from the metadata of the graph.
 
 The cost of products (GEMMs, convolutions and attention) consists of their FLOPs and the bytes of their operands.  The cost
 of all other kernels consists only of the bytes that they move.

@@ -5,8 +5,8 @@ Inductor is modelled as follows:
 * Matrix products, attention and ops on complex numbers are separate kernels that Inductor does not generate.
 * A pointwise value is computed inside the kernels that read it.  A pointwise value has a separate kernel only if it is an
   output of the region, an operand of a kernel that Inductor does not generate, or the result of many reads or ops.
-* Pointwise ops and reductions that iterate over the same number of elements are fused.  A value that only the kernel that
-  computes it reads is never stored.
+* Pointwise ops and reductions that iterate over the same number of elements are fused.  A value is never stored if its only
+  reader is the kernel that computes it.
 * A value is freed after the last kernel that reads it.  A pointwise kernel overwrites an operand of the same size if no
   later kernel reads this operand.  A value can also reuse the memory of a freed value of the same size and dtype.
 * Inductor considers several orders of the kernels, and uses the order with the lowest peak memory.
@@ -70,7 +70,7 @@ _REDUCTIONS = frozenset(
 )
 # Matrix products with an ``out=`` variant.  Inductor can choose the memory of their results.
 _WITH_OUT = frozenset(("_int_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm"))
-# View ops after which the elements are still in the order in which they are stored.
+# View ops that do not change the order of the elements.
 _IN_ORDER = frozenset(("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"))
 # The defaults of Inductor's realize_reads_threshold, realize_acc_reads_threshold and realize_opcount_threshold: a value with
 # more reads or ops is stored ("realized") instead of being computed inside its readers.

@@ -77,8 +77,8 @@ def fewest_bytes_first(
 ) -> list[Kernel]:
     """Return the kernels in a greedy order that keeps the peak of live bytes low.
 
-    If some of the kernels that can run next do not raise the peak, the one after which the fewest bytes are live runs next.
-    If all of them raise the peak, the one whose results take the fewest bytes runs next.
+    Among the kernels that can run next without raising the peak, the one after which the fewest bytes are live is chosen.  If
+    every kernel that can run next raises the peak, the one whose results take the fewest bytes is chosen.
     """
     after, unread, alive = kernels_after(kernels), by_node(kernels, "reads"), set[Node]()
     missing = dict.fromkeys(kernels, 0)
@@ -137,8 +137,8 @@ class OrderedKernels:
         freed values.
 
         The memory of a freed value stays allocated until the value that reuses it is computed.  Memory is not reused if
-        keeping it allocated would raise the expected peak.  ``reused``: function that returns the reuse key of a value, or
-        None.  A value can reuse the memory of a freed value with an equal key; with None, it reuses no memory.
+        keeping it allocated would raise the expected peak.  ``reused``: function that returns the reuse key of a value.  A
+        value can reuse the memory of a freed value with an equal key.  A value with the key None reuses no memory.
         """
         expected, own = list(self.expected), list[int]()
         dead: dict[object, list[int]] = {}

@@ -76,8 +76,9 @@ def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
 def _moved(
     group: set[Node], values: Values, bases: Mapping[Node, Node], inlined: Collection[Node]
 ) -> Iterator[tuple[int, int]]:
-    """Yield a pair for each tensor that the kernel of a group reads or writes: the size of the tensor in bytes, and the
-    number of these bytes that the kernel moves.  Reading several views of a tensor moves at most the size of the tensor."""
+    """Yield a pair for each tensor that a kernel reads or writes: the size of the tensor in bytes, and the number of these
+    bytes that the kernel moves.  A kernel that reads several views of a tensor moves at most the size of the tensor.
+    ``group``: ops that are fused into the kernel."""
     read: dict[Node, int] = {}
     todo = [(node, tensor_bytes(values[node])) for node in dict.fromkeys(n for m in group for n in m.all_input_nodes)]
     for node, moved in todo:  # the list grows by the operands of inlined nodes

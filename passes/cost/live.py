@@ -32,16 +32,16 @@ class Live:
 
 
 class Slicing(Protocol):
-    """The slices of a region that runs once per slice.  This protocol describes ``Slicing`` in graph/regions.py, because this
-    package cannot import that module."""
+    """The slices of a region that runs once per slice.  This protocol is used instead of ``Slicing`` in graph/regions.py,
+    because this package cannot import that module."""
 
     @property
     def writes(self) -> Sequence[tuple[object, int | None]]: ...
 
 
 class Regional(Protocol):
-    """A region of a cut.  This protocol describes ``CutRegion`` in graph/regions.py, because this package cannot import that
-    module."""
+    """A region of a cut.  This protocol is used instead of ``CutRegion`` in graph/regions.py, because this package cannot
+    import that module."""
 
     @property
     def info(self) -> Region: ...

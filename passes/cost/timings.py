@@ -31,8 +31,8 @@ class Timings:
     of copies while nothing else ran, or None if copies never ran alone.  ``drive_rate``: bytes/s read from the SSD, or None
     if nothing was read.  ``copying``: share (0 to 1) of the time of compute and collectives during which copies ran.
     ``compute_slowdown``: measured factor by which copies slow down compute, or None if it was not measured.  ``idle_s``: for
-    each region, 0; for the last region of a call, the seconds during which the device is idle before the next call of the
-    cycle.  Empty if the device is never idle.
+    the last region of each call, the seconds during which the device is idle before the next call of the cycle; 0 for every
+    other region.  The tuple is empty if the device is never idle.
     """
 
     problem: str
@@ -119,8 +119,8 @@ class Timings:
 
         Collectives are timed in groups: a group contains the collectives for which compute waits before the same region.
         The time of a group is divided among its collectives in proportion to ``expected``.  A group that was never timed
-        without copies gets the time of another group with the same kinds and sizes of collectives.  If there is no such
-        group, the seconds of its collectives are ``expected``, scaled by the mean ratio of measured to expected seconds.
+        without copies gets the time of another group with the same kinds and sizes of collectives.  If no such group was
+        timed, ``expected`` is used instead, scaled by the mean ratio of measured to expected seconds.
         """
         windows: dict[int, list[int]] = {}
         last = len(problem.regions) - 1

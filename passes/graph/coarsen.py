@@ -29,7 +29,7 @@ def grouped(cut: Cut, most: int | None) -> Groups:
     """Divide the regions into groups.  ``most``: bytes of streamed weights that a group should not exceed, or None for no
     limit.
 
-    A sequence of regions that may be merged (:func:`_runs`) and that read n bytes becomes at most n / ``most`` groups,
+    Regions that may be merged (:func:`_runs`) and that read n bytes of streamed weights become at most n / ``most`` groups,
     rounded up.  The largest group is as small as possible, but it can exceed ``most``.
     """
     nbytes = streamed_bytes(cut.problem)

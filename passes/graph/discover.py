@@ -277,16 +277,16 @@ def input_key(desc: Any) -> tuple[int, str]:
 
 
 def _is_itself(desc: Any) -> bool:
-    """Return whether a placeholder is a whole input, or a tensor inside an input that is a tensor subclass, and not a view of
-    an input.  ``desc``: description of the placeholder from AOTAutograd."""
+    """Return True if a placeholder is an input itself, or a tensor inside an input that is a tensor subclass.  Return False
+    if it is a view of an input.  ``desc``: description of the placeholder from AOTAutograd."""
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, PlainAOTInput)
 
 
 def mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
-    """Return a mapping from the key of each input that forward writes to (:func:`input_key`) to a clause that names the
-    writer."""
+    """Return, for each input that forward writes, a clause that names the writer, by the key of the input
+    (:func:`input_key`)."""
     (output,) = graph.graph.find_nodes(op="output")
     descs: Any = output.meta.get("desc") or ()
     results: Any = output.args[0]
@@ -307,8 +307,8 @@ def _writer(result: Any) -> str:
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
-    """Raise ChunkflowError for a parameter without a ``keep`` reason that cannot be streamed nevertheless.  The graph takes
-    the parameter only as a part of a tensor subclass, or another input shares its memory."""
+    """Raise ChunkflowError if a parameter should be streamed (``keep`` is None), although this is impossible.  The graph
+    takes the parameter only as a part of a tensor subclass, or another input shares the parameter's memory."""
     if parameter.keep is None:
         raise ChunkflowError(
             f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it "

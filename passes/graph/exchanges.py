@@ -1,5 +1,5 @@
-"""Exchanges: finds attention ops whose heads are divided among the ranks, with the all-to-alls before and after each of
-them.
+"""Exchanges: finds attention ops whose heads are divided among the ranks, and the all-to-alls before and after each of these
+ops.
 
 With Ulysses, each rank holds a part of the tokens.  All-to-alls give each rank all tokens for a part of the heads.  The
 rank computes attention for these heads.  Another all-to-all then returns to each rank the results for its tokens.
@@ -136,8 +136,8 @@ def _is_named_attention(node: Node) -> bool:
 
 
 def _product_of_received(back: Node) -> Node | None:
-    """Return a product that is computed before the all-to-all ``back`` and whose two factors were both received from other
-    ranks, as in attention that consists of products and a softmax.  Return None if there is no such product."""
+    """Return a matrix product on which the all-to-all ``back`` depends, and whose two factors were both received from other
+    ranks, or None.  Attention that consists of matrix products and a softmax contains such products."""
     for node in _before(back.all_input_nodes, _PRODUCTS - _BATCHED):
         factors = (_before([factor], _PRODUCTS) for factor in node.args[-2:] if isinstance(factor, Node))
         if op_name(node) in _BATCHED and all(any(map(_is_all_to_all, nodes)) for nodes in factors):

@@ -195,8 +195,8 @@ class _Divided:
         return builder, builder.root(self.result, self._part(dim, outer, group))
 
     def _axes(self, builder: GroupBuilder) -> dict[Node, _Axis]:
-        """Return, for each all-to-all before attention, the axis of the heads in its operand.  In its result, the heads are
-        at the same position."""
+        """Return, for each all-to-all before attention, the axis of the heads in the tensor that the all-to-all sends.  The
+        heads are at the same position in the tensor that it receives."""
         axes = dict[Node, _Axis]()
         for wait, collective in self.received.items():
             if wait not in builder.taken:
@@ -223,7 +223,7 @@ class _Divided:
             raise NoRule(f"the ranks divide rows of {collective} that hold all heads")
 
     def _part_to_send(self, collective: Node, axis: _Axis, group: int) -> Node:
-        """Add nodes that select the elements that a group sends from the operand of the all-to-all ``collective``."""
+        """Add nodes that take, from the operand of the all-to-all ``collective``, the elements that a group sends."""
         like = _unviewed(_operand(collective))
         source = like
         if source.target is _aten.clone.default and source.args[0].meta["val"].shape == source.meta["val"].shape:  # type: ignore[union-attr]

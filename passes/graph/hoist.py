@@ -66,8 +66,8 @@ class Halves:
     ``preamble_inputs``, ``main_inputs``: positions of the inputs that each half takes.  After these, main also takes the
     outputs of the preamble, in order.  ``slow``: positions of the preamble's inputs that are not weights.
     ``hoisted``: names of the weights that only the preamble reads.  ``hoisted_bytes``: total bytes of the hoisted
-    weights that can be streamed.  ``row_bytes``: total bytes of the outputs of the preamble.  ``key``: equal for
-    preambles with the same ops on inputs of the same shapes.
+    weights that can be streamed.  ``row_bytes``: total bytes of the outputs of the preamble.  ``key``: digest of the ops of
+    the preamble, of the shapes of its inputs and, unless the graph is a block, of the names of its weights.
     """
 
     preamble: Traced
@@ -243,7 +243,7 @@ class _Slow:
 
 
 def _is_pure(node: Node) -> bool:
-    """Return whether a node does nothing but compute its result, and always the same result.  Such a node is not random, does
+    """Return whether a node only computes a result that depends on nothing but its operands.  Such a node is not random, does
     not write to tensors, and does not communicate."""
     if node.target is operator.getitem or is_size(node):
         return True

@@ -6,9 +6,9 @@ For example, Wan2.2 with one timestep per token adds a table to 6 vectors per to
 
 Contract
     On entry: a graph, and the segment of each node.  Neither is changed.
-    On exit: the nodes to recompute.  These are values, and the nodes between each value and its *sources*, from which the
-    value is computed.  A segment that recomputes a value reads the sources of the value.  The sources take fewer bytes than
-    the value and are not streamed weights.
+    On exit: the nodes to recompute.  They include values that several segments need.  They also include the nodes between
+    each value and its *sources*, the nodes from which a segment recomputes the value.  The sources take fewer bytes than the
+    value and are not streamed weights.
 
 Recomputing does not change results.  All recomputed ops are elementwise in float32 or float64.  Their results are not rounded
 when they are stored, and are the same in every kernel.  The last op of a value is not a multiplication, because a GPU would
@@ -41,9 +41,9 @@ _STORED = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "a
 def to_recompute(
     graph: Graph, of: Mapping[Node, int], lazy: Collection[Node], streamed: Collection[Node], sizes: Mapping[str, int]
 ) -> dict[Node, None]:
-    """Return the nodes that each segment that reads them is to recompute.  ``of``: for each node, the segment that computes
-    the node.  ``lazy``: nodes that each segment computes for itself in any case.  ``streamed``: weights that may be streamed.
-    ``sizes``: values of the symbols in the sizes of tensors."""
+    """Return the nodes to recompute.  Each segment that reads such a node is to compute the node again.  ``of``: for each
+    node, the segment that computes the node.  ``lazy``: nodes that each segment computes for itself in any case.
+    ``streamed``: weights that may be streamed.  ``sizes``: values of the symbols in the sizes of tensors."""
     found = dict[Node, None]()
 
     def is_inside(node: Node) -> bool:

@@ -32,7 +32,7 @@ class Segments:
         self.recomputed = dict[Node, None]()
         self.block_of: dict[int, str] = {}
         self.symbols: dict[int, list[Node]] = {}
-        self.sent: set[Node] = set()  # nodes of one segment that compute symbols which later segments take as inputs
+        self.sent: set[Node] = set()  # nodes that compute symbols, and that a later segment takes as inputs
 
     def assign(self) -> None:
         streamed = {w.node: nbytes(w.node) for w in self.discovery.weights if w.keep is None}
@@ -84,7 +84,7 @@ class Segments:
 
     def recompute(self, sizes: Mapping[str, int]) -> None:
         """Make each segment recompute values that are cheaper to recompute than to pass between regions.  ``sizes``: values
-        of the symbols."""
+        of the symbols in the sizes of tensors."""
         streamed = {w.node for w in self.discovery.weights if w.keep is None}
         self.recomputed = to_recompute(self.graph.graph, self.of, self.lazy, streamed, sizes)
         self.lazy |= self.recomputed
@@ -145,8 +145,8 @@ class Segments:
         return collective_kind(node) is not None or is_wait_tensor(node)
 
     def _home_of_view(self, node: Node, segment: int) -> int | None:
-        """Return the segment that computes the operand of a view, to which the view can be moved.  Return None if each region
-        that reads the view must compute the view itself.  ``segment``: segment of the view."""
+        """Return the segment to which a view can be moved, that is, the segment that computes the operand of the view.
+        Return None if each region that reads the view must compute the view itself.  ``segment``: segment of the view."""
         home = self.of.get(node.all_input_nodes[0])
         return home if home != segment else None
 

@@ -19,7 +19,8 @@ from .slices import Phase, Write, fake_mode, layout_of
 
 
 def check_phases(module: GraphModule, phases: tuple[Phase, ...], owned: Collection[int] | None = None) -> None:
-    """Prove that phases compute the outputs of a graph.  ``owned``: as in :func:`slices.phases`, or None if unknown.
+    """Prove that phases compute the outputs of a graph.  ``owned``: positions of the placeholders whose memory the phases may
+    overwrite (see :func:`slices.phases`), or None if these positions are not known.
 
     It is proved that each element of a value is written exactly once, that a value is complete before it is read, and that
     each phase computes the slices of its results in the same way as the graph.  If a run overwrites a slice of an input, it

@@ -50,8 +50,8 @@ class Step:
 
     ``reads``: nodes and parts of nodes that must be computed first.  ``call``: node whose op computes the value, or None if
     the value is an input of the phase.  ``item``: if the op has several results, the index of the value among them, otherwise
-    None.  ``operands``: args and kwargs of the op, with an Operand for each node.  If the value is a part of an operand, this
-    Operand alone.
+    None.  ``operands``: args and kwargs of the op, with an Operand for each node.  If the value is just a part of an operand,
+    ``operands`` is this Operand.
     """
 
     reads: tuple[tuple[Node, Part | None], ...]
@@ -214,8 +214,8 @@ class Builder:
         return False
 
     def _base(self, node: Node, along: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
-        """Return the value from which this phase computes ``node``, and which an earlier phase computes.  Also return the
-        dimensions of this value that correspond to ``along``.
+        """Return the value that an earlier phase is to compute, and from which this phase then computes ``node``.  Also
+        return the dimensions of this value that correspond to ``along``.
 
         If an earlier phase can compute ``node`` slice by slice (``along`` is not empty), the value is the base of which
         ``node`` is a view.  Otherwise this phase computes ``node`` from the value by a chain of light ops with one operand

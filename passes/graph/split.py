@@ -7,8 +7,8 @@ activations (slices.py).
 
 Contract
     On entry: a Cut, which is not changed, and the number of slices for each region key.
-    Preserved: the results of each region, bit for bit in eager mode.  Regions that are not split, collectives and their order
-    do not change.
+    Preserved: the results of each region, bit for bit in eager mode.  Collectives and regions that are not split do not
+    change, and keep their order.
     On exit: each split region is replaced by its phases, which are regions.  A phase overwrites the residual stream if
     neither the caller of the graph nor a later region or collective reads the old values.
 """

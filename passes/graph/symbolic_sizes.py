@@ -101,7 +101,7 @@ def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _bound(name: str, values: Iterable[Any]) -> int | None:
-    """Return the upper bound that tracing has found for a symbol, or None if this bound is meaningless."""
+    """Return the upper bound that tracing has found for a symbol, or None if there is no bound below ``_LARGEST``."""
     for value in values:
         if isinstance(value, torch.SymInt) and name in symbols_of(value):
             symbol = next(s for s in value.node.expr.free_symbols if s.name == name)

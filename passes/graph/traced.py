@@ -40,8 +40,8 @@ class Traced:
     ``sizes``: values of the symbols in the metadata (symbolic_sizes.py).  ``unknown``: upper bounds of the symbols that
     depend on data.  ``large``: names and bytes of the offloaded weights, in the order of the model, including weights that
     the graph does not use; empty if the model is not known.  ``fused``: whether Inductor will fuse the graph's ops.
-    ``repeats``: the blocks that run this graph if it is the graph of a block, otherwise None.  ``together``: number of ranks
-    that run the graph at the same time, see :class:`Problem`.  ``slow``: indices of the slow inputs of the Dynamo graph
+    ``repeats``: if the graph is compiled for blocks of one structure, these blocks, otherwise None.  ``together``: number of
+    ranks that run the graph at the same time, see :class:`Problem`.  ``slow``: indices of the slow inputs of the Dynamo graph
     (hoist.py), or None if hoist.py is to find the slow inputs.  ``exchange_groups``: number of groups of heads into which the
     exchanges of the graph are divided (head_groups.py); 1 if the exchanges are not divided.
     """
