@@ -43,7 +43,7 @@ _TILE = (128, 256)
 
 def region_cost(values: Values, fused: bool = True) -> RegionCost:
     """Return the cost of one region.  ``values``: for each node of the region, its value, as fake tensors with concrete
-    sizes.  ``fused``: whether Inductor fuses the ops between products.
+    sizes.  ``fused``: whether Inductor fuses ops; it never fuses GEMMs, convolutions and attention.
     """
     counts = {n: node_flops(n, values) for n in values if n.op not in ("placeholder", "output")}
     flops = {n: f for n, f in counts.items() if f > 0 or is_opaque(n)}
@@ -96,7 +96,7 @@ def node_flops(node: Node, values: Values) -> int:
     args, kwargs = call.args, call.kwargs
     if (
         call.name.startswith("aten::") and "attention" in call.name and args[1].shape[-2] != args[2].shape[-2]
-    ):  # estimated sizes of key and value can differ in length, but the formulas require equal lengths
+    ):  # if sizes are estimated, the lengths of key and value can differ, but the formulas require equal lengths
         args = (*args[:2], args[2].new_empty((*args[1].shape[:-1], args[2].shape[-1])), *args[3:])
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         # this is the only attention op for which torch has no formula; attention on fake CPU tensors is traced to it

@@ -26,8 +26,9 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tu
     """Return the number of kernels for the ops that are not in ``products``, and the traffic of these kernels: a mapping
     from a tensor size in bytes to the bytes read and written in tensors of this size.
 
-    ``values``: for each node of the region, its value, as fake tensors.  ``fused``: whether Inductor fuses ops into
-    groups; otherwise each op is a kernel.
+    ``values``: for each node of the region, its value, as fake tensors.  ``products``: nodes whose cost is counted
+    separately, such as GEMMs, convolutions and attention.  ``fused``: whether Inductor fuses ops into groups; otherwise each
+    op is a kernel.
     """
     bases, depths = bases_of(values), _depths(values, products)
     inlined = {n for n in values if fused and n.meta.get(INLINED)}
@@ -66,7 +67,7 @@ def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
 
 
 def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
-    """Map each node to the maximum number of products on a path that ends at the node."""
+    """Map each node to the maximum number of nodes in ``products`` on a path that ends at the node."""
     depths: dict[Node, int] = {}
     for node in values:
         depths[node] = max((depths.get(n, 0) for n in node.all_input_nodes), default=0) + (node in products)

@@ -54,8 +54,8 @@ _WAITS = frozenset(f"{namespace}::{name}" for namespace in _SCHEDULED for name i
 
 @dataclass(frozen=True)
 class DiscoveredWeight:
-    """A parameter that the graph reads, and its placeholder.  ``keep``: why the parameter must stay on the device, or
-    None."""
+    """A parameter that the graph reads, and its placeholder.  ``keep``: the reason why the parameter must stay on the device,
+    or None if it may be streamed."""
 
     parameter: Parameter
     node: Node

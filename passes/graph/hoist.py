@@ -156,7 +156,7 @@ class _Slow:
         }
         self._inputs = inputs
         self._slow, self._constant = set[Node](), set[Node]()
-        # nodes whose inputs are slow, but which main must compute, because they share a weight with a node of main
+        # nodes that depend on slow inputs only, but are not hoisted, because another reader of their weight is not hoisted
         latent = set[Node]()
         while True:
             self._classify(latent)
@@ -197,8 +197,8 @@ class _Slow:
         return readers
 
     def crossing(self) -> list[Node]:
-        """Return the matrix products whose results cross, in program order.  Main reads these results, and the weights of
-        these products are large enough (:data:`LEAST_RATIO`)."""
+        """Return, in program order, the matrix products whose results cross from the preamble into main (the rest of the
+        graph).  The weights of these products are large enough to hoist the products (:data:`LEAST_RATIO`)."""
         replaced: dict[Node, int] = {}
         for node, parameter in self.parameters.items():
             for reader in self._readers(node) if parameter.keep is None else ():
@@ -223,8 +223,8 @@ class _Slow:
         return needing
 
     def in_main(self, hoisted: Collection[Node]) -> set[Node]:
-        """Return the nodes of main if the products ``hoisted`` are hoisted.  A slow value that is not the result of a hoisted
-        product is computed in each half that needs the value."""
+        """Return the nodes of main (the graph without the preamble) if the products ``hoisted`` are hoisted.  Any other slow
+        value is computed both in the preamble and in main if both need the value."""
         kept = {n for n in self.nodes if n.op != "placeholder" and n not in self._slow and n not in self._constant}
         return self._with_operands(kept, hoisted)
 

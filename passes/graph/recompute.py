@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from .discover import is_view, nbytes, viewed
 from .slice_parts import is_pointwise
 
-# Values of fewer bytes are not recomputed: moving such a value takes less time than starting a kernel.
+# Values of fewer bytes than this are not recomputed: moving such a value takes less time than starting a kernel.
 LEAST_BYTES = 1 << 20
 # Multiplications.  The set includes neg, because a GPU fuses a multiplication with an addition even if neg is between them.
 _PRODUCTS = frozenset(("aten::mul", "aten::neg"))

@@ -306,8 +306,8 @@ def _times(tiles: tuple[tuple[int, int], ...], repeat: int) -> tuple[tuple[int, 
 
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
-    """Return the Storages of a traced graph.  They include the memory of incomplete values.  A split region may return an
-    incomplete value, of which later regions write the rest.  The node of an incomplete value is not in the graph."""
+    """Return the Storages of a traced graph.  A split region may return an incomplete value, of which later regions write the
+    rest.  The Storages include incomplete values, although the graph contains no nodes for them."""
     regions = [item for item in sequence if isinstance(item, CutRegion)]
     nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}

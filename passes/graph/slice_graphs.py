@@ -217,9 +217,9 @@ class Builder:
         """Return the value that an earlier phase is to compute, and from which this phase then computes ``node``.  Also
         return the dimensions of this value that correspond to ``along``.
 
-        If an earlier phase can compute ``node`` slice by slice (``along`` is not empty), the value is the base of which
-        ``node`` is a view.  Otherwise this phase computes ``node`` from the value by a chain of light ops with one operand
-        each.  The chain is as long as possible.
+        ``along``: dimensions along which ``node`` can be computed slice by slice.  If there are such dimensions, the value is
+        the base of which ``node`` is a view.  Otherwise this phase computes ``node`` from the value by a chain of light ops
+        with one operand each.  The chain is as long as possible.
         """
         while not self._is_given(node) and len(node.all_input_nodes) == 1:
             if along:

@@ -137,8 +137,8 @@ def _dims(node: Node) -> list[int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece of a root.  ``part``: part of the root that is computed, or None if the whole root is computed by the same ops
-    as in the graph.  ``repeat``: number of runs."""
+    """A piece of a root (a value that a phase computes).  ``part``: part of the root that is computed, or None if the whole
+    root is computed by the same ops as in the graph.  ``repeat``: number of runs in which the piece is computed."""
 
     part: Part | None
     repeat: int
@@ -154,7 +154,8 @@ class _Root:
 
 
 class _Plan:
-    """The roots of a graph whose largest output is split along dimension ``dim``."""
+    """The roots of a graph, that is, the values that phases compute.  ``largest``: largest output of the graph.  ``dim``:
+    dimension along which this output is split."""
 
     def __init__(self, module: GraphModule, repeat: int, largest: Node, dim: int) -> None:
         self.placeholders = module.graph.find_nodes(op="placeholder")
@@ -189,8 +190,8 @@ class _Plan:
             self._find(missing[0], *self.needs[missing[0]])
 
     def _find(self, node: Node, dims: tuple[int, ...], reason: str) -> None:
-        """Find a way to compute ``node``, and add the node to the roots.  ``dims``: dimensions along which the node may be
-        split, best first.  ``reason``: clause for an error message that says why the node is a root."""
+        """Find a way to compute ``node`` in phases, and add the node to ``roots``.  ``dims``: dimensions along which the node
+        may be split, best first.  ``reason``: clause for an error message that says why a phase must compute the node."""
         failed = f"{op_name(node)} {node}: {reason}"
         for dim in dims:
             try:
@@ -217,8 +218,8 @@ class _Plan:
         return depends_on(node, self.streams) and not is_view_of_input(node)
 
     def _split(self, node: Node, dim: int) -> tuple[tuple[_Piece, ...], Walk]:
-        """Return the pieces of a root that is split along dimension ``dim``, and the inputs and values that these pieces
-        read."""
+        """Return the pieces into which ``node`` is divided along dimension ``dim``, and the inputs and values that these
+        pieces read."""
         pieces, found = list[_Piece](), Walk()
         for part in self._ranges(node, dim):
             repeat = self.repeat if part.count >= self.longest else 1
@@ -232,7 +233,7 @@ class _Plan:
         return tuple(pieces), found
 
     def _ranges(self, node: Node, dim: int) -> list[Part]:
-        """Return the parts that a root concatenates along dimension ``dim``.  If the root is not a concatenation, return a
+        """Return the parts that ``node`` concatenates along dimension ``dim``.  If ``node`` is not a concatenation, return a
         single part."""
         size = shape_of(node)[dim]
         found, todo = list[Part](), [Part(dim, size, 0, size)]
@@ -257,7 +258,7 @@ class _Plan:
         heights: dict[Node, int] = {}
 
         def height(node: Node) -> int:
-            """Return the number of phases that must run after the phase that computes a root."""
+            """Return the number of phases that must run after the phase that computes ``node``."""
             if node not in heights:
                 heights[node] = max((1 + height(reader) for reader in readers[node]), default=0)
             return heights[node]
@@ -278,14 +279,14 @@ class _Plan:
 
 
 def _is_all(node: Node, piece: _Piece) -> bool:
-    """Return whether a piece computes its whole root in one run."""
+    """Return whether a piece contains all of ``node`` and is computed in one run."""
     return piece.part is None or (piece.repeat == 1 and piece.part.count == shape_of(node)[piece.part.dim])
 
 
 @dataclass
 class _Build:
-    """The graph of a phase before its outputs or writes are added.  ``results``: for each result, a triple: the root, the
-    node of the result in the graph, and the slice of the root (None for the whole root)."""
+    """The graph of a phase before its outputs or writes are added.  ``results``: a triple for each result: the node of the
+    region's graph, the node of the phase's graph that computes it, and the computed slice (None for the whole value)."""
 
     builder: Builder
     repeat: int
