@@ -156,8 +156,8 @@ class _Divided:
         return [self._made(wait.target, (start,), wait) for wait, start in zip(self.received, sent, strict=False)]
 
     def _found(self) -> tuple[int, int]:
-        """Find the dimension of the result that contains the heads.  Return this dimension, and how many times all heads are
-        repeated in it (1, or once per rank)."""
+        """Find out which dimension of the exchanged result contains the heads.  Return this dimension, and how many times all
+        heads are repeated in it (1, or once per rank)."""
         failed = f"they are no dimension of {self.result}"
         for dim, size in enumerate(shape_of(self.result)):
             for outer in dict.fromkeys((1, _ranks_of(self.exchange.back))):

@@ -11,9 +11,9 @@ Contract
     value and are not streamed weights.
 
 Recomputing does not change results.  All recomputed ops are elementwise in float32 or float64.  Their results are not rounded
-when they are stored, and are the same in every kernel.  The last op of a value is not a multiplication, because a GPU would
-fuse a multiplication with an addition that follows.  Only pointwise ops read the value, so the value is computed in their
-kernels and never stored.
+when they are stored, and are the same in every kernel.  A value that a multiplication computes is not recomputed, because a
+GPU would fuse the multiplication with an addition that follows.  Only pointwise ops read a recomputed value, so the value is
+computed in their kernels and never stored.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class Walk:
 
     ``taken``: for each input of the phase, the placeholder in the graph of the phase.  An input is a node and the slice that
     the phase takes of the node's value, or None for the whole value.  ``needs``: values that earlier phases must compute,
-    because they must be complete before the phase starts.  For each of these values, the dimensions along which it can be
-    computed slice by slice, and the reason why it is needed.
+    because they must be complete before the phase starts.  The entry of a value contains the dimensions along which the value
+    can be computed slice by slice, and the reason why it is needed.
     """
 
     taken: dict[tuple[Node, Slice | None], Node] = field(default_factory=dict)
@@ -158,8 +158,8 @@ class Builder:
 
     def _note(self, operand: Operand, reader: Node) -> None:
         """Add an operand to ``found.needs`` if an earlier phase should compute it.  This is the case if the operand depends
-        on split inputs, or if its ops are too expensive to be repeated in each run.  Instead of the operand, a value from
-        which the operand is computed may be added (:meth:`_base`).  ``reader``: node that reads the whole operand."""
+        on split inputs, or if it is too expensive to compute it in each run.  Instead of the operand, a value from which the
+        operand is computed may be added (:meth:`_base`).  ``reader``: node that reads the whole operand."""
         node, along = operand.node, operand.along
         if (
             self.closed

@@ -268,8 +268,8 @@ class _Plan:
             for piece in root.pieces:
                 once = _is_all(node, piece)
                 count = 0 if once or piece.part is None else piece.part.count
-                # Among phases of equal height, the phase for the longest stream comes last.  No later phase then reads this
-                # stream, so the results of the phase can overwrite it.
+                # Among phases that are followed by equally many phases, the phase for the longest stream comes last.  No
+                # later phase then reads this stream, so the results of the phase can overwrite it.
                 order = int(once and height(node) > 0)
                 groups.setdefault((-height(node), order, piece.repeat, count), []).append((root, piece))
         return [
