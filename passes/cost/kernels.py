@@ -23,8 +23,8 @@ INLINED = "inlined"
 
 
 def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tuple[int, Mapping[int, int]]:
-    """Return the number of kernels for the ops that are not in ``products``, and the traffic of these kernels: a mapping
-    from a tensor size in bytes to the bytes read and written in tensors of this size.
+    """Return the number of kernels for the ops that are not in ``products``, and the traffic of these kernels.  The traffic
+    maps a tensor size in bytes to the bytes that the kernels read and write in tensors of this size.
 
     ``values``: for each node of the region, its value, as fake tensors.  ``products``: nodes whose cost is counted
     separately, such as GEMMs, convolutions and attention.  ``fused``: whether Inductor fuses ops into groups; otherwise each
@@ -52,7 +52,7 @@ def _moves_nothing(node: Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         name = node.target.overloadpacket.__name__  # a completion returns the result of its collective
         return node.target.is_view or name in ("_unsafe_view", "wait_tensor", "wait_tensors")
-    # an element of a tuple, or a number
+    # all other calls, except for higher-order ops, return an element of a tuple or a number
     return node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 

@@ -64,7 +64,7 @@ def is_opaque(node: Node) -> bool:
 def like_attention(call: Called) -> int:
     """Return the FLOPs of a call if it looks like attention, otherwise 0.  A call looks like attention if its first three 4-D
     floating-point tensors have the shapes of query, key and value: [batch, heads, tokens, depth] or [batch, tokens, heads,
-    depth].  If both layouts are possible, the larger of the two middle dimensions is assumed to be the tokens.
+    depth].  If both layouts are possible, the larger of the two middle dimensions is taken as the number of tokens.
     """
     if not call.of_others and "attention" not in call.name:
         return 0
