@@ -1,5 +1,5 @@
 """Count: computes the cost of a region.  FLOPs come from the formulas of torch.utils.flop_counter, including formulas that
-users register (``register_flop_formula``), and bytes from the metadata of the graph.
+users register (``register_flop_formula``).  Bytes come from the metadata of the graph.
 
 The cost of products (GEMMs, convolutions and attention) consists of their FLOPs and the bytes of their operands.  The cost
 of all other kernels consists only of the bytes that they move.
@@ -21,7 +21,7 @@ from chunkflow_compile.passes.problem import RegionCost
 from .kernels import Values, other_kernels, tensor_bytes, tensors
 from .op_calls import called, is_opaque, like_attention
 
-# Ops that multiply an input by a weight, usually a quantised one, and for which the flop counter has no formula.
+# Ops for which the flop counter has no formula, although they multiply an input by a weight (usually a quantised one).
 _PRODUCTS = frozenset(
     (
         "aten::_int_mm",
@@ -43,7 +43,7 @@ _TILE = (128, 256)
 
 def region_cost(values: Values, fused: bool = True) -> RegionCost:
     """Return the cost of one region.  ``values``: for each node of the region, its value, as fake tensors with concrete
-    sizes.  ``fused``: whether Inductor fuses the ops between products.
+    sizes.  ``fused``: whether Inductor fuses ops; it never fuses GEMMs, convolutions and attention.
     """
     counts = {n: node_flops(n, values) for n in values if n.op not in ("placeholder", "output")}
     flops = {n: f for n, f in counts.items() if f > 0 or is_opaque(n)}
@@ -84,11 +84,11 @@ def _is_gemm(node: Node, values: Values) -> bool:
 
 
 def node_flops(node: Node, values: Values) -> int:
-    """Return the FLOPs of a node.  If there is no formula for its op, but its operands look like query, key and value, return
-    the FLOPs of attention on these operands.  For any other op without a formula and without nested graphs, return 0.
+    """Return the FLOPs of a node.
 
-    For an op with nested graphs, return the FLOPs of the nested graph that has the most, because ``cond`` runs only one
-    of its branches.
+    If there is no formula for its op, but its operands look like query, key and value, return the FLOPs of attention on
+    these operands.  For an op with nested graphs, return the FLOPs of the nested graph that has the most, because ``cond``
+    runs only one of its branches.  For any other op without a formula, return 0.
     """
     call = called(node, values)
     if call is None:
@@ -96,12 +96,12 @@ def node_flops(node: Node, values: Values) -> int:
     args, kwargs = call.args, call.kwargs
     if (
         call.name.startswith("aten::") and "attention" in call.name and args[1].shape[-2] != args[2].shape[-2]
-    ):  # key and value have different lengths only if sizes are estimated
+    ):  # if sizes are estimated, the lengths of key and value can differ, but the formulas require equal lengths
         args = (*args[:2], args[2].new_empty((*args[1].shape[:-1], args[2].shape[-1])), *args[3:])
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-        # the only attention op without a formula in torch; attention on fake CPU tensors is traced to this op
+        # this is the only attention op for which torch has no formula; attention on fake CPU tensors is traced to it
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if call.name in _PRODUCTS:  # [..., k] times a weight gives [..., n]
+    if call.name in _PRODUCTS:  # an input [..., k] times a weight [k, n] gives a result [..., n]
         return 2 * int(args[0].numel()) * int(tensors(values[node])[0].shape[-1])
     if (formula := flop_registry.get(call.op)) is not None:
         return int(formula(*args, **kwargs, out_val=values[node]))
@@ -109,8 +109,8 @@ def node_flops(node: Node, values: Values) -> int:
 
 
 def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
-    """Find third-party ops and Triton kernels for which no FLOP formula is declared.  For each, return its name and a
-    sentence that explains how its FLOPs are counted."""
+    """Find the third-party ops and Triton kernels for which no FLOP formula is declared.  Return a mapping from the name of
+    each such op or kernel to a sentence that says how its FLOPs are counted."""
     sentences: dict[str, str] = {}
     for node in nodes:
         values = {n: n.meta.get("val") for n in (node, *node.all_input_nodes)}
@@ -129,7 +129,7 @@ def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
 
 
 def _graph_flops(graph: GraphModule) -> int:
-    """Return the FLOPs of a nested graph, or 0 if its sizes are symbolic, because the actual sizes are not known."""
+    """Return the FLOPs of a nested graph, or 0 if it contains symbolic sizes, whose values are not known."""
     values = {node: node.meta.get("val") for node in graph.graph.nodes}
     sizes = [size for value in values.values() for tensor in tensors(value) for size in tensor.shape]
     if any(isinstance(size, torch.SymInt) for size in sizes):

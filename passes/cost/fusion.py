@@ -1,15 +1,15 @@
 """Fusion: models the kernels that Inductor generates for a region, and the bytes of the values that these kernels store.
 
-The model of Inductor:
+Inductor is modelled as follows:
 
-* Products, attention and ops on complex numbers are separate kernels, which Inductor does not generate.
+* Matrix products, attention and ops on complex numbers are separate kernels that Inductor does not generate.
 * A pointwise value is computed inside the kernels that read it.  A pointwise value has a separate kernel only if it is an
   output of the region, an operand of a kernel that Inductor does not generate, or the result of many reads or ops.
-* Pointwise ops and reductions that iterate over the same number of elements are fused.  A value that only the fused kernel
-  reads is never stored.
+* Pointwise ops and reductions that iterate over the same number of elements are fused.  A value is never stored if its only
+  reader is the kernel that computes it.
 * A value is freed after the last kernel that reads it.  A pointwise kernel overwrites an operand of the same size if no
   later kernel reads this operand.  A value can also reuse the memory of a freed value of the same size and dtype.
-* Of several orders of the kernels, Inductor uses the order with the lowest peak memory.
+* Inductor considers several orders of the kernels, and uses the order with the lowest peak memory.
 
 Without Inductor, each op is a kernel, and the kernels run in program order.
 """
@@ -68,9 +68,9 @@ _POINTWISE = frozenset(
 _REDUCTIONS = frozenset(
     ("all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean")
 )
-# Products with an ``out=`` variant.  Inductor can choose the memory of their results.
+# Matrix products with an ``out=`` variant.  Inductor can choose the memory of their results.
 _WITH_OUT = frozenset(("_int_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm"))
-# Views that keep the order of elements.
+# View ops that do not change the order of the elements.
 _IN_ORDER = frozenset(("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"))
 # The defaults of Inductor's realize_reads_threshold, realize_acc_reads_threshold and realize_opcount_threshold: a value with
 # more reads or ops is stored ("realized") instead of being computed inside its readers.
@@ -83,9 +83,9 @@ _READ_NO_VALUES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The live values of a region.  ``own``: for each kernel of the region, the bytes of the region's own values that are
-    live while the kernel runs.  ``until``: for each input, the position of the last kernel that reads it, or -1 if none
-    does."""
+    """The live bytes of a region, kernel by kernel.  ``own``: for each kernel of the region, the bytes that are live while
+    the kernel runs, counting only values that the region computes.  ``until``: for each input, the position of the last
+    kernel that reads it, or -1 if no kernel reads it."""
 
     own: tuple[int, ...]
     until: tuple[int, ...]
@@ -105,7 +105,7 @@ class RegionNodes:
 class Storages:
     """The memory of a graph's values.  ``values``: for each node, its value, as fake tensors.  ``weights``: nodes whose
     memory is not counted.  ``fused``: whether Inductor fuses the ops.  ``own``: nodes with view ops that allocate memory
-    nevertheless, see :func:`bases_of`.  ``profiles``: cache of the profiles of regions, by key."""
+    nevertheless, see :func:`bases_of`.  ``profiles``: profiles that were already computed, by region key."""
 
     values: Values
     weights: Collection[Node]
@@ -167,14 +167,14 @@ class _Kernels:
         return Profile(own=tuple(own), until=tuple(last.get(self.bases[n], -1) for n in self.part.inputs))
 
     def _reused(self, base: Node) -> object:
-        """Return the reuse key of a value, or None if the value cannot reuse memory.  A value can reuse the memory of a
-        freed value with an equal key."""
+        """Return the reuse key of a value (see :meth:`OrderedKernels.in_place`), or None if the value cannot reuse memory."""
         if base in self.alone and _name(base) not in _WITH_OUT:
             return None
         return tensors(self.values[base])[0].dtype, tensor_bytes(self.values[base])
 
     def _lowered(self, made: Sequence[Node]) -> list[Kernel]:
-        """Return the kernels before fusion: one for each value that Inductor realizes (:meth:`_is_realized`)."""
+        """Return the kernels before fusion: one kernel for each value that Inductor realizes, that is, stores in memory
+        (:meth:`_is_realized`)."""
         kernels, inlined = list[Kernel](), dict[Node, tuple[Kernel, int]]()
         for node in made:
             kernel, ops = Kernel(set(), {node}, set(), self._size(node)), 1
@@ -210,7 +210,7 @@ class _Kernels:
         return max(sizes if _is_pointwise(node) else sizes + [_elements(self.values[a]) for a in node.all_input_nodes])
 
     def _in_order(self, argument: Node) -> bool:
-        """Return whether iterating over the elements of a value follows their order in memory."""
+        """Return whether the elements of a value are stored in the order in which a kernel iterates over them."""
         while self.bases[argument] is not argument and argument not in self.part.inputs:
             if _name(argument) not in _IN_ORDER and not _is_result(argument, self.bases):
                 return False
@@ -218,8 +218,8 @@ class _Kernels:
         return True
 
     def _fuse(self) -> None:
-        """Fuse pairs of kernels that iterate over the same number of elements and that read or write the same memory,
-        unless another kernel must run between the two.  Pairs that share the most bytes are fused first."""
+        """Fuse pairs of kernels that iterate over the same number of elements and that read or write the same memory.  A pair
+        is not fused if another kernel must run between the two.  Pairs that share the most bytes are fused first."""
         users: dict[Node, list[int]] = {}
         for i, kernel in enumerate(self.kernels):
             for base in kernel.reads | kernel.writes if kernel.size else ():
@@ -247,8 +247,8 @@ class _Kernels:
         self.kernels = in_dependency_order([*dict.fromkeys(groups)])
 
     def _stored(self) -> dict[Node, int]:
-        """Return the size in bytes of each value that is stored in memory.  A value is not stored if only the kernel that
-        computes it reads it."""
+        """Return the size in bytes of each value that is stored in memory.  A value is not stored if its only reader is the
+        kernel that computes it."""
         writers, readers = (by_node(self.kernels, name) for name in ("writes", "reads"))
         return {
             base: self.storages.nbytes(base)
@@ -269,7 +269,7 @@ def _between(part: RegionNodes) -> set[Node]:
 
 
 def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node]:
-    """Return the nodes in the order of Inductor's reorder_for_locality, in which each node is close to its readers."""
+    """Return the nodes in the order that Inductor's reorder_for_locality gives them: each node is close to its readers."""
     order, members, seen = list(nodes), set(nodes), set[Node]()
 
     def move_before(position: int, operands: Iterable[Node]) -> None:
@@ -288,7 +288,7 @@ def _near_readers(nodes: Sequence[Node], outputs: Collection[Node]) -> list[Node
 
 
 def _operands(node: Node) -> list[Node]:
-    """Return the nodes whose values a node reads, without nodes of which it needs only the size."""
+    """Return the operands whose values a node reads.  Operands of which the node needs only the size are left out."""
     if _name(node) in _READ_NO_VALUES:
         return []
     return [n for n in node.all_input_nodes if not (node.target is _COPY and n is node.args[0])]
@@ -317,7 +317,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _is_alone(node: Node, values: Values) -> bool:
-    """Return whether a node is a kernel that Inductor does not generate, and so does not fuse."""
+    """Return whether a node runs as a separate kernel, which Inductor neither generates nor fuses."""
     used = [t for n in (node, *node.all_input_nodes) for t in tensors(values[n])]
     if any(t.is_complex() for t in used):
         return True

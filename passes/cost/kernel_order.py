@@ -1,4 +1,5 @@
-"""Kernel order: the orders in which the kernels of a region can run, and the live bytes of the values that they store."""
+"""Kernel order: finds orders in which the kernels of a region can run, and computes how many bytes of their results are live
+while each kernel runs."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from torch.fx import Node
 @dataclass(eq=False)
 class Kernel:
     """A kernel, or several fused kernels.  ``reads`` and ``writes``: nodes whose memory the kernel reads and writes.
-    ``strided``: nodes whose elements the kernel reads in another order than the order in memory.  ``size``: number of
-    elements that the kernel iterates over; 0 if the kernel cannot be fused."""
+    ``strided``: nodes whose elements the kernel does not read in the order in which they are stored.  ``size``: number of
+    elements that the kernel iterates over, or 0 if the kernel cannot be fused."""
 
     reads: set[Node]
     writes: set[Node]
@@ -55,8 +56,8 @@ def runs_between(after: Mapping[Kernel, set[Kernel]], first: Kernel, second: Ker
 
 
 def in_dependency_order(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Return the kernels in an order that respects their dependencies.  As far as the dependencies permit, the given order is
-    kept."""
+    """Return the kernels in an order in which each kernel runs after the kernels whose results it reads.  If several kernels
+    can run next, the one that comes first in ``kernels`` is chosen."""
     after = kernels_after(kernels)
     missing = dict.fromkeys(kernels, 0)
     for kernel in chain.from_iterable(after.values()):
@@ -74,8 +75,11 @@ def in_dependency_order(kernels: Sequence[Kernel]) -> list[Kernel]:
 def fewest_bytes_first(
     kernels: Sequence[Kernel], nbytes: Mapping[Node, int], outputs: Collection[Node]
 ) -> list[Kernel]:
-    """Return the kernels in a greedy order.  If possible, the next kernel is one that does not raise the peak of live bytes;
-    of several such kernels, it is the one after which the fewest bytes are live."""
+    """Return the kernels in a greedy order that keeps the peak of live bytes low.
+
+    Among the kernels that can run next without raising the peak, the one after which the fewest bytes are live is chosen.  If
+    every kernel that can run next raises the peak, the one whose results take the fewest bytes is chosen.
+    """
     after, unread, alive = kernels_after(kernels), by_node(kernels, "reads"), set[Node]()
     missing = dict.fromkeys(kernels, 0)
     for kernel in chain.from_iterable(after.values()):
@@ -101,9 +105,9 @@ def fewest_bytes_first(
 
 
 class OrderedKernels:
-    """The values that kernels compute if they run in a given order.  ``expected``: for each kernel, Inductor's estimate of
-    the bytes of these values that are live while the kernel runs.  The estimate ignores the reuse of memory, and counts the
-    operands of a concatenation in addition to its result."""
+    """Kernels in a given order, and the live bytes of the values that they compute.  ``expected``: for each kernel,
+    Inductor's estimate of the bytes that are live while the kernel runs.  The estimate ignores the reuse of memory.  It
+    counts the operands of a concatenation in addition to the result."""
 
     def __init__(
         self,
@@ -129,11 +133,12 @@ class OrderedKernels:
         self.expected_peak = max(self.expected, default=0)
 
     def in_place(self, reused: Callable[[Node], object]) -> list[int]:
-        """Return, for each kernel, the live bytes of the values if the memory of freed values is reused.
+        """Return, for each kernel, the bytes that are allocated while the kernel runs, if new values reuse the memory of
+        freed values.
 
-        A value reuses the memory of a freed value with the same key.  This memory then stays allocated until the new value is
-        computed, however long this takes.  The memory is not reused if keeping it allocated would raise the expected peak.
-        ``reused``: returns the reuse key of a value.
+        The memory of a freed value stays allocated until the value that reuses it is computed.  Memory is not reused if
+        keeping it allocated would raise the expected peak.  ``reused``: function that returns the reuse key of a value.  A
+        value can reuse the memory of a freed value with an equal key.  A value with the key None reuses no memory.
         """
         expected, own = list(self.expected), list[int]()
         dead: dict[object, list[int]] = {}

@@ -1,9 +1,9 @@
 """Kernels: counts the kernels of a region other than products (GEMMs, convolutions, attention), and the bytes that these
 kernels move.
 
-Inductor fuses consecutive pointwise ops and reductions if there is no product between them.  The kernel of such a group
-reads each value from outside the group once, and writes the values that are used outside the group.  A node that is
-marked as ``INLINED`` is computed again in each group that reads it.  If a group reads only a fraction of an
+Inductor fuses consecutive pointwise ops and reductions if there is no product between them.  All ops of a fused group run in
+one kernel.  The kernel reads each value from outside the group once, and writes the values that are used outside the group.
+A node that is marked as ``INLINED`` is computed again in each group that reads it.  If a group reads only a fraction of an
 inlined node, it reads the same fraction of the operands of this node.  In eager mode, each op is a kernel.
 """
 
@@ -18,16 +18,17 @@ from networkx.utils import UnionFind
 from torch.fx import Node
 
 Values = Mapping[Node, Any]
-# The key in a node's metadata that marks a pointwise node as inlined.
+# A pointwise node with this key in its metadata is computed again in each kernel that reads it.
 INLINED = "inlined"
 
 
 def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tuple[int, Mapping[int, int]]:
-    """Return the number of kernels for the ops that are not in ``products``, and the traffic of these kernels: a mapping
-    from a tensor size in bytes to the bytes read and written in tensors of this size.
+    """Return the number of kernels for the ops that are not in ``products``, and the traffic of these kernels.  The traffic
+    maps a tensor size in bytes to the bytes that the kernels read and write in tensors of this size.
 
-    ``values``: for each node of the region, its value, as fake tensors.  ``fused``: whether Inductor fuses ops into
-    groups; otherwise each op is a kernel.
+    ``values``: for each node of the region, its value, as fake tensors.  ``products``: nodes whose cost is counted
+    separately, such as GEMMs, convolutions and attention.  ``fused``: whether Inductor fuses ops into groups; otherwise each
+    op is a kernel.
     """
     bases, depths = bases_of(values), _depths(values, products)
     inlined = {n for n in values if fused and n.meta.get(INLINED)}
@@ -47,16 +48,16 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> tu
 
 
 def _moves_nothing(node: Node) -> bool:
-    """Return whether a node moves no bytes, because its result is in the memory of an operand, or is a number."""
+    """Return whether a node moves no bytes, because its result is a number or shares the memory of an operand."""
     if isinstance(node.target, torch._ops.OpOverload):
         name = node.target.overloadpacket.__name__  # a completion returns the result of its collective
         return node.target.is_view or name in ("_unsafe_view", "wait_tensor", "wait_tensors")
-    # an element of a tuple, or a number
+    # all other calls, except for higher-order ops, return an element of a tuple or a number
     return node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
-    """Map each node to the node that allocated its memory.  ``own``: nodes that allocate memory although they are views."""
+    """Map each node to the node that allocated its memory.  ``own``: view nodes that nevertheless allocate memory."""
     bases: dict[Node, Node] = {}
     for node in values:
         inputs = node.all_input_nodes
@@ -66,7 +67,7 @@ def bases_of(values: Values, own: Collection[Node] = ()) -> dict[Node, Node]:
 
 
 def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
-    """Map each node to the maximum number of products on a path that ends at the node."""
+    """Map each node to the maximum number of nodes in ``products`` on a path that ends at the node."""
     depths: dict[Node, int] = {}
     for node in values:
         depths[node] = max((depths.get(n, 0) for n in node.all_input_nodes), default=0) + (node in products)
@@ -76,8 +77,9 @@ def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
 def _moved(
     group: set[Node], values: Values, bases: Mapping[Node, Node], inlined: Collection[Node]
 ) -> Iterator[tuple[int, int]]:
-    """Yield a pair for each tensor that the kernel of a group reads or writes: the size of the tensor in bytes, and how many
-    of these bytes the kernel moves.  A kernel that reads several views of a tensor moves at most the size of the tensor."""
+    """Yield a pair for each tensor that a kernel reads or writes: the size of the tensor in bytes, and the number of these
+    bytes that the kernel moves.  A kernel that reads several views of a tensor moves at most the size of the tensor.
+    ``group``: ops that are fused into the kernel."""
     read: dict[Node, int] = {}
     todo = [(node, tensor_bytes(values[node])) for node in dict.fromkeys(n for m in group for n in m.all_input_nodes)]
     for node, moved in todo:  # the list grows by the operands of inlined nodes
@@ -103,11 +105,11 @@ def _leaves(node: Node, group: set[Node], bases: Mapping[Node, Node]) -> bool:
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):  # the result of a user's kernel
+    if isinstance(value, dict):  # the result of a user's Triton kernel
         value = [*value.values()]
     return [t for v in value for t in tensors(v)] if isinstance(value, (list, tuple)) else []
 
 
 def tensor_bytes(value: Any) -> int:
-    """Return the bytes of the tensors of a value."""
+    """Return the total size in bytes of the tensors in a value."""
     return sum(t.numel() * t.element_size() for t in tensors(value))

@@ -2,8 +2,7 @@
 of kernels are not included.
 
 Inputs of the graph are always live, because the caller holds them.  Results of the graph are live from the time at which
-they are computed.  Any other value is freed in the last region that reads it, after the last kernel of this region that
-reads it.
+they are computed.  Any other value is freed as soon as the last kernel that reads it has run.
 """
 
 from __future__ import annotations
@@ -24,22 +23,25 @@ _COPY = torch.ops.aten.copy_.default
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """The live bytes of a cut.  ``peaks``: for each region, the peak of live bytes while the region or a collective
-    directly before it runs.  ``between``: for each region, the live bytes directly before it."""
+    """The live bytes of a cut, that is, of a graph that was divided into regions.  ``peaks``: for each region, the peak of
+    live bytes while the region or a collective directly before it runs.  ``between``: for each region, the bytes that are
+    live directly before the region runs."""
 
     peaks: tuple[int, ...]
     between: tuple[int, ...]
 
 
 class Slicing(Protocol):
-    """The slices of a repeated region, see :class:`Slicing` in graph/regions.py, which this package cannot import."""
+    """The slices of a region that runs once per slice.  This protocol is used instead of ``Slicing`` in graph/regions.py,
+    because this package cannot import that module."""
 
     @property
     def writes(self) -> Sequence[tuple[object, int | None]]: ...
 
 
 class Regional(Protocol):
-    """A region of a cut, see :class:`CutRegion` in graph/regions.py, which this package cannot import."""
+    """A region of a cut.  This protocol is used instead of ``CutRegion`` in graph/regions.py, because this package cannot
+    import that module."""
 
     @property
     def info(self) -> Region: ...
@@ -55,10 +57,11 @@ class Regional(Protocol):
 
 def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Sequence[Sequence[int]] = ()) -> Live:
     """Return the live bytes of a cut.  ``sequence``: regions, collectives and completions, in program order.  ``groups``:
-    groups of region indices; the regions of one group count as a single region.  Empty to merge nothing.
+    groups of region indices; the regions of one group count as a single region.  If ``groups`` is empty, no regions are
+    merged.
     """
     group_of = {i: group for group in groups for i in group}
-    # the position of the last item that reads each node
+    # for each node, the position in ``sequence`` of the last item that reads the node
     outside = {node: n for n, item in enumerate(sequence) for node in _read(item)}
     results = {a for n in storages.values if n.op == "output" for a in n.all_input_nodes}
     parts = list[RegionNodes | Node]()
@@ -81,8 +84,8 @@ def live_of(storages: Storages, sequence: Sequence[Regional | Node], groups: Seq
 def _joined(
     regions: Sequence[Regional], end: int, outside: Mapping[Node, int], results: Collection[Node]
 ) -> RegionNodes:
-    """Merge several regions into one.  ``end``: position of the last of these regions in the sequence.  ``outside``: for
-    each node, the position of its last reader in the sequence.  ``results``: results of the graph."""
+    """Merge several regions into one.  ``end``: position in the sequence of the last region to merge.  ``outside``: for each
+    node, the position in the sequence of its last reader.  ``results``: nodes that the graph returns."""
     if len(regions) == 1:
         return RegionNodes(key=regions[0].info.key, inputs=regions[0].inputs, outputs=regions[0].outputs)
     made = [n for region in regions for n in region.outputs]
@@ -94,8 +97,7 @@ def _joined(
 
 
 def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -> Profile:
-    """Return the profile of a region that runs once per slice.  The inputs of such a region are live until its last run
-    ends."""
+    """Return the profile of a region that runs once per slice.  The inputs of the region are live until the last run ends."""
     nodes = region.module.graph.nodes
     taken = tuple(node for node in nodes if node.op == "placeholder")
     written = tuple(node for node in nodes if node.target is _COPY)
@@ -109,8 +111,8 @@ def _profile_in_slices(storages: Storages, region: Regional, slicing: Slicing) -
 
 
 def _in_turn(storages: Storages, sequence: Sequence[RegionNodes | Node]) -> Live:
-    """Return the live bytes of regions and top-level nodes in program order.  The operands of a collective are live until
-    its completion."""
+    """Return the live bytes of a sequence of regions and top-level nodes (collectives and completions).  The operands of a
+    collective are live until its completion."""
     inputs = [n for n in storages.values if n.op == "placeholder" and n.users]
     results = [a for n in storages.values if n.op == "output" for a in n.all_input_nodes]
     top = {item for item in sequence if isinstance(item, Node)}
@@ -138,7 +140,7 @@ def _in_turn(storages: Storages, sequence: Sequence[RegionNodes | Node]) -> Live
 
 
 def _used(storages: Storages, item: RegionNodes | Node, top: Collection[Node]) -> Iterator[Node]:
-    """Yield the nodes whose memory a region or a top-level node uses.  ``top``: all top-level nodes."""
+    """Yield the nodes whose memory ``item`` uses.  ``top``: all collectives and completions of the sequence."""
     for node in _read(item):
         base = storages.bases[node]
         yield base
@@ -147,8 +149,8 @@ def _used(storages: Storages, item: RegionNodes | Node, top: Collection[Node]) -
 
 
 def _peak(storages: Storages, part: RegionNodes, before: int, dying: Collection[Node]) -> int:
-    """Return the peak of live bytes while a region runs.  ``before``: live bytes before the region.  ``dying``: values that
-    are freed in the region."""
+    """Return the peak of live bytes while a region runs.  ``before``: bytes that are live before the region runs.
+    ``dying``: values that are freed while the region runs."""
     profile = storages.profile(part)
     until = dict.fromkeys(dying, -1)
     for node, position in zip(part.inputs, profile.until, strict=True):

@@ -1,7 +1,7 @@
 """Op calls: finds the op that a node calls, in the form that torch.utils.flop_counter expects.
 
-Some ops are wrapped in another op: torch traces a call of an op that writes to its operands as ``auto_functionalized``, and
-a call of a user's Triton kernel as a higher-order op.
+In a traced graph, some calls are wrapped in another op.  A call of an op that writes to its operands is wrapped in
+``auto_functionalized``, and a call of a user's Triton kernel is wrapped in a higher-order op.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .kernels import Values
 
 @dataclass(frozen=True)
 class Called:
-    """The op that a node calls.  ``op``: key of its FLOP formula in the registry of torch.utils.flop_counter.  ``args``,
-    ``kwargs``: operands, with fake tensors.  ``nested``: graphs that the op may run, such as the branches of ``cond``.
-    ``of_others``: whether the op comes neither from torch nor from a known library.
+    """The op that a node calls.  ``op``: key of the op's FLOP formula in the registry of torch.utils.flop_counter.
+    ``args``, ``kwargs``: operands of the call, with fake tensors.  ``nested``: graphs that the op may run, such as the
+    branches of ``cond``.  ``of_others``: whether the op comes neither from torch nor from a known library.
     """
 
     op: Any
@@ -64,7 +64,7 @@ def is_opaque(node: Node) -> bool:
 def like_attention(call: Called) -> int:
     """Return the FLOPs of a call if it looks like attention, otherwise 0.  A call looks like attention if its first three 4-D
     floating-point tensors have the shapes of query, key and value: [batch, heads, tokens, depth] or [batch, tokens, heads,
-    depth].  If both layouts are possible, the larger of the two middle dimensions is assumed to be the tokens.
+    depth].  If both layouts are possible, the larger of the two middle dimensions is taken as the number of tokens.
     """
     if not call.of_others and "attention" not in call.name:
         return 0
@@ -88,8 +88,8 @@ def _of_overload(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
 
 
 def _inside(op: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the operands of the op that ``auto_functionalized`` wraps, in the order of the op's schema.  Instead of a view
-    to which the op writes, return the base of the view."""
+    """Return the operands of the op that ``auto_functionalized`` wraps, in the order of the op's schema.  If the op writes to
+    a view, the result contains the base of the view instead of the view."""
     bases = kwargs.get("_all_bases", ())
     operands = []
     for argument in op._schema.arguments:

@@ -23,16 +23,16 @@ AS_MEASURED = ", as measured"
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Measured seconds on one rank, for the problem with digest ``problem``.
+    """Times and rates measured on one rank, for the problem with digest ``problem``.
 
     ``compute_s``: seconds of each region, including an equal share of the step's host overhead.  ``collective_s``: for each
-    region, seconds of the collectives for which compute waits directly before the region, measured without concurrent copies;
-    None if copies always ran at the same time, 0 if there is no such collective.  ``copy_rate``: bytes/s of copies while
-    nothing else ran, or None if copies never ran alone.  ``drive_rate``: bytes/s read from the SSD, or None if nothing was
-    read.  ``copying``: share (0 to 1) of the time of compute and collectives during which copies ran.  ``compute_slowdown``:
-    measured factor by which copies slow down compute, or None if it was not measured.  ``idle_s``: for each region that is
-    the last one of a call, seconds until the next call of the cycle starts, 0 for other regions; empty if the device is never
-    idle.
+    region, seconds of the collectives for which compute waits directly before the region, measured without concurrent copies.
+    The entry is 0 if there are no such collectives, and None if copies always ran at the same time.  ``copy_rate``: bytes/s
+    of copies while nothing else ran, or None if copies never ran alone.  ``drive_rate``: bytes/s read from the SSD, or None
+    if nothing was read.  ``copying``: share (0 to 1) of the time of compute and collectives during which copies ran.
+    ``compute_slowdown``: measured factor by which copies slow down compute, or None if it was not measured.  ``idle_s``: for
+    the last region of each call, the seconds during which the device is idle before the next call of the cycle; 0 for every
+    other region.  The tuple is empty if the device is never idle.
     """
 
     problem: str
@@ -51,11 +51,10 @@ class Timings:
         return Timings(**values)
 
     def largest(self, others: Iterable[Timings]) -> Timings:
-        """Return timings for the same problem.  Each time is the longest, and each rate the lowest, that these timings or
-        ``others`` contain.
+        """Return timings with the longest times and the lowest rates that these timings or ``others`` contain.
 
-        Timings with a different number of regions are ignored.  In other respects the problems may differ, because shards on
-        other ranks can have other sizes.
+        Timings in ``others`` for a different number of regions are ignored.  Their problem may have other sizes than the
+        problem of these timings, because the sizes of shards can differ between ranks.
         """
         alike = [self, *(o for o in others if len(o.compute_s) == len(self.compute_s))]
 
@@ -79,7 +78,7 @@ class Timings:
         )
 
     def check(self, problem: Problem) -> None:
-        """Raise ChunkflowError if these timings belong to another problem."""
+        """Raise ChunkflowError if these timings do not belong to ``problem``."""
         if self.problem != problem.digest or {len(self.compute_s), len(self.collective_s)} != {len(problem.regions)}:
             raise ChunkflowError(
                 f"The timings were measured on problem {self.problem}, this model is {problem.digest}: its sizes, "
@@ -87,8 +86,8 @@ class Timings:
             )
 
     def machine(self, hardware: Hardware, chunk_bytes: int) -> Hardware:
-        """Return ``hardware`` with the measured slowdown of compute and the measured rates of reads and copies.  The
-        measured rates include the overhead per chunk, so this overhead becomes 0.
+        """Return ``hardware`` with the measured slowdown of compute, the measured rate of reads from the SSD, and the
+        measured rate of copies.  This rate includes the overhead per chunk, so ``chunk_s`` becomes 0.
 
         The bandwidth of collectives is not measured, because collectives are timed together with their latency.  If
         collectives and copies share an interconnect, the bandwidth of collectives is scaled by the same factor as the rate
@@ -118,10 +117,10 @@ class Timings:
         """Return the seconds of each collective without concurrent copies.  ``expected``: seconds of each collective
         according to the rates of the hardware profile.
 
-        Times were measured per window.  A window contains the collectives for which compute waits before the same region.
-        The time of a window is divided among its collectives in proportion to ``expected``.  A window that was never timed
-        without copies gets the time of another window with the same kinds and sizes of collectives.  If there is none, the
-        seconds of its collectives are ``expected``, scaled by the mean ratio of measured to expected seconds.
+        Collectives are timed in groups: a group contains the collectives for which compute waits before the same region.
+        The time of a group is divided among its collectives in proportion to ``expected``.  A group that was never timed
+        without copies gets the time of another group with the same kinds and sizes of collectives.  If no such group was
+        timed, ``expected`` is used instead, scaled by the mean ratio of measured to expected seconds.
         """
         windows: dict[int, list[int]] = {}
         last = len(problem.regions) - 1

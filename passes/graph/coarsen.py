@@ -1,11 +1,11 @@
 """Coarsen: merges neighbouring regions of a block, so that the graph is cut at fewer places.
 
-The finest cut has about one region per 64 MiB of weights.  With many regions, copies can start and slots become free at
-many points, but each cut costs a host call and prevents fusion across it.
+The finest cut has about one region per 64 MiB of weights.  If there are many regions, copies can start at many points, and
+slots become free at many points.  However, each region costs a host call, and Inductor fuses no ops of different regions.
 
 Contract
     On entry: a Cut, which is not changed.
-    On exit: groups of neighbouring regions.  Each group is to become one region.  The regions of a group are in one block,
+    On exit: groups of neighbouring regions, each of which can become one region.  The regions of a group are in one block,
     and there is no collective or completion between them.  Equal sequences of regions are grouped in the same way, so equal
     blocks are still lowered only once.
 """
@@ -26,10 +26,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def grouped(cut: Cut, most: int | None) -> Groups:
-    """Divide the regions into as few groups as possible.  ``most``: maximum bytes of streamed weights per group, or None for
-    no limit.
+    """Divide the regions into groups.  ``most``: bytes of streamed weights that a group should not exceed, or None for no
+    limit.
 
-    Each sequence of regions that may be merged (:func:`_runs`) is divided so that its largest group is as small as possible.
+    Regions that may be merged (:func:`_runs`) and that read n bytes of streamed weights become at most n / ``most`` groups,
+    rounded up.  The largest group is as small as possible, but it can exceed ``most``.
     """
     nbytes = streamed_bytes(cut.problem)
     groups = list[tuple[int, ...]]()
@@ -46,8 +47,8 @@ def apart(cut: Cut) -> Groups:
 
 
 def merged(cut: Cut, groups: Groups) -> Problem:
-    """Return the problem of the cut in which each group is one region.  The cost of a group is the sum of the costs of its
-    regions, because it is not known how much time fusion across the former borders would save."""
+    """Return the problem of a cut in which each group is one region.  The cost of a group is the sum of the costs of its
+    regions.  The time that fusion between these regions would save is not known."""
     problem, live = cut.problem, live_of(cut.storages, cut.sequence, groups)
     number = {old: new for new, group in enumerate(groups) for old in group}
     end = len(groups)

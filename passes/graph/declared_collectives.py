@@ -1,5 +1,5 @@
-"""Declared collectives: custom ops that communicate.  ChunkFlow cannot recognize such ops by their names, so users declare
-them.
+"""Declared collectives: custom ops that communicate and that users have declared, because ChunkFlow cannot recognize such ops
+by their names.
 
 For example, the all-to-all of a server may be an opaque op such as ``vllm_omni_a2a::ulysses_qkv_fwd``.  If this op is not
 declared, it is treated as compute: copies overlap with it, and the proof of a program (program/verify.py) does not cover the
@@ -22,7 +22,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 # The engine that moves the bytes: kernels ("sm"), as in NCCL, or copy engines ("copy"), which also copy weights.
 Engine = Literal["sm", "copy"]
 _ENGINES: tuple[str, ...] = get_args(Engine)
-# The usual names of arguments that take a process group or the name of a process group.
+# Usual names of an op's argument that takes a process group, or the name of a process group.
 _GROUPS = ("group_name", "group", "process_group", "pg")
 
 
@@ -31,8 +31,8 @@ class DeclaredCollective:
     """The declaration of an op that communicates.  The op is synchronous: compute can read its results when it returns.
 
     ``nbytes``: function that takes the op's arguments and returns the bytes that this rank receives, or None to use the
-    formula for ``kind`` (:func:`crossing_bytes`).  ``group``: if ``fixed``, the name of the process group, otherwise the name
-    of the op's argument for the process group.
+    formula for ``kind`` (:func:`crossing_bytes`).  ``fixed``: whether the declaration names the process group.  ``group``: if
+    ``fixed``, the name of the process group, otherwise the name of the op's argument that takes the process group.
     """
 
     kind: Kind
@@ -63,9 +63,9 @@ def register_collective(
     "all-reduce".  ``bytes``: a function that takes the op's arguments (with fake tensors) and returns how many bytes this
     rank receives.  The default is the formula for the kind, applied to all tensors that the op takes.  ``group``: a
     process group, or the name of the op's argument that takes the process group or the group's name.  The default is the
-    argument named group_name, group, process_group or pg.  ``engine``: "sm" if kernels move the bytes, "copy" if copy
-    engines move them; these engines cannot copy weights at the same time.  Declaring an op again replaces the earlier
-    declaration.
+    argument named group_name, group, process_group or pg.  ``engine``: "sm" if kernels move the bytes, or "copy" if copy
+    engines move them.  While copy engines move the bytes, they cannot copy weights.  Declaring an op again replaces its
+    earlier declaration.
 
     Raises ChunkflowError for an unknown op, kind, engine or group, and for an op that writes to its arguments.
     """
@@ -93,7 +93,7 @@ def declared(target: object) -> DeclaredCollective | None:
 
 
 def argument(target: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an argument in a call of an op.  ``target``: the op.  ``name``: name of the argument."""
+    """Return the value of the argument ``name`` in a call of the op ``target`` with ``args`` and ``kwargs``."""
     schema: Any = target
     arguments = schema._schema.arguments
     given = {
@@ -127,7 +127,7 @@ def _op(op: object) -> torch._ops.OpOverload:
 
 
 def _group(op: torch._ops.OpOverload, group: object) -> tuple[str, bool]:
-    """Return ``group`` and ``fixed`` of the :class:`DeclaredCollective`."""
+    """Return the fields ``group`` and ``fixed`` of a :class:`DeclaredCollective` for this op."""
     names = [a.name for a in op._schema.arguments]
     if group is None:
         group = next((name for name in _GROUPS if name in names), None)

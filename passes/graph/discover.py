@@ -3,8 +3,8 @@
 Contract
     On entry: an ATen inference graph from AOTAutograd, in which ``meta["desc"]`` of every placeholder identifies its
     input.  The graph is not changed.  Parameters are found by the index of their input, never by the name of a node.
-    Raises ChunkflowError for an unknown op in a collective namespace, and if a weight may be streamed but the graph takes
-    only a view or a part of it as an input.
+    Raises ChunkflowError for an unknown op in a collective namespace.  Also raises it if a weight may be streamed, but the
+    graph takes only a view or a part of this weight as an input.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COLLECTIVE_KINDS: Mapping[str, str] = {
     "all_reduce_": "all-reduce",
     "all_reduce_coalesced": "all-reduce",
 }
-# DTensor on CUDA redistributes shards with this op.  The op is synchronous: it returns when compute can read the result.
+# DTensor on CUDA redistributes shards with this op.  The op is synchronous: when it returns, compute can read the result.
 _SHARD_DIM_ALLTOALL = "_dtensor::shard_dim_alltoall"
 # The ops that complete a collective.  wait_tensors (in torch 2.15, but not in 2.13) waits for all results of a coalesced
 # collective.
@@ -54,8 +54,8 @@ _WAITS = frozenset(f"{namespace}::{name}" for namespace in _SCHEDULED for name i
 
 @dataclass(frozen=True)
 class DiscoveredWeight:
-    """A parameter that the graph reads, and its placeholder.  ``keep``: why the parameter must stay on the device, or
-    None."""
+    """A parameter that the graph reads, and its placeholder.  ``keep``: the reason why the parameter must stay on the device,
+    or None if it may be streamed."""
 
     parameter: Parameter
     node: Node
@@ -109,8 +109,8 @@ def discover(traced: Traced) -> Discovery:
 def collective_kind(node: Node) -> str | None:
     """Return the kind of a collective node, or None for other nodes, including completions.
 
-    Raises ChunkflowError for an unknown op in a collective namespace: if such an op were treated as compute, a compiler
-    could reorder it.
+    Raises ChunkflowError for an unknown op in a collective namespace.  If it were treated as compute, Inductor could reorder
+    it.
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -141,15 +141,16 @@ def collective_of(completion: Node) -> Node:
 
 
 def awaited(completion: Node) -> tuple[Node, ...]:
-    """Return the collectives that a completion waits for; empty if it does not read the result of a collective."""
+    """Return the collectives that a completion waits for.  The tuple is empty if the completion does not read the result of
+    a collective."""
     operands = [list_of(operand) or operand for operand in completion.all_input_nodes]
     return tuple(dict.fromkeys(node for node in operands if collective_kind(node) is not None))
 
 
 def list_of(node: Node) -> Node | None:
-    """Return the coalesced collective of which ``node`` is one of the results; None for other nodes.
+    """Return the coalesced collective that has ``node`` as one of its results, or None if there is no such collective.
 
-    None is also returned if the collective is synchronous, because compute can then read its results at once.
+    Also return None if the collective is synchronous, because compute can then read its results at once.
     """
     if node.target is not operator.getitem:
         return None
@@ -175,9 +176,9 @@ def engine_of(node: Node) -> Engine:
 def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES) -> int:
     """Return the bytes that this rank receives in a collective.  ``sizes``: values of the symbols in the graph.
 
-    For P ranks and n input bytes on each rank, these are n (P - 1) / P bytes for all-to-all and reduce-scatter,
-    n (P - 1) for all-gather, and 2 n (P - 1) / P for all-reduce.  Raises ChunkflowError if the sizes of a declared
-    collective contradict its kind.
+    With P ranks and n input bytes on each rank, a rank receives n (P - 1) / P bytes in an all-to-all or a reduce-scatter,
+    n (P - 1) bytes in an all-gather, and 2 n (P - 1) / P bytes in an all-reduce.  Raises ChunkflowError if the sizes of a
+    declared collective contradict its kind.
     """
     custom = declared(node.target)
     if custom is not None and custom.nbytes is not None:
@@ -211,8 +212,8 @@ def group_name(node: Node) -> str:
 
 
 def _check_kind(node: Node, kind: str, taken: int, given: int, ranks: int) -> None:
-    """Raise ChunkflowError if the sizes of a declared collective contradict its kind.  ``taken``: bytes of its operands.
-    ``given``: bytes of its results."""
+    """Raise ChunkflowError if the sizes of a declared collective contradict its kind.  ``taken``: bytes of the collective's
+    operands.  ``given``: bytes of its results."""
     expected = {"all-gather": taken * ranks, "reduce-scatter": taken // ranks}.get(kind, taken)
     if given != expected:
         target: Any = node.target
@@ -238,8 +239,8 @@ def is_wait_tensor(node: Node) -> bool:
 
 
 def completion_of(collective: Node) -> Node | None:
-    """Return the completion of a collective if nothing else reads the collective's result, and if the completion waits for
-    no other collective; otherwise return None."""
+    """Return the completion of a collective.  Return None if another node reads the collective's result, or if the completion
+    waits for several collectives."""
     users = [*collective.users]
     found = len(users) == 1 and is_wait_tensor(users[0]) and users[0].all_input_nodes == [collective]
     return users[0] if found else None
@@ -276,15 +277,16 @@ def input_key(desc: Any) -> tuple[int, str]:
 
 
 def _is_itself(desc: Any) -> bool:
-    """Return whether a placeholder is an input itself, or a tensor inside a tensor subclass, rather than a view of an input.
-    ``desc``: description of the placeholder from AOTAutograd."""
+    """Return True if a placeholder is an input itself, or a tensor inside an input that is a tensor subclass.  Return False
+    if it is a view of an input.  ``desc``: description of the placeholder from AOTAutograd."""
     while isinstance(desc, SubclassGetAttrAOTInput):
         desc = desc.base
     return isinstance(desc, PlainAOTInput)
 
 
 def mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
-    """Return, for each input that forward writes, a clause that says what writes it."""
+    """Return, for each input that forward writes, a clause that names the writer, by the key of the input
+    (:func:`input_key`)."""
     (output,) = graph.graph.find_nodes(op="output")
     descs: Any = output.meta.get("desc") or ()
     results: Any = output.args[0]
@@ -293,7 +295,7 @@ def mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
 
 
 def _writer(result: Any) -> str:
-    """Return a clause that says what writes an input.  ``result``: new values that the graph returns for this input, or a
+    """Return a clause that names the writer of an input.  ``result``: new values that the graph returns for this input, or a
     view of these values."""
     while isinstance(result, Node) and result.all_input_nodes:
         if is_kernel_call(result):
@@ -305,8 +307,8 @@ def _writer(result: Any) -> str:
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
-    """Raise ChunkflowError for a parameter that may be streamed according to ``keep``, but cannot be streamed, because the
-    graph takes it only as a part of a tensor subclass, or because another input shares its memory."""
+    """Raise ChunkflowError if a parameter should be streamed (``keep`` is None), although this is impossible.  The graph
+    takes the parameter only as a part of a tensor subclass, or another input shares the parameter's memory."""
     if parameter.keep is None:
         raise ChunkflowError(
             f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it "
@@ -316,7 +318,8 @@ def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
 
 
 def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Return the users of a placeholder that are not views, and the views between the placeholder and these users."""
+    """Return the nodes that read a placeholder, directly or through views, and the views between the placeholder and these
+    nodes."""
     readers: dict[Node, None] = {}
     chain: dict[Node, None] = {}
     todo = [placeholder]

@@ -1,13 +1,13 @@
-"""Exchanges: finds attention ops whose heads are divided among the ranks, with the all-to-alls before and after each of
-them.
+"""Exchanges: finds attention ops whose heads are divided among the ranks, and the all-to-alls before and after each of these
+ops.
 
 With Ulysses, each rank holds a part of the tokens.  All-to-alls give each rank all tokens for a part of the heads.  The
-rank computes attention for these heads, and another all-to-all returns the result.
+rank computes attention for these heads.  Another all-to-all then returns to each rank the results for its tokens.
 
 Contract
     On entry: an ATen inference graph, which is not changed.
     On exit: one :class:`Exchange` for each attention op between all-to-alls, in the order of the graph.  Raises
-    NoGroups, with the reason as a sentence, if one of the exchanges can never be divided by heads.
+    NoGroups, with the reason as a sentence, if the form of an exchange does not permit dividing it into groups of heads.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .discover import collective_kind, completes_itself, completion_of
 from .slice_parts import is_attention, op_name, shape_of
 
 # Matrix products and convolutions.  These ops compute the inputs of an exchange or read its results, but none of them is
-# between attention and its exchanges.
+# between attention and the all-to-alls before and after it.
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "linear", "convolution"))
-# The matrix products with which torch computes attention if it does not call a single attention op, for example for
+# Torch computes attention with these matrix products if it does not call a single attention op, for example for
 # three-dimensional queries.
 _BATCHED = frozenset(("bmm", "baddbmm"))
-# The only all-to-all that can be divided: its arguments give the sizes of the parts that it sends and receives.
+# The only all-to-all that can be divided: the sizes of the parts that it sends and receives are arguments of the op.
 ALL_TO_ALL = "_c10d_functional::all_to_all_single"
 # If a node computes the attention of one group of heads, its metadata contains the number of groups under this key.
 GROUPS = "exchange_groups"
@@ -45,8 +45,8 @@ class Exchange:
     """An attention op between all-to-alls.
 
     ``attention``: attention op.  ``sent``: all-to-alls that give this rank queries, keys and values, in the order of
-    the graph.  ``back``: all-to-all that returns the result.  ``heads``: number of heads of this rank.  ``inside``:
-    nodes between ``sent`` and ``back``: they depend on the received values, and ``back`` depends on them.
+    the graph.  ``back``: all-to-all that returns the result.  ``heads``: number of heads for which this rank computes
+    attention.  ``inside``: nodes that depend on the received values, and on which ``back`` depends.
     """
 
     attention: Node
@@ -57,7 +57,8 @@ class Exchange:
 
 
 def groups_of(nodes: Iterable[Node]) -> int:
-    """Return the number of groups of heads if the nodes compute the attention of one group, otherwise 1."""
+    """Return the number of groups into which heads are divided, or 1 if none of the nodes computes the attention of a
+    group."""
     return max((node.meta.get(GROUPS, 1) for node in nodes), default=1)
 
 
@@ -69,16 +70,16 @@ def exchanges(graph: Graph) -> tuple[Exchange, ...]:
 
 
 def completion(collective: Node) -> Node:
-    """Return the op that completes an all-to-all.  Raises NoGroups if the result is read in any other way than through
-    one completion."""
+    """Return the completion of an all-to-all.  Raises NoGroups if a node other than this completion reads the result of the
+    all-to-all."""
     if (found := completion_of(collective)) is None:
         raise NoGroups(f"The result of {collective.name} is read before its completion.")
     return found
 
 
 def splits_of(collective: Node) -> tuple[list[int], list[int]]:
-    """Return the number of elements that an all-to-all sends to each rank, and the number of elements that come from each
-    rank."""
+    """Return two lists: the number of elements that an all-to-all sends to each rank, and the number of elements that it
+    receives from each rank."""
     names = (argument.name for argument in collective.target._schema.arguments)  # type: ignore[union-attr]
     named: dict[str, Any] = dict(zip(names, collective.args, strict=False)) | collective.kwargs
     value = named["input"].meta["val"]
@@ -87,8 +88,8 @@ def splits_of(collective: Node) -> tuple[list[int], list[int]]:
 
 
 def _exchange(back: Node, place: Mapping[Node, int]) -> Exchange | None:
-    """Return the exchange that ends with the all-to-all ``back``.  Return None if ``back`` does not follow attention
-    whose operands were exchanged."""
+    """Return the exchange that ends with the all-to-all ``back``.  Return None if ``back`` does not return the result of an
+    attention op whose operands were exchanged."""
     before = [*_before(back.all_input_nodes, _PRODUCTS)]
     attention = [node for node in before if is_attention(node) or _is_named_attention(node)]
     sent = tuple(sorted(filter(_is_all_to_all, before), key=place.__getitem__))
@@ -130,13 +131,13 @@ def _is_all_to_all(node: Node) -> bool:
 
 
 def _is_named_attention(node: Node) -> bool:
-    """Return whether the name of an op says that it computes attention, for example flex_attention or a kernel of a user."""
+    """Return whether an op computes attention according to its name, as flex_attention or a user's kernel may do."""
     return collective_kind(node) is None and ("attn" in str(node.target) or "attention" in str(node.target))
 
 
 def _product_of_received(back: Node) -> Node | None:
-    """Return a product that is computed before the all-to-all ``back`` and whose two factors were both received from other
-    ranks, as in attention that consists of products and a softmax.  Return None if there is no such product."""
+    """Return a matrix product on which the all-to-all ``back`` depends, and whose two factors were both received from other
+    ranks, or None.  Attention that consists of matrix products and a softmax contains such products."""
     for node in _before(back.all_input_nodes, _PRODUCTS - _BATCHED):
         factors = (_before([factor], _PRODUCTS) for factor in node.args[-2:] if isinstance(factor, Node))
         if op_name(node) in _BATCHED and all(any(map(_is_all_to_all, nodes)) for nodes in factors):
@@ -155,8 +156,8 @@ def _check_known(node: Node) -> None:
 
 
 def _before(nodes: Iterable[Node], ends: Collection[str]) -> Iterator[Node]:
-    """Yield these nodes and the nodes from which they are computed, going back to ops whose names are in ``ends`` (which
-    are left out) and to collectives (which are included)."""
+    """Yield ``nodes``, their operands, the operands of these operands, and so on.  The search stops at collectives, which are
+    yielded, and at ops whose names are in ``ends``, which are not yielded."""
     todo, seen = [*nodes], set[Node]()
     while todo:
         node = todo.pop()
@@ -171,8 +172,8 @@ def _before(nodes: Iterable[Node], ends: Collection[str]) -> Iterator[Node]:
 
 
 def _between(received: Collection[Node], back: Node, place: Mapping[Node, int]) -> Collection[Node]:
-    """Return the nodes that depend on the received values and on which the all-to-all ``back`` depends, in the order of
-    the graph."""
+    """Return, in the order of the graph, the nodes that depend on the received values, and on which the all-to-all ``back``
+    depends."""
     first, inside = min(place[node] for node in received), dict[Node, None]()
     todo, above = [back], set[Node]()
     while todo:

@@ -12,10 +12,10 @@ from .slice_parts import NoRule, Part, shape_of
 
 
 class GroupBuilder(Builder):
-    """Builds the graph that computes the attention of one group.
+    """Builds the graph that computes the attention of one group of heads.
 
-    ``received``: completions of the exchanges; the graph takes parts of the exchanged values as inputs.  ``attended``: parts
-    of the attention result that the graph reads.
+    ``received``: completions of the all-to-alls before attention.  The graph takes parts of the received values as inputs.
+    ``attended``: parts of the attention result that the graph reads.
     """
 
     def __init__(

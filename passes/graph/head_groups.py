@@ -1,23 +1,25 @@
 """Head groups: divides the exchanges around attention into groups of heads, so that one group is exchanged while attention is
-computed for another.
+computed for another group.
 
-Attention computes each head separately.  Without groups, the all-to-alls of Ulysses before and after attention are
-exposed: nothing else can be computed while they run.
+Attention computes each head separately.  Without groups, the all-to-alls of Ulysses before and after attention are exposed:
+compute waits until they end.
 
 Contract
     On entry: a Traced, which is not changed, and the number of groups.
-    Preserved: the values that the graph computes.  The values are bit-identical if the attention kernel computes each head in
-    the same way, however many heads it is given.  In the tests of models on CPUs, they are bit-identical.  If each
-    group consists of a single head with six elements, results on a CPU differ by 4e-7.  There is no test on GPUs, where
-    kernels may split the work of fewer heads in another way.  All ranks must use the same number of groups.
-    On exit: a Traced with the same inputs and results.  All groups are sent first, one group after the other.  Then compute
-    handles one group after the other: it waits for the values that the group has received, computes attention, and starts to
-    return the result after the next group has received its values.  After the last group, compute waits for the results of
-    all groups.  Raises NoGroups, with the reason as a sentence, if the heads cannot be divided in this way.
+    Preserved: the values that the graph computes.  The values are bit-identical if the result of the attention kernel for a
+    head does not depend on the number of heads.  In the tests of models on CPUs, the values are bit-identical.  If each
+    group consists of a single head with six elements, results on a CPU differ by 4e-7.  There is no test on GPUs, where a
+    kernel may split its work differently if there are fewer heads.  All ranks must use the same number of groups.
+    On exit: a Traced with the same inputs and results.  First, the all-to-alls before attention are started for all groups,
+    one group after the other.  Then compute processes one group after the other.  It waits for the received values of the
+    group and computes attention.  It waits for the received values of the next group before it starts the all-to-all that
+    returns the result of this group.  After the last group, compute waits for the results of all groups.  Raises NoGroups,
+    with the reason as a sentence, if the heads cannot be divided in this way.
 
 Method
-    The slice rules (slice_rules.py) give, op by op, the parts of the received values that a group of heads needs.  If each
-    rank sends the same part of every row of an all-to-all, each rank receives that part of every row.
+    The slice rules (slice_rules.py) give, op by op, the parts of the received values that a group of heads needs.  The values
+    that an all-to-all exchanges consist of rows that contain all heads (:class:`_Axis`).  If each rank sends the same part of
+    every row, each rank receives that part of every row.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ _VIEWS = ("view", "_unsafe_view", "reshape")
 
 
 def possible_groups(traced: Traced) -> tuple[int, ...]:
-    """Return the numbers of groups, above 1, that divide the heads of every exchanged attention op; empty if there is
-    no such op.
+    """Return the numbers of groups (2 or more) into which the heads of every exchanged attention op can be divided.  The
+    tuple is empty if the graph contains no exchanged attention op.
 
-    Raises NoGroups if an exchange can never be divided.
+    Raises NoGroups if the form of an exchange does not permit dividing it into groups of heads.
     """
     found = exchanges(traced.graph.graph)
     if not found:
@@ -100,8 +102,8 @@ class _Axis:
     length: int
 
     def within(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """Return the dimension of ``shape`` that contains the axis, and how often the axis occurs in this dimension.
-        Return None if the axis is not inside a single dimension."""
+        """Return the dimension of ``shape`` that contains the heads, and how many times all heads are repeated in it.  Return
+        None if the heads are not in a single dimension."""
         for dim, size in enumerate(shape):
             before, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
             if before <= self.outer < before * size and self.outer % before == 0:
@@ -111,7 +113,7 @@ class _Axis:
 
 
 class _Divided:
-    """Divides one exchange of a graph in place."""
+    """Divides one exchange into groups of heads, and changes the graph in place."""
 
     def __init__(self, graph: Graph, exchange: Exchange, groups: int, fake: FakeTensorMode) -> None:
         self.graph, self.exchange, self.groups, self.fake = graph, exchange, groups, fake
@@ -140,7 +142,7 @@ class _Divided:
             received = self._awaited(sent[0])
             for (builder, result), ahead in zip(built, [*sent[1:], ()], strict=True):
                 mine = self._inlined(builder, result, dict(zip(self.received, received, strict=True)))
-                # Exchanges run one after the other, so the result of this group is sent after the next group has
+                # All-to-alls run one after the other, so the result of this group cannot be sent before the next group has
                 # received its values.
                 received = self._awaited(ahead)
                 returned.append(self._start(exchange.back, back, mine))
@@ -154,8 +156,8 @@ class _Divided:
         return [self._made(wait.target, (start,), wait) for wait, start in zip(self.received, sent, strict=False)]
 
     def _found(self) -> tuple[int, int]:
-        """Find the dimension of the result that contains the heads, and the number of times that the heads occur in this
-        dimension."""
+        """Find out which dimension of the exchanged result contains the heads.  Return this dimension, and how many times all
+        heads are repeated in it (1, or once per rank)."""
         failed = f"they are no dimension of {self.result}"
         for dim, size in enumerate(shape_of(self.result)):
             for outer in dict.fromkeys((1, _ranks_of(self.exchange.back))):
@@ -193,8 +195,8 @@ class _Divided:
         return builder, builder.root(self.result, self._part(dim, outer, group))
 
     def _axes(self, builder: GroupBuilder) -> dict[Node, _Axis]:
-        """Return, for each all-to-all before attention, the axis of the heads in its operand.  In its result, the heads are
-        at the same position."""
+        """Return, for each all-to-all before attention, the axis of the heads in the tensor that the all-to-all sends.  The
+        heads are at the same position in the tensor that it receives."""
         axes = dict[Node, _Axis]()
         for wait, collective in self.received.items():
             if wait not in builder.taken:
@@ -216,12 +218,12 @@ class _Divided:
                     raise NoRule(f"attention reads the heads of {node} in another order, several times or in part")
 
     def _check_rows(self, collective: Node, axis: _Axis) -> None:
-        """Check that each rank sends and receives whole rows of an axis, and that a row can be divided into the groups."""
+        """Check that each rank sends and receives whole rows of ``axis``, and that a row can be divided into the groups."""
         if any(size % axis.length for sizes in splits_of(collective) for size in sizes) or axis.length % self.groups:
             raise NoRule(f"the ranks divide rows of {collective} that hold all heads")
 
     def _part_to_send(self, collective: Node, axis: _Axis, group: int) -> Node:
-        """Add nodes that select, from the operand of an exchange, the elements that a group sends."""
+        """Add nodes that take, from the operand of the all-to-all ``collective``, the elements that a group sends."""
         like = _unviewed(_operand(collective))
         source = like
         if source.target is _aten.clone.default and source.args[0].meta["val"].shape == source.meta["val"].shape:  # type: ignore[union-attr]
@@ -236,7 +238,7 @@ class _Divided:
         return self._made(_aten.clone.default, (part,), like, memory_format=torch.contiguous_format)
 
     def _start(self, collective: Node, axis: _Axis, part: Node) -> Node:
-        """Start the exchange of a group.  ``part``: node with the values to send."""
+        """Add the all-to-all of a group to the graph, and return its node.  ``part``: node with the values to send."""
         taken, given = ([size // self.groups for size in sizes] for sizes in splits_of(collective))
         if not part.meta["val"].is_contiguous():
             part = self._made(_aten.clone.default, (part,), part, memory_format=torch.contiguous_format)
@@ -261,8 +263,8 @@ class _Divided:
         return copies[result]
 
     def _join(self, waits: Sequence[Node], axis: _Axis) -> None:
-        """Join the results of the groups.  If views of the undivided result lead to a contiguous copy and to no other
-        reader, the joined value replaces this copy."""
+        """Join the results of the groups.  The joined value replaces the undivided result.  If the only reader of that result
+        is a chain of views that ends in a contiguous copy, the joined value replaces the copy instead."""
         chain, axes = _moves_to_copy(self.returned, axis)
         last = chain[-1]
         dim, outer = axes[-1]
@@ -279,8 +281,8 @@ class _Divided:
             self.graph.erase_node(node)
 
     def _moved(self, piece: Node, chain: Sequence[Node], axes: Sequence[tuple[int, int]]) -> Node:
-        """Apply the views in ``chain`` to the result of a group, in the same way as to the whole result.  The last op
-        of ``chain``, which copies, is left out."""
+        """Apply the views in ``chain`` to the result of a group, in the same way as to the whole result.  The last op of
+        ``chain`` is a copy and is left out."""
         for node, (dim, _) in zip(chain[:-1] or chain, axes, strict=False):
             shape = [size // self.groups if d == dim else size for d, size in enumerate(shape_of(node))]
             if node is chain[0] or op_name(node) in _VIEWS:
@@ -309,7 +311,7 @@ class _Divided:
         return node
 
     def _erase(self) -> None:
-        """Erase the nodes that the groups replace, and the nodes that are then unused."""
+        """Erase the nodes that the groups replace, and the nodes that were read only by these nodes."""
         gone = [self.returned, self.exchange.back, *self.exchange.inside, *self.received, *self.exchange.sent]
         todo = [*gone, *(node for collective in self.exchange.sent for node in _views_to(_operand(collective)))]
         while unread := [node for node in todo if not node.users]:
@@ -325,7 +327,8 @@ def _operand(node: Node) -> Node:
 
 
 def _views_to(node: Node) -> list[Node]:
-    """Return a node and the nodes before it, up to the value that they view or copy.  The value itself is left out."""
+    """Return the views and copies that end with ``node``, from ``node`` back to the first one.  The value from which they are
+    made is left out."""
     found = [node]
     while op_name(node) in (*_VIEWS, "permute", "transpose", "clone"):
         node = _operand(node)
@@ -342,8 +345,8 @@ def _unviewed(node: Node) -> Node:
 
 def _moves_to_copy(node: Node, axis: _Axis) -> tuple[list[Node], list[tuple[int, int]]]:
     """Return the chain of views that leads from a node to a contiguous copy, including the node and the copy.  Each value in
-    the chain must have the next value as its only reader.  If there is no such chain, return a chain that contains only the
-    node.  For each value in the chain, also return the dimension that contains the axis, and how often the axis occurs in
+    the chain is read only by the next value.  If there is no such chain, return a chain that contains only the node.  For
+    each value in the chain, also return the dimension that contains the heads, and how many times all heads are repeated in
     this dimension."""
     place = axis.within(shape_of(node))
     assert place is not None, "the axis is one of the node"

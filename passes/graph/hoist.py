@@ -36,14 +36,15 @@ from .discover import collective_kind, input_key, is_view, is_wait_tensor, mutat
 from .symbolic_sizes import is_size
 from .traced import Traced
 
-# The maximum size of a slow input, unless the user names the slow inputs.  Text and latents are larger.  The timestep, the
+# The maximum bytes of a slow input, unless the user names the slow inputs.  Text and latents are larger.  The timestep, the
 # guidance and the pooled prompt of two samples take 12 KiB.
 MOST_SLOW_BYTES = 64 << 10
-# A product is hoisted only if its weights are at least this many times as large as its result.  The weight of a modulation is
-# thousands of times as large as its result.  With one timestep per token, the result would be larger than the weight.
+# A matrix product is hoisted only if its weights are at least this many times as large as its result.  The weight of a
+# modulation is thousands of times as large as the result.  With one timestep per token, the result would be larger than the
+# weight.
 LEAST_RATIO = 8
-# The index of the first crossing value among the inputs of main.  This index is larger than the index of any input of the
-# Dynamo graph; crossing values are not inputs of that graph.
+# The input index that the first crossing value gets in main.  Crossing values are not inputs of the Dynamo graph, so this
+# index is larger than the index of any input of the Dynamo graph.
 _CROSSING = 1 << 24
 
 _PRODUCTS = frozenset(
@@ -65,8 +66,8 @@ class Halves:
     ``preamble_inputs``, ``main_inputs``: positions of the inputs that each half takes.  After these, main also takes the
     outputs of the preamble, in order.  ``slow``: positions of the preamble's inputs that are not weights.
     ``hoisted``: names of the weights that only the preamble reads.  ``hoisted_bytes``: total bytes of the hoisted
-    weights that can be streamed.  ``row_bytes``: total bytes of the outputs of the preamble.  ``key``: equal for
-    preambles with the same ops on inputs of the same shapes.
+    weights that can be streamed.  ``row_bytes``: total bytes of the outputs of the preamble.  ``key``: digest of the ops of
+    the preamble, of the shapes of its inputs and, unless the graph is a block, of the names of its weights.
     """
 
     preamble: Traced
@@ -84,8 +85,9 @@ def split(traced: Traced) -> Halves | None:
     """Split a graph into halves, or return None if there is nothing to hoist.
 
     The slow inputs are ``traced.slow``.  If this is None, they are the inputs of at most :data:`MOST_SLOW_BYTES` bytes that
-    are smaller than the largest result of the graph, because a result is as large as the latent.  If the graph is a block,
-    slow inputs must be smaller than every result: a block also takes and returns the text, which is small for a short prompt.
+    are smaller than the largest result of the graph.  This excludes the latent, because a result is as large as the latent.
+    If the graph is a block, slow inputs must be smaller than every result.  This excludes the text, which a block also takes
+    and returns, and which is small for a short prompt.
     """
     found = _Slow(traced)
     crossing = found.crossing()
@@ -104,7 +106,7 @@ def split(traced: Traced) -> Halves | None:
     names = {parameters[n].name for n in hoisted}
 
     def label(parameter: Parameter) -> str:
-        # a block's weights have the names of the block that is compiled first, so names must not change the key
+        # the weights in a block's graph have the names of the block that is compiled first, so the key must not contain names
         return parameter.name if traced.repeats is None else "of a block"
 
     preamble_graph = _preamble(traced, [n for n in found.nodes if n in preamble], crossing)
@@ -154,7 +156,7 @@ class _Slow:
         }
         self._inputs = inputs
         self._slow, self._constant = set[Node](), set[Node]()
-        # nodes that read only slow values, but share a weight with a node that reads values that are not slow
+        # nodes that depend on slow inputs only, but are not hoisted, because another reader of their weight is not hoisted
         latent = set[Node]()
         while True:
             self._classify(latent)
@@ -177,7 +179,7 @@ class _Slow:
                 self._slow.add(node)
 
     def _readers_of_shared(self) -> Iterator[Node]:
-        """Yield all readers of each weight that may be streamed, if at least one of them is not in ``_slow``."""
+        """Yield the readers of each weight that may be streamed and that has a reader outside ``_slow``."""
         for node, parameter in self.parameters.items():
             readers = self._readers(node)
             if parameter.keep is None and any(r not in self._slow for r in readers):
@@ -195,8 +197,8 @@ class _Slow:
         return readers
 
     def crossing(self) -> list[Node]:
-        """Return the products whose results cross, in program order: main reads the result, and the weights of the product
-        are large enough (:data:`LEAST_RATIO`)."""
+        """Return, in program order, the matrix products whose results cross from the preamble into main (the rest of the
+        graph).  The weights of these products are large enough to hoist the products (:data:`LEAST_RATIO`)."""
         replaced: dict[Node, int] = {}
         for node, parameter in self.parameters.items():
             for reader in self._readers(node) if parameter.keep is None else ():
@@ -221,8 +223,8 @@ class _Slow:
         return needing
 
     def in_main(self, hoisted: Collection[Node]) -> set[Node]:
-        """Return the nodes of main if the products ``hoisted`` are hoisted.  Slow values that are not products are computed
-        in each half that needs them."""
+        """Return the nodes of main (the graph without the preamble) if the products ``hoisted`` are hoisted.  Any other slow
+        value is computed both in the preamble and in main if both need the value."""
         kept = {n for n in self.nodes if n.op != "placeholder" and n not in self._slow and n not in self._constant}
         return self._with_operands(kept, hoisted)
 
@@ -241,8 +243,8 @@ class _Slow:
 
 
 def _is_pure(node: Node) -> bool:
-    """Return whether a node only computes its result: it is not random, does not write to tensors, and does not
-    communicate."""
+    """Return whether a node only computes a result that depends on nothing but its operands.  Such a node is not random, does
+    not write to tensors, and does not communicate."""
     if node.target is operator.getitem or is_size(node):
         return True
     target = node.target
@@ -272,7 +274,7 @@ def _is_concrete(node: Node) -> bool:
 
 
 def _is_returned(node: Node) -> bool:
-    """Return whether a value, or a view of the value, is a result of the graph, so that the caller may write to it."""
+    """Return whether a value, or a view of the value, is a result of the graph.  The caller may write to such a value."""
     return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
 
 
@@ -290,7 +292,7 @@ def _part(
 
 
 def _preamble(traced: Traced, nodes: Iterable[Node], crossing: Iterable[Node]) -> GraphModule:
-    """Return the graph of the preamble.  ``nodes``: its nodes, in program order."""
+    """Return the graph of the preamble.  ``nodes``: nodes of the preamble, in program order."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -312,8 +314,8 @@ def _main(traced: Traced, inputs: Iterable[Node], crossing: Iterable[Node], kept
 
 
 def _key(preamble: GraphModule, weights: Sequence[str]) -> str:
-    """Return a digest of the ops and inputs of a preamble.  ``weights``: for each input, a label if the input is a weight,
-    otherwise an empty string."""
+    """Return a digest of the ops and inputs of a preamble.  ``weights``: for each input that is a weight, a label; for each
+    other input, an empty string."""
     numbers: dict[Any, int] = {}
     results = _numbered(preamble, range(len(weights)), numbers).results
     values = [str(n.meta["val"]) for n in preamble.graph.find_nodes(op="placeholder")]
@@ -351,8 +353,8 @@ def check_halves(traced: Traced, halves: Halves) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """The inputs and results of a graph as numbers, see :func:`_numbered`.  ``effects``: ops that do more than compute a
-    result, in order."""
+    """The inputs and results of a graph as numbers, see :func:`_numbered`.  ``effects``: calls of ops that are not pure
+    (:func:`_is_pure`), as text, in program order."""
 
     inputs: list[int]
     results: Any
@@ -360,8 +362,8 @@ class _Numbered:
 
 
 def _numbered(graph: GraphModule, inputs: Iterable[int], numbers: dict[Any, int]) -> _Numbered:
-    """Assign numbers to the values of a graph, so that equal ops on equal operands have equal numbers.  ``inputs``: numbers
-    of its inputs.  ``numbers``: numbers that were assigned before; new numbers are added."""
+    """Assign numbers to the values of a graph.  Equal ops on equal operands have equal numbers.  ``inputs``: numbers of the
+    graph's inputs.  ``numbers``: numbers that were assigned before; new numbers are added."""
     given, of, effects = iter(inputs), dict[Node, int](), list[str]()
     mine = list[int]()
     results: Any = None

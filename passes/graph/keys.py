@@ -12,11 +12,12 @@ from chunkflow_compile.passes.kernel_calls import is_kernel_call, operands_of, s
 
 
 def structural_key(module: GraphModule, index: int, slicing: object = None) -> str:
-    """Return a digest of a region's ops, their constants and operands, and tensor metadata.  The digest does not depend on
-    the names of nodes.
+    """Return a digest of a region's ops, of their operands and constants, and of the metadata of their results.  The digest
+    does not depend on the names of nodes.
 
     ``index``: index of the region.  If the region contains a nested graph or a call of a user's function, the key includes
-    the index, so that no other region has an equal key.  ``slicing``: slicing of the region, if it is repeated.
+    the index, so that no other region has an equal key.  ``slicing``: the slices that the region reads and writes, or None
+    if it does not run once per slice.
     """
     number: dict[Node, int] = {}
     lines: list[str] = [] if slicing is None else [repr(slicing)]

@@ -1,4 +1,4 @@
-"""Labels: short names of regions, for the picture of a step and for reports."""
+"""Labels: makes short names of regions, for reports and for the picture of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chunkflow_compile.passes.problem import Problem, Region
 
 def region_labels(problem: Problem) -> tuple[RegionLabel, ...]:
     """Return a label for each region.  A label contains the names of the region's weights that may be streamed, without the
-    name of the block.  If the region reads no such weights, the label contains its main op."""
+    name of the block.  If a region reads no weight that may be streamed, the label contains the main op of the region."""
     large = {w.name for w in problem.weights if w.keep is None}
     return tuple(RegionLabel(r.block, _what(r, large)) for r in problem.regions)
 

@@ -1,4 +1,4 @@
-"""Listing: a graph as text, one op per line, in a syntax that Python's parser accepts."""
+"""Listing: prints a graph as text, one op per line, in a syntax that Python's parser accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkflow_compile.passes.ops import transfer_of, transfer_text
 
 from .slice_graphs import Slice
 
-# The key under which the metadata of a call_module node contains the Slicing of its region.
+# The metadata of a call_module node contains the Slicing of the called region under this key.
 SLICING = "chunkflow_slicing"
 
 
@@ -24,8 +24,8 @@ def listing(module: GraphModule) -> str:
 
 
 def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
-    """Return a node as a line: ``name: dtype[shape] = target(operands)``.  ``names``: other names to show for some
-    operands."""
+    """Return a node as a line: ``name: dtype[shape] = target(operands)``.  ``names``: for some operands, the names to show
+    instead of the names of their nodes."""
     renamed = names or {}
     if node.op == "placeholder":
         return f"{node.name}: {_shape(node)}"

@@ -4,8 +4,8 @@ Contract
     On entry: a Cut, and names of weights that :func:`packable` returns for this Cut.  The Cut is not changed.
     Preserved: the results of each region.  Regions that read none of the selected weights are not replaced.
     On exit: ``nbytes`` of a packed weight is the size of its packed form.  The region that reads the weight takes the
-    packed form as an input, and unpacks it (passes/packing.py) before the readers of the weight.  The cost of the region
-    includes unpacking.  Equal regions that unpack the same inputs stay equal.
+    packed form as an input, and unpacks it (passes/packing.py) before the first op that reads the weight.  The cost of the
+    region includes unpacking.  If equal regions unpack the same inputs, the new regions are equal, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .regions import Cut, CutRegion, cost_at, problem_at
 
 def takes_packed(cut: Cut) -> frozenset[str]:
     """Return the weights that a graph can take in packed form: weights that may be streamed, are bfloat16, contiguous and
-    not small, and are read by only one region.  If several regions read a weight, each of them would have to unpack it.
+    not small, and are read by only one region.  A weight that several regions read is left out, because each of these
+    regions would have to unpack it.
     """
     once = {w.name for w in cut.problem.weights if w.keep is None and len(w.uses) == 1}
     values = {w.parameter.name: w.node.meta["val"] for w in cut.discovery.weights}
@@ -76,7 +77,7 @@ def packed(cut: Cut, names: Collection[str]) -> Cut:
 
 
 def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:
-    """Return a copy of a region's graph that takes packed inputs at these positions."""
+    """Return a copy of a region's graph in which the inputs at the positions ``places`` are packed."""
     graph, copies = Graph(), dict[Node, Node]()
     inputs = module.graph.find_nodes(op="placeholder")
     chosen = [inputs[place] for place in places]
@@ -87,7 +88,7 @@ def _unpacking(module: GraphModule, places: Sequence[int]) -> GraphModule:
             copied.meta["val"] = value.new_empty(Layout.of(value.numel()).words, dtype=torch.int32)
     for node in chosen:
         before = copies[node]
-        # unpack as late as possible, directly before the first reader: until then, no memory is needed for the values
+        # unpack directly before the first reader, because the unpacked values need memory from then on
         with graph.inserting_before(next(iter(before.users))):
             values = graph.call_function(UNPACK, (before, list(node.meta["val"].shape)))
         values.meta["val"] = node.meta["val"]

@@ -6,14 +6,14 @@ For example, Wan2.2 with one timestep per token adds a table to 6 vectors per to
 
 Contract
     On entry: a graph, and the segment of each node.  Neither is changed.
-    On exit: the nodes to recompute.  These are values, and the nodes between each value and its *sources*, from which the
-    value is computed.  A segment that recomputes a value reads the sources of the value.  The sources take fewer bytes than
-    the value and are not streamed weights.
+    On exit: the nodes to recompute.  They include values that several segments need.  They also include the nodes between
+    each value and its *sources*, the nodes from which a segment recomputes the value.  The sources take fewer bytes than the
+    value and are not streamed weights.
 
-Recomputing does not change results.  All recomputed ops are elementwise in float32 or float64, so a value is not rounded
-when it is stored, and it is the same wherever it is computed.  The last op of a value is not a multiplication, because a
-GPU would fuse a multiplication with an addition that follows.  Only pointwise ops read the value, so the value is computed
-in their kernels and never stored.
+Recomputing does not change results.  All recomputed ops are elementwise in float32 or float64.  Their results are not rounded
+when they are stored, and are the same in every kernel.  A value that a multiplication computes is not recomputed, because a
+GPU would fuse the multiplication with an addition that follows.  Only pointwise ops read a recomputed value, so the value is
+computed in their kernels and never stored.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from torch.fx import Graph, Node
 from .discover import is_view, nbytes, viewed
 from .slice_parts import is_pointwise
 
-# Smaller values are not recomputed: moving them takes less time than starting a kernel.
+# Values of fewer bytes than this are not recomputed: moving such a value takes less time than starting a kernel.
 LEAST_BYTES = 1 << 20
-# Multiplications.  The set includes neg, because a multiplication is fused with an addition even if neg is between the two.
+# Multiplications.  The set includes neg, because a GPU fuses a multiplication with an addition even if neg is between them.
 _PRODUCTS = frozenset(("aten::mul", "aten::neg"))
 # Ops whose results are the same in every kernel into which Inductor fuses them.
 _OPS = frozenset(("aten::_to_copy", "aten::add", "aten::sub", "aten::div", "aten::where")) | _PRODUCTS
 
 _FULL = (torch.float32, torch.float64)
-# Ops whose results are always stored, and so rounded to their dtype.
+# Ops whose results are always stored, and are therefore always rounded to their dtype.
 _STORED = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"))
 
 
 def to_recompute(
     graph: Graph, of: Mapping[Node, int], lazy: Collection[Node], streamed: Collection[Node], sizes: Mapping[str, int]
 ) -> dict[Node, None]:
-    """Return the nodes to recompute in each segment that reads them.  ``of``: for each node, the segment that computes
-    it.  ``lazy``: nodes that each segment computes for itself in any case.  ``streamed``: weights that may be streamed.
-    ``sizes``: values of the symbols in the sizes of tensors."""
+    """Return the nodes to recompute.  Each segment that reads such a node is to compute the node again.  ``of``: for each
+    node, the segment that computes the node.  ``lazy``: nodes that each segment computes for itself in any case.
+    ``streamed``: weights that may be streamed.  ``sizes``: values of the symbols in the sizes of tensors."""
     found = dict[Node, None]()
 
     def is_inside(node: Node) -> bool:
@@ -76,7 +76,7 @@ def to_recompute(
 
 
 def _views(value: Node, of: Mapping[Node, int], lazy: Collection[Node]) -> Iterator[Node]:
-    """Yield the views of a value that are in the value's segment, or that each segment computes for itself."""
+    """Yield the views of a value that belong to the segment of the value or to ``lazy``."""
     todo = [value]
     while todo:
         for user in todo.pop().users:
@@ -86,7 +86,7 @@ def _views(value: Node, of: Mapping[Node, int], lazy: Collection[Node]) -> Itera
 
 
 def _is_exact(node: Node) -> bool:
-    """Return whether a node computes a float32 or float64 tensor element by element, with the same result in every fused
+    """Return whether a node computes a float32 or float64 tensor element by element, and gives the same result in every fused
     kernel."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype not in _FULL:
@@ -97,7 +97,7 @@ def _is_exact(node: Node) -> bool:
 
 
 def _is_rounded(node: Node) -> bool:
-    """Return whether a value may be rounded if it is stored, but stays unrounded inside a fused kernel."""
+    """Return whether a value may be rounded when it is stored, although it is not rounded inside a fused kernel."""
     value = node.meta["val"]
     full = isinstance(value, torch.Tensor) and value.dtype in _FULL
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -5,18 +5,19 @@ Contract
     Preserved: every node is computed once, except for two kinds of values.  A view of a weight or of a collective's result is
     computed in each region that reads it: views cost nothing, and a view of a weight is not valid after the weight has left
     its slot.  Values that are cheaper to recompute than to pass between regions may also be computed in several regions
-    (recompute.py).  The order of collectives does not change.  Cuts: the graph is cut at collectives, at the borders of
-    blocks, and before an op if its weights would make the region read more than ``group_bytes`` bytes.  If ``groups`` are
-    given, the regions of each group become one region (coarsen.py chooses the groups).
+    (recompute.py).  The order of collectives does not change.
+    On exit: the graph is cut at collectives, at the borders of blocks, and before an op whose weights would make the region
+    read more than ``group_bytes`` bytes of streamed weights.  If ``groups`` are given, the regions of each group become one
+    region (coarsen.py chooses the groups).
 
 Steps
     assign        divide the compute nodes into segments, in program order; each segment becomes a region
     dissolve      move segments that contain only views into neighbouring segments
     recompute     make each segment recompute values that are cheaper to recompute than to pass between regions
     merge         merge the segments of each group
-    find_symbols  find the symbols that occur in the sizes of each segment, so that they become inputs of the region
-    _build        build one FX graph per segment, with inputs in order of first use and outputs in order of definition,
-                  and a key, the digest of its structure; regions with equal keys are lowered once
+    find_symbols  find the symbols that occur in the sizes of a segment's tensors; they become inputs of the region
+    _build        build one FX graph per segment, with inputs in order of first use and outputs in order of definition.  The
+                  key of a region is a digest of this graph.  Regions with equal keys are lowered once.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ from .traced import Traced
 
 @dataclass(frozen=True)
 class Slicing:
-    """How a region that runs once per slice takes slices of its inputs and writes slices of its outputs.  ``repeat``: number
-    of runs.  ``inputs``: for each input, the slice that a run takes, or None if every run takes the whole input.
+    """The slices that a region reads and writes if it runs once per slice.  ``repeat``: number of runs.  ``inputs``: for each
+    input, the slice that a run takes, or None if every run takes the whole input.
 
     ``writes``: for each output, the slice that a run writes, and the position of the input that the output overwrites (None
     if the output has separate memory).  The region's code takes as arguments the inputs of the region, and then the slices of
-    the outputs that have separate memory.  The code returns nothing.  If ``repeat`` is 1, the code may instead return the
-    outputs; then ``writes`` is empty.
+    the outputs that have separate memory.  The code returns nothing.  If ``repeat`` is 1, the code may return the outputs
+    instead of writing them, and ``writes`` is then empty.
     """
 
     repeat: int
@@ -77,7 +78,8 @@ class CutRegion:
     """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the order in which ``module`` takes
     and returns their values.
 
-    ``slicing``: set if the region runs once per slice (split.py); ``module`` is then the graph of a single run.
+    ``slicing``: the slices that the region reads and writes if it runs once per slice (split.py), otherwise None.  If it is
+    set, ``module`` is the graph of a single run.
     """
 
     info: Region
@@ -89,13 +91,13 @@ class CutRegion:
 
 @dataclass(frozen=True)
 class Cut:
-    """A graph that was cut into regions and top-level nodes.  Top-level nodes are collectives and their completions, the
-    nodes at which compute waits for the end of a collective.
+    """A graph that was cut into regions and top-level nodes.  Top-level nodes are collectives and their completions.  At a
+    completion, compute waits for the end of a collective.
 
     ``sequence``: regions and top-level nodes, in program order.  ``storages``: memory of the graph's values.  ``raw``: the
-    same cut with no weight packed, or None if no weight is packed.  ``recomputed``: nodes that regions
-    recompute because this is cheaper than to pass their values between regions.  ``whole``: the same cut with no region
-    split into slices, or None if no region is split.
+    same cut without packed weights, or None if no weight is packed.  ``recomputed``: nodes that regions recompute, because
+    passing their values between regions would cost more.  ``whole``: the same cut without split regions, or None if no
+    region is split into slices.
     """
 
     traced: Traced
@@ -124,8 +126,8 @@ class Cut:
         return frozenset(w.parameter.name for w in self.discovery.weights if w.parameter.source.sharded)
 
     def at(self, traced: Traced) -> Cut:
-        """Return the same cut, with the costs and activation sizes that it has for other sizes of the inputs.  ``traced``:
-        the same graph, traced for these sizes."""
+        """Return the same cut with the costs and activation sizes for other input sizes.  ``traced``: the same graph, traced
+        for these input sizes."""
         if traced.graph is not self.traced.graph:
             traced = replace(traced, graph=self.traced.graph)
         regions = {region.info.key: region for region in self.regions}
@@ -142,8 +144,8 @@ class Cut:
 
     @cached_property
     def data_flow(self) -> dict[str, str]:
-        """A mapping from the name of each input, region, output, constant and top-level node to a line of text, which
-        contains the called function and its operands.  verify checks that a program has the same lines."""
+        """A mapping from the name of each input, region, output, constant and top-level node to a line of text.  The line
+        contains the called function and its operands.  program/verify.py checks that a program has the same lines."""
         inputs = self.source.graph.find_nodes(op="placeholder")
         lines = {node.name: flow_line("input", position) for position, node in enumerate(inputs)}
         for node in self.source.graph.nodes:
@@ -162,7 +164,7 @@ class Cut:
 
 
 def flow_line(target: str, operands: object) -> str:
-    """Return one line of :meth:`Cut.data_flow`."""
+    """Return a line of :attr:`Cut.data_flow`, which describes the call of ``target`` on ``operands``."""
     return f"{target} {operands!r}"
 
 
@@ -180,8 +182,9 @@ def cut(
     ``group_bytes``: maximum bytes of streamed weights per region, unless a single op reads more.  ``dissolve_views``:
     whether segments that contain only views are moved into neighbouring regions.  ``recompute``: whether regions recompute
     values that are cheaper to recompute than to pass between regions.  ``groups``: groups of region indices; the regions of
-    one group are merged into a single region.  Empty to merge nothing.  Raises ChunkflowError if the graph contains no
-    compute.
+    one group are merged into a single region.  If ``groups`` is empty, no regions are merged.
+
+    Raises ChunkflowError if the graph contains no compute nodes.
     """
     graph = traced.graph
     segments = Segments(graph, discovery, traced.blocks, group_bytes)
@@ -214,7 +217,7 @@ def cut_into(
     recomputed: frozenset[Node],
     whole: Cut | None = None,
 ) -> Cut:
-    """Make the cut of a traced graph from its regions and top-level nodes, and set the activation peak of each region.
+    """Make a Cut from the regions and top-level nodes of a traced graph, and set the activation peak of each region.
     ``recomputed``, ``whole``: see :class:`Cut`."""
     storages = _storages_at(traced, discovery, sequence)
     peaks = iter(live_of(storages, sequence).peaks)
@@ -230,8 +233,8 @@ def cut_into(
 def _build(
     traced: Traced, index: int, nodes: Sequence[Node], segments: Segments, costs: dict[str, RegionCost]
 ) -> CutRegion:
-    """Build a region.  ``costs``: costs of the regions that were built before, by region key; the cost of this region is
-    added if its key is not there yet."""
+    """Build a region from the nodes of a segment.  ``costs``: costs of the regions that were already built, by region key.
+    If the key of this region is not in ``costs``, its cost is added."""
     graph, members = traced.graph, set(nodes)
     new = Graph()
     root: dict[str, object] = {}
@@ -289,8 +292,8 @@ def _build(
 
 
 def cost_at(module: GraphModule, traced: Traced, slicing: Slicing | None = None) -> RegionCost:
-    """Return the cost of a region at the sizes of a traced graph.  For a repeated region, this is the cost of all
-    runs."""
+    """Return the cost of a region for the input sizes in ``traced``.  If the region runs once per slice, the result is the
+    cost of all runs together."""
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}
     cost, repeat = region_cost(values, traced.fused), 1 if slicing is None else slicing.repeat
     tiles = () if slicing is None else _times(gemm_tiles(values), repeat)
@@ -303,8 +306,8 @@ def _times(tiles: tuple[tuple[int, int], ...], repeat: int) -> tuple[tuple[int, 
 
 
 def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutRegion | Node]) -> Storages:
-    """Return the memory of the values of a traced graph.  A split region may return an incomplete value, of which
-    later regions write the rest.  The node of an incomplete value is not in the graph, but the result includes its memory."""
+    """Return the Storages of a traced graph.  A split region may return an incomplete value, of which later regions write the
+    rest.  The Storages include incomplete values, although the graph contains no nodes for them."""
     regions = [item for item in sequence if isinstance(item, CutRegion)]
     nodes = dict.fromkeys((*traced.graph.graph.nodes, *(node for region in regions for node in region.outputs)))
     values = {n: concrete(n.meta.get("val"), traced.sizes) for n in nodes}
@@ -313,8 +316,8 @@ def _storages_at(traced: Traced, discovery: Discovery, sequence: Iterable[CutReg
 
 
 def _allocated(region: CutRegion) -> Iterable[Node]:
-    """Return the outputs of a region with ``slicing``, except for those that the region returns as views of its inputs.  In
-    the traced graph, the nodes of the returned outputs may be views."""
+    """Return the outputs of a region with ``slicing``, except for outputs that the region returns as views of its inputs.  In
+    the traced graph, the nodes of these outputs may be views."""
     if region.slicing is None:
         return ()
     if region.slicing.writes:
@@ -326,7 +329,7 @@ def _allocated(region: CutRegion) -> Iterable[Node]:
 def problem_at(
     traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
-    """Return the problem of a sequence of regions and collectives, at the sizes of a traced graph."""
+    """Return the Problem for a sequence of regions and collectives, with the input sizes in ``traced``."""
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.weights:

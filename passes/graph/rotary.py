@@ -1,8 +1,8 @@
 """Rotary: replaces the complex products of rotary embeddings by real arithmetic.
 
-Qwen-Image, Z-Image, Lumina and other models rotate queries and keys by a product of complex numbers.  Inductor does not
-generate code for complex products: it calls torch's kernels, and each of them writes its result to memory, in float32
-or a larger dtype.  Inductor can fuse the same product in real arithmetic with the ops before and after it.
+Qwen-Image, Z-Image, Lumina and other models rotate queries and keys by multiplying complex numbers.  Inductor generates no
+code for complex products, but calls torch's kernels.  Each of these kernels writes its result to memory, in float32 or a
+larger dtype.  If the product is computed in real arithmetic, Inductor can fuse it with the ops before and after it.
 
 Contract
     On entry: a Traced, which is not changed.
@@ -10,13 +10,13 @@ Contract
     view of a real tensor is rotated are replaced by real arithmetic.  A product is replaced only if all its readers are
     real views, and if the result is bit-identical.
 
-The operations are in the same order as in torch's kernel, ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``.  The last bit
-depends on which multiplications a compiler fuses with the following addition.  On a CPU, Inductor fuses none of them.  torch
-fuses none where it computes whole vectors, but it fuses some in the remainder of a row.  So products whose rows do not
-consist of whole vectors are not replaced.  Several threads may divide a row, so that torch's own result depends on the number
-of threads; real arithmetic gives the result that torch computes with a single thread.  On a GPU, both torch's kernel and
-Inductor's kernel fuse ``ac`` and ``ad`` with the subtraction or addition that follows (verified by comparing their machine
-code for an H100, with torch 2.11).
+The operations are in the same order as in torch's kernel, ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``.  The last bit of a
+result depends on which multiplications a compiler fuses with the following addition.  On a CPU, Inductor fuses none of them.
+Torch's kernel uses vector instructions.  It fuses no multiplications in whole vectors, but some in the remainder of a row.
+Therefore, a product is not replaced if its rows do not consist of whole vectors.  Several threads may divide a row between
+them.  Torch's own result then depends on the number of threads, and real arithmetic gives the result for a single thread.
+On a GPU, both torch's kernel and Inductor's kernel fuse ``ac`` and ``ad`` with the subtraction or addition that follows
+(verified by comparing their machine code for an H100, with torch 2.11).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch.fx import Graph, GraphModule, Node
 from .traced import Traced
 
 _aten = torch.ops.aten
-# A row with a multiple of _FULL complex numbers consists of whole vectors in torch's CPU code, whatever the width of the
-# vectors.
+# Torch's CPU kernel computes a row in whole vectors if the number of complex numbers in the row is a multiple of _FULL.  This
+# holds for vector registers of every width.
 _FULL = 8
 
 
@@ -70,15 +70,15 @@ def _is_complex(operand: Any) -> bool:
 
 
 def _rotated(product: Node) -> Node | None:
-    """Return the real tensor that a product rotates: an operand of the product is a complex view of this tensor.  Return None
-    if there is no such tensor, or if it differs in shape or layout from the real view of the result."""
+    """Return the real tensor that a product rotates.  An operand of the product is a complex view of this tensor.  Return
+    None if there is no such tensor, or if it differs in shape or layout from the real view of the result."""
     (result, *_) = (user.meta["val"] for user in product.users)
     for operand in product.all_input_nodes:
         if operand.target is _aten.view_as_complex.default:
             (pairs,) = operand.all_input_nodes
             with result.fake_mode:
                 copied = torch.empty_like(pairs.meta["val"])
-            # the shapes and strides are compared as text, because a comparison of sizes would add guards on symbols
+            # shapes and strides are compared as text, because comparing symbolic sizes would add guards
             if str((copied.shape, copied.stride())) == str((result.shape, result.stride())):
                 return pairs
     return None
@@ -93,8 +93,8 @@ def _replace(graph: Graph, product: Node) -> None:
         c, d = (call(_aten.select.int, second, -1, i) for i in range(2))
         ac, bd, ad, bc = (call(_aten.mul.Tensor, *each) for each in ((a, c), (b, d), (a, d), (b, c)))
         real, imaginary = call(_aten.sub.Tensor, ac, bd), call(_aten.add.Tensor, ad, bc)
-        # Inductor compiles these scatters to one kernel without intermediate memory; a concatenation would need
-        # intermediate memory on a CPU
+        # Inductor compiles these scatters to one kernel without intermediate memory.  A concatenation would need
+        # intermediate memory on a CPU.
         pairs = call(_aten.clone.default, rotated)
         for i, part in enumerate((real, imaginary)):
             pairs = call(_aten.select_scatter.default, pairs, part, -1, i)
@@ -109,7 +109,7 @@ def _replace(graph: Graph, product: Node) -> None:
 
 
 def _pairs(call: Callable[..., Node], operand: Any) -> Node:
-    """Return the real view of a complex tensor, in which each number is a pair of real numbers."""
+    """Return the real view of a complex tensor.  In it, each complex number is a pair of real numbers."""
     if operand.target is _aten.view_as_complex.default:
         return operand.all_input_nodes[0]  # type: ignore[no-any-return]
     return call(_aten.view_as_real.default, operand)

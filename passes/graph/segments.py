@@ -17,7 +17,7 @@ class Segments:
 
     ``of``: for each node that is computed in a single segment, the number of this segment.  ``lazy``: nodes that each segment
     computes for itself if it needs them.  ``recomputed``: nodes in ``lazy`` that :meth:`recompute` has added.  Top-level
-    nodes are in none of these three.
+    nodes (:meth:`is_top_level`) are in none of these three.
     """
 
     def __init__(self, graph: GraphModule, discovery: Discovery, blocks: Mapping[str, str], group_bytes: int) -> None:
@@ -32,7 +32,7 @@ class Segments:
         self.recomputed = dict[Node, None]()
         self.block_of: dict[int, str] = {}
         self.symbols: dict[int, list[Node]] = {}
-        self.sent: set[Node] = set()  # symbols that later segments need
+        self.sent: set[Node] = set()  # nodes that compute symbols, and that a later segment takes as inputs
 
     def assign(self) -> None:
         streamed = {w.node: nbytes(w.node) for w in self.discovery.weights if w.keep is None}
@@ -84,23 +84,23 @@ class Segments:
 
     def recompute(self, sizes: Mapping[str, int]) -> None:
         """Make each segment recompute values that are cheaper to recompute than to pass between regions.  ``sizes``: values
-        of the symbols."""
+        of the symbols in the sizes of tensors."""
         streamed = {w.node for w in self.discovery.weights if w.keep is None}
         self.recomputed = to_recompute(self.graph.graph, self.of, self.lazy, streamed, sizes)
         self.lazy |= self.recomputed
         self.of = {node: segment for node, segment in self.of.items() if node not in self.recomputed}
 
     def merge(self, groups: Sequence[Sequence[int]]) -> None:
-        """Merge the segments of each group.  ``groups``: groups of positions of segments, in program order."""
+        """Merge the segments of each group.  ``groups``: for each group, the positions of its segments in program order."""
         segments = [self.of[item[0]] for item in self.skeleton() if not isinstance(item, Node)]
         first = {segments[i]: segments[group[0]] for group in groups for i in group}
         self.of = {node: first.get(segment, segment) for node, segment in self.of.items()}
 
     def find_symbols(self) -> None:
-        """Find, for each segment, the nodes whose values are the symbols that occur in the sizes of the segment's tensors.
+        """Find the symbols in the sizes of each segment's tensors, and the nodes that compute these symbols.
 
-        These nodes become inputs of the region.  If they did not, Inductor would have to derive the symbols from the sizes of
-        the tensor inputs, which is possible only if a size is a single symbol.
+        These nodes become inputs of the segment's region.  Otherwise Inductor would have to derive each symbol from the sizes
+        of the tensor inputs.  This is possible only if the size of an input is the symbol itself.
         """
         nodes = symbol_nodes(self.graph)
         needed: dict[int, set[str]] = {}
@@ -113,7 +113,7 @@ class Segments:
             self.sent |= {n for n in self.symbols[segment] if n in self.of}
 
     def _with_operands(self, node: Node) -> Iterable[Node]:
-        """Yield a node and its operands.  Instead of an operand that is recomputed, yield the operands of this operand."""
+        """Yield a node and its operands.  For an operand that is recomputed, also yield the operands of this operand."""
         yield node
         for operand in node.all_input_nodes:
             if operand in self.recomputed:
@@ -122,7 +122,7 @@ class Segments:
                 yield operand
 
     def skeleton(self) -> Iterable[list[Node] | Node]:
-        """Yield segments (as lists of nodes) and collectives, in program order."""
+        """Yield segments (as lists of nodes), collectives and completions, in program order."""
         members = self._members()
         for node in self.graph.graph.nodes:
             if node.op == "call_function" and self.is_top_level(node):
@@ -140,13 +140,13 @@ class Segments:
     def is_top_level(self, node: Node) -> bool:
         if node.op != "call_function":
             return True
-        if node.target is operator.getitem:  # an element of a coalesced collective's list of results
+        if node.target is operator.getitem:  # one of the results of a coalesced collective is at the top level, too
             return self.is_top_level(node.all_input_nodes[0]) and node.all_input_nodes[0].op == "call_function"
         return collective_kind(node) is not None or is_wait_tensor(node)
 
     def _home_of_view(self, node: Node, segment: int) -> int | None:
-        """Return the earlier segment to which a view can be moved, or None if each region that reads the view must
-        compute the view itself."""
+        """Return the segment to which a view can be moved, that is, the segment that computes the operand of the view.
+        Return None if each region that reads the view must compute the view itself.  ``segment``: segment of the view."""
         home = self.of.get(node.all_input_nodes[0])
         return home if home != segment else None
 
@@ -159,7 +159,7 @@ class Segments:
 
 
 def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, str]:
-    """Return the block of each call node, empty outside blocks.
+    """Return the name of the block of each call node, or an empty string for nodes outside blocks.
 
     A node without a module stack belongs to the root module or comes from functionalization.  Such a node is treated as a
     part of a block if the nearest nodes with a stack, before and after it, are both in this block.

@@ -3,7 +3,7 @@
 Contract
     On entry: a Cut, and names of weights that :func:`streamable` returns for this Cut.  The Cut is not changed.
     Preserved: the regions and their sequence.
-    On exit: ``source.ranks`` of these weights, in the Discovery and in the Problem, is the number of ranks.
+    On exit: ``source.ranks`` of the selected weights, in the Discovery and in the Problem, is the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .regions import Cut
 
 
 def streamable(cut: Cut) -> frozenset[str]:
-    """Return the weights that can be sharded: all weights that may be streamed."""
+    """Return the names of the weights that can be sharded: all weights that may be streamed and that some region reads."""
     return frozenset(w.name for w in cut.problem.weights if w.keep is None and w.uses and w.nbytes)
 
 

@@ -1,5 +1,5 @@
-"""Slice check: proves that phases (slices.py) compute the same as the graph of their region, in whatever order the runs of
-each phase are executed."""
+"""Slice check: proves that phases (slices.py) compute the same results as the graph of their region.  This must hold for
+every order of the runs of a phase."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from .slices import Phase, Write, fake_mode, layout_of
 
 
 def check_phases(module: GraphModule, phases: tuple[Phase, ...], owned: Collection[int] | None = None) -> None:
-    """Prove that phases compute the outputs of a graph.  ``owned``: as in :func:`slices.phases`, or None if unknown.
+    """Prove that phases compute the outputs of a graph.  ``owned``: positions of the placeholders whose memory the phases may
+    overwrite (see :func:`slices.phases`), or None if these positions are not known.
 
     It is proved that each element of a value is written exactly once, that a value is complete before it is read, and that
-    each phase computes the slices of its results in the same way as the graph.  If a run overwrites a slice of an input, no
-    other run and no later phase reads this slice.  Raises FindingError for the first violation.
+    each phase computes the slices of its results in the same way as the graph.  If a run overwrites a slice of an input, it
+    is also proved that no other run and no later phase reads this slice.  Raises FindingError for the first violation.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     complete, views = set(placeholders), {n for phase in phases for n in _viewed(phase)}
@@ -53,8 +54,8 @@ def _wrong(number: int, fault: str) -> NoReturn:
 
 
 def _covered(number: int, node: Node, phase: Phase, phases: tuple[Phase, ...]) -> bool:
-    """Return whether ``phases``, the phases up to the current one, write all elements of a value.  Raises FindingError if an
-    element is written twice."""
+    """Return whether ``phases`` (the phases up to ``phase``) together write all elements of a value.  Raises FindingError if
+    an element is written twice."""
     writes = [(w, p.repeat) for p in phases for w in p.writes if w.value is node]
     if len({w.slice.dim for w, _ in writes}) > 1 or len({w.over for w, _ in writes}) > 1:
         _wrong(number, f"writes {node} along another dimension, or elsewhere, than an earlier phase")
@@ -85,8 +86,8 @@ def _check_overwritten(
     later: Collection[Node],
     owned: Collection[int] | None,
 ) -> None:
-    """Check a result that overwrites an input: that nothing else reads or overwrites this input, and that both have the same
-    layout."""
+    """If a result overwrites an input, check that nothing else reads or overwrites this input, and that the result has the
+    layout of the input."""
     if write.over is None:
         return
     source = placeholders[write.over]
@@ -104,8 +105,8 @@ def _check_overwritten(
 
 
 def _check_graph(number: int, phase: Phase, sources: list[Node], fake: FakeTensorMode) -> None:
-    """Check that the placeholders of a phase's graph have the shapes and layouts of its inputs and destinations, that
-    slices are within their values, and that the graph writes only at its end, and only to its destinations."""
+    """Check the graph of a phase.  Its placeholders must have the shapes and layouts of the phase's inputs and destinations.
+    Slices must be within their values.  The graph may write only at its end, and only to its destinations."""
     placeholders = phase.module.graph.find_nodes(op="placeholder")
     metas = [part_of(n, part, fake) for n, part in zip(phase.inputs, phase.slices, strict=True)]
     metas += [part_of(w.value, w.slice, fake) for w in phase.writes if w.over is None]
@@ -160,8 +161,8 @@ def _check_results(number: int, phase: Phase, fake: FakeTensorMode) -> None:
 
 
 def _parts(node: Node, part: Slice | None) -> list[Part | None]:
-    """Return all parts that describe a slice of a node.  If the slice is the whole node, these are None and, for each
-    dimension, the full range of the dimension."""
+    """Return all parts that describe a slice of a node.  If the slice is the whole node, the result contains None and the
+    full range of each dimension."""
     shape = shape_of(node)
     if part is None or part.size == shape[part.dim]:
         return [None, *(Part(d, size, 0, size) for d, size in enumerate(shape))]
@@ -171,8 +172,8 @@ def _parts(node: Node, part: Slice | None) -> list[Part | None]:
 def _number_of(
     node: Node, part: Part | None, values: Collection[Node], fake: FakeTensorMode, table: dict[object, int]
 ) -> int:
-    """Return the number (:func:`_numbered`) that a part of a node gets if the slice rules compute the part.  Return -1 if
-    there is no rule for the part."""
+    """Return the number (:func:`_numbered`) of a part of a node, if the part is computed as the slice rules say.  Return -1
+    if there is no rule for the part."""
     builder = Builder(values, fake=fake, closed=True)
     try:
         made = builder.root(node, part)
@@ -182,8 +183,8 @@ def _number_of(
 
 
 def _numbered(graph: Graph, leaves: Mapping[Node, object], table: dict[object, int]) -> dict[Node, int]:
-    """Return a number for each node, so that equal ops on equal operands have the same number.  ``leaves``: keys that
-    identify placeholders.  ``table``: numbers that were assigned before; new numbers are added."""
+    """Return a number for each node.  Equal ops on equal operands have the same number.  ``leaves``: for each placeholder, a
+    key that identifies its input.  ``table``: numbers that were assigned before; new numbers are added."""
     numbers: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op == "placeholder":

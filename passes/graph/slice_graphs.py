@@ -1,5 +1,5 @@
-"""Slice graphs: builds the graph of a phase (slices.py).  This graph computes parts of some values of a region's graph,
-according to the slice rules (slice_rules.py)."""
+"""Slice graphs: builds the graph of a phase (slices.py).  This graph computes parts of some values of a region's graph.  The
+slice rules (slice_rules.py) determine the ops and operands of this graph."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Slice:
 class Walk:
     """The result of a walk through a region's graph, from the values that a phase computes (its roots) back to its inputs.
 
-    ``taken``: for each node and slice that the phase takes as an input (slice None for the whole value), the placeholder in
-    the graph of the phase.  ``needs``: values that must be complete before the phase starts, so that earlier phases must
-    compute them; for each value, the dimensions along which it can be computed slice by slice, and why it is needed.
+    ``taken``: for each input of the phase, the placeholder in the graph of the phase.  An input is a node and the slice that
+    the phase takes of the node's value, or None for the whole value.  ``needs``: values that earlier phases must compute,
+    because they must be complete before the phase starts.  The entry of a value contains the dimensions along which the value
+    can be computed slice by slice, and the reason why it is needed.
     """
 
     taken: dict[tuple[Node, Slice | None], Node] = field(default_factory=dict)
@@ -48,9 +49,9 @@ class Step:
     """The way in which a builder computes a node or a part of a node.
 
     ``reads``: nodes and parts of nodes that must be computed first.  ``call``: node whose op computes the value, or None if
-    the value is an input of the phase.  ``item``: if the op has several results, the index of the value among them.
-    ``operands``: args and kwargs of the op, with an Operand for each node; or, if the value is a part of an operand, this
-    Operand alone.
+    the value is an input of the phase.  ``item``: if the op has several results, the index of the value among them, otherwise
+    None.  ``operands``: args and kwargs of the op, with an Operand for each node.  If the value is just a part of an operand,
+    ``operands`` is this Operand.
     """
 
     reads: tuple[tuple[Node, Part | None], ...]
@@ -62,10 +63,10 @@ class Step:
 class Builder:
     """Builds the graph of a phase.
 
-    ``values``: nodes that earlier phases compute.  ``streams``: inputs of which phases take slices (slices.py); empty if they
-    are not known yet.  ``fake``: FakeTensorMode in which metadata is computed.  If only ``found`` is needed, it can be
-    None; then no metadata is computed.  ``closed``: whether this phase must compute everything except ``values``; otherwise
-    it may leave more values to earlier phases (``needs`` in ``found``).
+    ``values``: nodes that earlier phases compute.  ``streams``: inputs of which phases take slices (slices.py); empty if
+    these inputs are not known yet.  ``fake``: FakeTensorMode in which metadata is computed, or None to compute no metadata.
+    Without metadata, only ``found`` can be used.  ``closed``: whether this phase must compute everything except ``values``.
+    Otherwise the phase may leave more values to earlier phases (``needs`` in ``found``).
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class Builder:
         self._inline = False
 
     def root(self, node: Node, part: Part | None) -> Node:
-        """Add the ops that compute a root, or a part of a root, and return the resulting node.  If ``part`` is None, the root
-        is computed as a whole, and no further values are added to those that earlier phases compute."""
+        """Add the ops that compute a root (a value that the phase computes) or a part of a root, and return the resulting
+        node.  If ``part`` is None, the root is computed as a whole, and no values are added to ``found.needs``."""
         self._making, self._inline = node, part is None
         todo: list[tuple[Node, Part | None]] = [(node, part)]
-        while todo:  # a recursion could exceed Python's recursion limit
+        while todo:  # not a recursive function, because it could exceed Python's recursion limit
             key = todo[-1]
             if key in self._copies:
                 todo.pop()
@@ -107,7 +108,7 @@ class Builder:
         return self._copies[node, part]
 
     def _step(self, node: Node, part: Part | None) -> Step:
-        """Determine how to compute a node or a part of a node.  Values that are left to earlier phases are added to
+        """Determine how to compute a node or a part of a node.  Values that earlier phases must compute are added to
         ``found.needs``."""
         if node.op == "placeholder" or (self._is_given(node) and self._can_take(node, part)):
             return Step(())
@@ -142,8 +143,8 @@ class Builder:
         return Step(tuple(reads), call, item, given)
 
     def _is_merged(self, node: Node, rule: Sliced | Operand) -> bool:
-        """Return whether a node is a view of an input, and the needed part of the view does not correspond to one contiguous
-        range along a dimension of the input.  ``rule``: operands for this part."""
+        """Return whether a node is a view of an input, and the needed part of the view is not a single range along one
+        dimension of the input.  ``rule``: result of the slice rule of the node's op for this part."""
         if (
             self.closed
             or self._inline
@@ -156,9 +157,9 @@ class Builder:
         return part is not None and part.outer != 1 and rule.args[0].node.op == "placeholder"
 
     def _note(self, operand: Operand, reader: Node) -> None:
-        """Add an operand, which ``reader`` reads as a whole, to ``found.needs`` if an earlier phase should compute it: if it
-        depends on split inputs, or if its ops are too expensive to repeat in each run.  The value that is added may also be
-        one from which the operand is computed (:meth:`_base`)."""
+        """Add an operand to ``found.needs`` if an earlier phase should compute it.  This is the case if the operand depends
+        on split inputs, or if it is too expensive to compute it in each run.  Instead of the operand, a value from which the
+        operand is computed may be added (:meth:`_base`).  ``reader``: node that reads the whole operand."""
         node, along = operand.node, operand.along
         if (
             self.closed
@@ -193,13 +194,14 @@ class Builder:
         return node.op == "placeholder" or node in self.values or node in self.found.needs
 
     def _is_split(self, node: Node, along: tuple[int, ...]) -> bool:
-        """Return whether an earlier phase can compute all of a node slice by slice: there is a dimension along which the node
-        can be split, and the node depends on split inputs (assumed if these are not known yet)."""
+        """Return whether an earlier phase can compute a node slice by slice.  For this, the node must depend on split inputs,
+        and ``along``, the dimensions along which it can be split, must not be empty.  If the split inputs are not known yet,
+        the node is assumed to depend on them."""
         return bool(along) and (not self.streams or depends_on(node, self.streams))
 
     def _is_heavy(self, node: Node) -> bool:
-        """Return whether a heavy op (one that is not :func:`is_light`) would be repeated if every run of a phase, that is,
-        every slice, computed the node anew."""
+        """Return whether computing a node takes a heavy op, that is, an op for which :func:`is_light` returns False.  If each
+        run of a phase computed the node, the heavy op would be repeated for every slice."""
         todo, seen = [node], set[Node]()
         while todo:
             n = todo.pop()
@@ -212,12 +214,12 @@ class Builder:
         return False
 
     def _base(self, node: Node, along: tuple[int, ...]) -> tuple[Node, tuple[int, ...]]:
-        """Return the value that an earlier phase computes so that this phase can compute ``node`` from it, and the
-        dimensions of this value that correspond to ``along``.
+        """Return the value that an earlier phase is to compute, and from which this phase then computes ``node``.  Also
+        return the dimensions of this value that correspond to ``along``.
 
-        If the value is computed slice by slice (``along`` is not empty), the result is the base of which ``node`` is a view.
-        Otherwise, ``node`` is computed from the result by a chain of light ops with one operand each; the chain is as long as
-        possible.
+        ``along``: dimensions along which ``node`` can be computed slice by slice.  If there are such dimensions, the value is
+        the base of which ``node`` is a view.  Otherwise this phase computes ``node`` from the value by a chain of light ops
+        with one operand each.  The chain is as long as possible.
         """
         while not self._is_given(node) and len(node.all_input_nodes) == 1:
             if along:
@@ -233,8 +235,8 @@ class Builder:
         return node, along
 
     def _behind(self, view: Node, dim: int) -> int | None:
-        """Return the dimension of a view's operand that is the same as dimension ``dim`` of the view, or None if there is
-        no such dimension."""
+        """Return the dimension of a view's operand that corresponds to dimension ``dim`` of the view, or None if there is no
+        such dimension."""
         size = shape_of(view)[dim]
         try:
             rule = sliced(view, Part(dim, size, 0, size))
@@ -264,7 +266,7 @@ class Builder:
         """Add a placeholder for the new memory to which the phase writes a slice of a node."""
         with self.graph.inserting_after(self._anchor):
             self._anchor = self.graph.placeholder(f"out_{node.name}")
-        self._anchor.target = self._anchor.name  # makes targets unique, if there are several placeholders for a node
+        self._anchor.target = self._anchor.name  # makes targets unique if a node has several placeholders
         self._anchor.meta = {"val": part_of(node, part, self.fake)}
         return self._anchor
 
@@ -280,7 +282,7 @@ class Builder:
         except (RuntimeError, ValueError):
             if op_name(node) not in ("view", "_unsafe_view"):
                 raise
-            # the operand is a slice of a batch and not contiguous: copy it before viewing it
+            # the operand is a slice of a batch and not contiguous, so a view is possible only of a contiguous copy
             self.graph.erase_node(made)
             source = self._made(
                 node, torch.ops.aten.clone.default, args[:1], {"memory_format": torch.contiguous_format}
@@ -293,20 +295,20 @@ class Builder:
         return self._made(operand, torch.ops.aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
 
     def _computed(self, node: Node) -> Any:
-        """Return the metadata of a call."""
+        """Return the result of a call on fake tensors."""
         assert self.fake is not None and callable(node.target)
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])  # type: ignore[misc]
         with self.fake:
             value = node.target(*args, **kwargs)
             if isinstance(value, torch.Tensor) and value.storage_offset() and not is_view(node):
-                # FakeTensorMode caches results: this one may have the storage offset of an operand of an earlier call; remove
-                # the offset, so that equal regions have equal keys
+                # FakeTensorMode caches results, so this result may have the storage offset of an operand of an earlier call.
+                # The offset is removed, because equal regions must have equal keys.
                 value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return value
 
 
 def _is_spread(operand: Any) -> bool:
-    """Return whether the elements of a head are not adjacent in memory.  No attention kernel supports such operands."""
+    """Return whether the elements of a head are not adjacent in memory.  Attention kernels do not support such an operand."""
     return isinstance(operand, Node) and operand.meta["val"].dim() > 0 and operand.meta["val"].stride(-1) != 1
 
 
@@ -318,7 +320,7 @@ def is_view_of_input(node: Node) -> bool:
 
 
 def depends_on(node: Node, inputs: Collection[Node]) -> bool:
-    """Return whether a node is one of these inputs, or is computed from one of them."""
+    """Return whether a node is one of ``inputs``, or is computed from one of ``inputs``."""
     seen, todo = set[Node](), [node]
     while todo:
         if (n := todo.pop()) in inputs:
@@ -332,8 +334,8 @@ def depends_on(node: Node, inputs: Collection[Node]) -> bool:
 def part_of(node: Node, part: Slice | None, fake: FakeTensorMode | None) -> Any:
     """Return the metadata of a node, or of a slice of a node.
 
-    If some slices start at unaligned addresses, the metadata has an unaligned storage offset, so that Inductor does not
-    generate vector loads.
+    If some slices start at unaligned addresses, the metadata has an unaligned storage offset.  Inductor then generates no
+    vector loads.
     """
     value = node.meta["val"]
     if part is None or fake is None:

@@ -1,5 +1,5 @@
-"""Slice parts: the parts of values and operands with which the slice rules work, and the properties of ops on which slicing
-depends.
+"""Slice parts: types for the parts of values that the slice rules (slice_rules.py) take and return, and functions that
+classify ops for slicing.
 
 A *part* is a range of one dimension of a value, such as some of the tokens.  If the batch and the tokens are merged into
 one dimension, a part is the same range of tokens in each sample.
@@ -31,9 +31,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand of an op.  ``part``: part of ``node`` that the op reads, or None if the op reads all of it.
+    """An operand of an op.  ``part``: part of ``node`` that the op reads, or None if the op reads all of ``node``.
 
-    ``along``: if the op reads all of it, the dimensions along which ``node`` can be computed slice by slice, best first.
+    ``along``: if the op reads all of ``node``, the dimensions along which ``node`` can be computed slice by slice, best
+    first.
     """
 
     node: Node
@@ -54,8 +55,8 @@ class NoRule(Exception):
 
 
 class Boundary(Exception):
-    """A part of a concatenation's result comes from several operands.  ``count``: number of elements in the part.
-    ``before``: number of these elements that come from the first of these operands."""
+    """A part of the result of a concatenation contains elements of several operands.  ``count``: number of elements in the
+    part.  ``before``: number of elements that the part takes from the first of these operands."""
 
     def __init__(self, before: int, count: int) -> None:
         super().__init__(before, count)
@@ -132,8 +133,8 @@ def is_attention(node: Node) -> bool:
 
 
 def is_reshape(node: Node) -> bool:
-    """Return whether a node is a view of its whole operand, so that a phase can pass the operand to the next phase instead
-    of the view."""
+    """Return whether a node is a view of its whole operand.  A phase can then pass the operand to the next phase instead of
+    the view."""
     return node.op == "call_function" and op_name(node) in _RESHAPES
 
 

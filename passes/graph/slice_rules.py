@@ -1,8 +1,8 @@
-"""Slice rules: for each ATen op, a rule that determines which parts of the operands the op must read to compute a part of
-its result (slice_parts.py).
+"""Slice rules: for each ATen op, a rule that determines which parts of the operands (slice_parts.py) the op must read to
+compute a part of its result.
 
-A rule returns the arguments with which the op computes the part.  The op reads parts of some operands.  Other operands are
-read as a whole, such as the weights of a product, or the keys and values of attention.
+A rule returns the arguments with which the op computes the part.  Some of these arguments are parts of operands.  The op
+reads its other operands as a whole, for example the weights of a product, or the keys and values of attention.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _RULES: dict[str, Rule] = {}
 
 def sliced(node: Node, part: Part, item: int | None = None) -> Sliced | Operand:
     """Return the arguments with which the op of ``node`` computes a part of its result.  If the op only selects elements, as
-    ``slice`` does, the part of the result is also a part of an operand; then return this part of the operand instead.
+    ``slice`` does, the part of the result is also a part of an operand.  Then return this part of the operand instead.
 
-    ``item``: if the op has several results, the index of the result to which the part belongs.  Raises NoRule or Boundary.
+    ``item``: if the op has several results, the index of the result to which the part belongs, otherwise None.  Raises
+    NoRule if there is no rule for the part, and Boundary if the part contains elements of several concatenated operands.
     """
     name = op_name(node)
     if name in _RULES:
@@ -111,7 +112,7 @@ def _created(node: Node, part: Part, item: int | None) -> Sliced:
 
 
 def _resized(node: Node, part: Part) -> list[int]:
-    """Return the shape that a part of a node's result has."""
+    """Return the shape of a part of a node's result."""
     return [_size(part) if i == part.dim else size for i, size in enumerate(shape_of(node))]
 
 
@@ -120,7 +121,7 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
     given, made = shape_of(_operand(node)), shape_of(node)
     if isinstance(node.args[1], torch.dtype):
         raise NoRule("view changes the dtype")
-    rows = math.prod(made[: part.dim]) * part.outer  # how often the part's axis is repeated in ``made``
+    rows = math.prod(made[: part.dim]) * part.outer  # the number of repetitions of the part's axis in the result
     befores = [math.prod(given[:d]) for d in range(len(given))]
     dims = [d for d, before in enumerate(befores) if before <= rows < before * given[d]]
     if not dims:
@@ -139,7 +140,8 @@ def _view(node: Node, part: Part, item: int | None) -> Sliced:
 
 def _rescaled(part: Part, length: int) -> Part | None:
     """Return the same part for another shape of the value, in which the part's axis has ``length`` elements.  Return None if
-    the part would begin or end inside an element, or if neither of the two lengths is a multiple of the other."""
+    the part would begin or end inside an element, or if neither of ``length`` and ``part.length`` is a multiple of the
+    other."""
     numbers = [n * length for n in (part.start, part.count)]
     if any(n % part.length for n in numbers) or max(length, part.length) % min(length, part.length):
         return None
@@ -282,7 +284,7 @@ def _embedding(node: Node, part: Part, item: int | None) -> Sliced:
 
 @_rule("mm", "_int_mm", "addmm", "bmm", "baddbmm")
 def _product(node: Node, part: Part, item: int | None) -> Sliced:
-    """Rule for matrix products.  A part of the result consists of rows or, for batched products, of some products of the
+    """Rule for matrix products.  A part of the result consists of some rows or, for batched products, of some samples of the
     batch."""
     rows = len(shape_of(node)) - 2
     if part.dim > rows:
@@ -323,7 +325,7 @@ def _reduction(node: Node, part: Part, item: int | None) -> Sliced:
 
 @_rule("_softmax", "_safe_softmax", "softmax", "_log_softmax", "cumsum", "flip", "roll", "sort", "topk")
 def _along(node: Node, part: Part, item: int | None) -> Sliced:
-    """Rule for ops that combine elements along some dimensions only."""
+    """Rule for ops that combine elements along given dimensions.  The part must be along another dimension."""
     named, rank = _named(node), len(shape_of(_operand(node)))
     dims = named["dims"] if "dims" in named else named["dim"]
     if part.dim in {_dim(d, rank) for d in ([dims] if isinstance(dims, int) else dims)} or dims == []:
@@ -341,8 +343,8 @@ def _along(node: Node, part: Part, item: int | None) -> Sliced:
     "scaled_dot_product_attention",
 )
 def _attention(node: Node, part: Part, item: int | None) -> Sliced:
-    """Rule for attention.  A part of the result is computed from some queries and all keys and values, or from some samples
-    or heads."""
+    """Rule for attention.  A part of the result is computed from some queries and all keys and values, or from the queries,
+    keys and values of some samples or heads."""
     named = _named(node)
     rank = len(shape_of(named["query"]))
     if item not in (0, None) or part.dim == rank - 1:

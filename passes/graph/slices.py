@@ -10,13 +10,13 @@ Method
     The largest output is split along one of its dimensions.  The rules in ``slice_rules`` determine, op by op, which
     slices of the inputs are needed for a slice of an output.  Some ops need a whole value that depends on the split
     inputs: for example, attention needs all keys and values.  Then an earlier phase computes this value, also in slices.
-    Products that do not depend on the split inputs are computed only once, not once per slice.
+    Matrix products that do not depend on the split inputs are computed only once, not once per slice.
 
 Terms
     stream   a sequence of tokens (not a CUDA stream): an input of which the phases take slices, such as the image tokens
              or the text tokens
     root     a value that a phase computes: an output of the graph, or a value that a later phase needs as a whole
-    piece    a part of a root that is computed in one run or in ``repeat`` runs.  If a root concatenates several streams, it
+    piece    a part of a root that is computed in one run or in ``repeat`` runs.  A root that concatenates several streams
              has one piece per stream
 """
 
@@ -49,8 +49,8 @@ class Write:
     """A result that a phase writes, one slice per run.
 
     ``value``: node of the region's graph of which a slice is written.  ``over``: position, in the region's graph, of the
-    placeholder whose memory is overwritten; None for new memory.  New memory is allocated before the first phase that writes
-    a slice of the value, with the strides of the value's metadata.
+    placeholder whose memory is overwritten, or None for new memory.  New memory has the strides of the value's metadata.  It
+    is allocated before the first phase that writes a slice of the value.
     """
 
     value: Node
@@ -113,8 +113,8 @@ def _outputs(module: GraphModule) -> list[Node]:
 
 
 def _unflattened(node: Node) -> Node:
-    """Return the value of which a one-dimensional output is a view, or the output itself if it is not a view or has several
-    dimensions.  Values that are sent to other ranks are one-dimensional views."""
+    """Return the value of which a one-dimensional output is a view.  If the output is not a view or has several dimensions,
+    return the output itself.  Values that are sent to other ranks are one-dimensional views."""
     base = node
     while is_reshape(base) and len(shape_of(node)) == 1:
         base = base.all_input_nodes[0]
@@ -137,8 +137,8 @@ def _dims(node: Node) -> list[int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece of a root.  ``part``: part of the root that is computed, or None if the unchanged ops of the graph compute
-    the whole root.  ``repeat``: number of runs."""
+    """A piece of a root (a value that a phase computes).  ``part``: part of the root that is computed, or None if the whole
+    root is computed by the same ops as in the graph.  ``repeat``: number of runs in which the piece is computed."""
 
     part: Part | None
     repeat: int
@@ -154,7 +154,8 @@ class _Root:
 
 
 class _Plan:
-    """The roots of a graph whose largest output is split along dimension ``dim``."""
+    """The roots of a graph, that is, the values that phases compute.  ``largest``: largest output of the graph.  ``dim``:
+    dimension along which this output is split."""
 
     def __init__(self, module: GraphModule, repeat: int, largest: Node, dim: int) -> None:
         self.placeholders = module.graph.find_nodes(op="placeholder")
@@ -189,8 +190,8 @@ class _Plan:
             self._find(missing[0], *self.needs[missing[0]])
 
     def _find(self, node: Node, dims: tuple[int, ...], reason: str) -> None:
-        """Find a way to compute ``node``, and add it to the roots.  ``dims``: dimensions along which it may be split, best
-        first.  ``reason``: why it is a root, for an error."""
+        """Find a way to compute ``node`` in phases, and add the node to ``roots``.  ``dims``: dimensions along which the node
+        may be split, best first.  ``reason``: clause for an error message that says why a phase must compute the node."""
         failed = f"{op_name(node)} {node}: {reason}"
         for dim in dims:
             try:
@@ -213,11 +214,12 @@ class _Plan:
         self.roots[node] = _Root(node, pieces, frozenset(n for n, _ in walk.taken if n.op == "call_function"))
 
     def _depends_on_streams(self, node: Node) -> bool:
-        """Return whether a node depends on a sliced input (a stream) and is not just a view of one."""
+        """Return whether a node depends on a sliced input (a stream) and is not just a view of an input."""
         return depends_on(node, self.streams) and not is_view_of_input(node)
 
     def _split(self, node: Node, dim: int) -> tuple[tuple[_Piece, ...], Walk]:
-        """Return the pieces of a root that is split along dimension ``dim``, and the inputs and values that they read."""
+        """Return the pieces into which ``node`` is divided along dimension ``dim``, and the inputs and values that these
+        pieces read."""
         pieces, found = list[_Piece](), Walk()
         for part in self._ranges(node, dim):
             repeat = self.repeat if part.count >= self.longest else 1
@@ -231,7 +233,8 @@ class _Plan:
         return tuple(pieces), found
 
     def _ranges(self, node: Node, dim: int) -> list[Part]:
-        """Return the parts that a root concatenates along dimension ``dim``, or one part if it concatenates none."""
+        """Return the parts that ``node`` concatenates along dimension ``dim``.  If ``node`` is not a concatenation, return a
+        single part."""
         size = shape_of(node)[dim]
         found, todo = list[Part](), [Part(dim, size, 0, size)]
         while todo:
@@ -249,13 +252,13 @@ class _Plan:
         return found
 
     def builds(self, fake: FakeTensorMode) -> list[_Build]:
-        """Return the graphs of the phases, in the order in which the phases run.  Each value is computed as late as
-        possible, so that it is live for a short time."""
+        """Return the graphs of the phases, in the order in which the phases run.  Each value is computed as late as possible,
+        because it is then live for the shortest time."""
         readers = {n: [r.node for r in self.roots.values() if n in r.depends] for n in self.roots}
         heights: dict[Node, int] = {}
 
         def height(node: Node) -> int:
-            """Return the number of phases that must run after the phase that computes a root."""
+            """Return the number of phases that must run after the phase that computes ``node``."""
             if node not in heights:
                 heights[node] = max((1 + height(reader) for reader in readers[node]), default=0)
             return heights[node]
@@ -265,8 +268,8 @@ class _Plan:
             for piece in root.pieces:
                 once = _is_all(node, piece)
                 count = 0 if once or piece.part is None else piece.part.count
-                # of the phases with equal height, the phase for the longest stream comes last: then no later phase reads this
-                # stream, and the results of the phase can overwrite it
+                # Among phases that are followed by equally many phases, the phase for the longest stream comes last.  No
+                # later phase then reads this stream, so the results of the phase can overwrite it.
                 order = int(once and height(node) > 0)
                 groups.setdefault((-height(node), order, piece.repeat, count), []).append((root, piece))
         return [
@@ -276,14 +279,14 @@ class _Plan:
 
 
 def _is_all(node: Node, piece: _Piece) -> bool:
-    """Return whether a piece computes its whole root in one run."""
+    """Return whether a piece contains all of ``node`` and is computed in one run."""
     return piece.part is None or (piece.repeat == 1 and piece.part.count == shape_of(node)[piece.part.dim])
 
 
 @dataclass
 class _Build:
-    """The graph of a phase before its outputs or writes are added.  ``results``: for each result, a triple: the root, the
-    node of the result in the graph, and the slice of the root (None for the whole root)."""
+    """The graph of a phase before its outputs or writes are added.  ``results``: a triple for each result: the node of the
+    region's graph, the node of the phase's graph that computes it, and the computed slice (None for the whole value)."""
 
     builder: Builder
     repeat: int
@@ -295,7 +298,7 @@ class _Build:
 
     @property
     def returned(self) -> set[Node]:
-        """The inputs of which some results are views."""
+        """The inputs of which results of the phase are views."""
         sources = {placeholder: n for (n, _), placeholder in self.builder.found.taken.items()}
         bases = [viewed(made) for _, made, part in self.results if part is None]
         return {sources[base] for base in bases if base in sources}

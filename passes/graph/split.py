@@ -7,8 +7,8 @@ activations (slices.py).
 
 Contract
     On entry: a Cut, which is not changed, and the number of slices for each region key.
-    Preserved: the results of each region, bit for bit in eager mode.  The other regions, the collectives and the order of
-    both do not change.
+    Preserved: the results of each region, bit for bit in eager mode.  Collectives and regions that are not split do not
+    change, and keep their order.
     On exit: each split region is replaced by its phases, which are regions.  A phase overwrites the residual stream if
     neither the caller of the graph nor a later region or collective reads the old values.
 """
@@ -36,10 +36,10 @@ _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.con
 
 
 def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
-    """Return the cut with some of its regions split.  ``repeats``: numbers of slices, by the keys of the regions to split.
+    """Return the cut with some of its regions split.  ``repeats``: for the key of each region to split, the number of slices.
 
     Raises Whole if a region cannot be split into its number of slices, and FindingError if the phases of a region do not
-    compute the same as the region.
+    compute the same results as the region.
     """
     cut = cut.whole or cut
     owned = _owned(cut)
@@ -63,8 +63,8 @@ def split(cut: Cut, repeats: Mapping[str, int]) -> Cut:
 
 
 def why_whole(region: CutRegion, repeat: int) -> str:
-    """Return a sentence that explains why a region cannot be split into ``repeat`` slices, or an empty string if it can
-    be."""
+    """Return a sentence that explains why a region cannot be split into ``repeat`` slices.  Return an empty string if the
+    region can be split."""
     try:
         _ = [*_calls(region.module, phases(region.module, repeat, ()))]
     except Whole as error:
@@ -73,12 +73,12 @@ def why_whole(region: CutRegion, repeat: int) -> str:
 
 
 def _split(module: GraphModule, repeat: int, owned: Collection[int]) -> tuple[GraphModule, tuple[_Calls, ...]]:
-    """Return the graph of a region and the phases that compute it.  In the returned graph, some inputs may have another
+    """Return the graph of a region, and the phases that compute it.  Some inputs of the returned graph may have another
     layout than in ``module``.
 
-    ``owned``: see :func:`phases`.  If only the transposed layout of an input prevents a result from overwriting it, an
-    additional first phase copies the input to a contiguous layout.  The copy takes time, but saves
-    memory: without the copy, the input, the result, K and V would all be live at the same time.
+    ``owned``: see :func:`phases`.  If only the transposed layout of an input prevents a result from overwriting the input,
+    an additional first phase copies the input to a contiguous layout.  The copy takes time, but saves memory.  Without the
+    copy, the input, the result, K and V would all be live at the same time.
     """
     found, copies = phases(module, repeat, owned), list[_Calls]()
     for place in _transposed(module, found, owned):
@@ -99,8 +99,8 @@ def _overwritten(found: Sequence[Phase]) -> int:
 
 
 def _transposed(module: GraphModule, found: Sequence[Phase], owned: Collection[int]) -> list[int]:
-    """Return the positions of the inputs in ``owned`` that are not contiguous, and whose contiguous copies would have the
-    layout of a result that is written to new memory."""
+    """Return the positions of the inputs in ``owned`` that are not contiguous, but whose contiguous copies would have the
+    layout of a result.  Only results that are written to new memory count."""
     fresh = [w.value for phase in found if phase.repeat > 1 for w in phase.writes if w.over is None]
     results = {layout_of(node.meta["val"]) for node in fresh}
     given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
@@ -112,8 +112,8 @@ def _transposed(module: GraphModule, found: Sequence[Phase], owned: Collection[i
 
 
 def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
-    """Return the graph with a contiguous input at position ``place``, and the phase that copies the original input to this
-    layout."""
+    """Return the graph with a contiguous input at position ``place``, and the phase that makes the contiguous copy of the
+    original input."""
     graph, copy = Graph(), Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     stream, given = graph.find_nodes(op="placeholder")[place], copy.placeholder("in_0")
@@ -128,8 +128,8 @@ def _with_copy(module: GraphModule, place: int) -> tuple[GraphModule, _Calls]:
 
 
 def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Calls]) -> Iterator[CutRegion]:
-    """Yield the regions that replace a region.  ``made``: phases of this region or of an equal one.  ``like``: graph that was
-    divided into these phases."""
+    """Yield the regions that replace a region.  ``made``: phases of this region, or of a region with an equal graph.
+    ``like``: graph that was divided into these phases."""
     source = {node.name: node for node in cut.source.graph.nodes}
     theirs, mine = like.graph.nodes, region.module.graph.nodes
     inputs = zip(like.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
@@ -161,8 +161,8 @@ def _regions(cut: Cut, region: CutRegion, like: GraphModule, made: Sequence[_Cal
 @dataclass(frozen=True)
 class _Calls:
     """A phase in the form of a region, with a graph, inputs, outputs and slicing.  ``inputs`` and ``outputs`` are nodes of
-    the graph that was divided into phases.  ``parts``: for each output of which later phases write the rest, the node of the
-    whole value."""
+    the graph that was divided into phases.  ``parts``: for each output that is incomplete after this phase, the node of the
+    complete value.  Later phases write the rest of the value."""
 
     module: GraphModule
     inputs: tuple[Node, ...]
@@ -172,8 +172,8 @@ class _Calls:
 
 
 def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
-    """Yield the phases of a graph in the form of regions.  If several phases write slices of a value, there is a separate
-    node for the incomplete value after each of these phases but the last."""
+    """Yield the phases of a graph in the form of regions.  If several phases write slices of a value, the incomplete value
+    has a separate node after each of these phases except the last."""
     placeholders = module.graph.find_nodes(op="placeholder")
     left = Counter(write.value for phase in found for write in phase.writes)
     begun, states = dict[Node, Node](), Graph()
@@ -189,7 +189,9 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
         for write in phase.writes:
             if write.over is not None:
                 over.append(list(zip(inputs, slices, strict=True)).index((placeholders[write.over], write.slice)))
-            elif write.value in begun:  # the phase takes an incomplete value as an input, and overwrites it
+            elif (
+                write.value in begun
+            ):  # the phase takes the incomplete value as an input, and writes its slices into it
                 over.append(len(inputs))
                 inputs.append(begun[write.value])
                 slices.append(write.slice)
@@ -206,9 +208,9 @@ def _calls(module: GraphModule, found: Sequence[Phase]) -> Iterator[_Calls]:
 
 
 def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
-    """Return the graph of a phase with its placeholders in the order of a region: first the inputs, including incomplete
-    values that the phase continues to write, and then the destinations in new memory.  ``over``: for each write, the position
-    of the overwritten input, or None for new memory."""
+    """Return the graph of a phase with its placeholders in the order of a region's inputs.  The inputs come first, including
+    incomplete values that the phase continues to write.  The destinations in new memory follow.  ``over``: for each write,
+    the position of the overwritten input, or None for new memory."""
     given = [place is not None for write, place in zip(phase.writes, over, strict=True) if write.over is None]
     if not any(given) or all(given):
         return phase.module
@@ -223,8 +225,8 @@ def _with_inputs_first(phase: Phase, over: Sequence[int | None]) -> GraphModule:
 
 
 def _owned(cut: Cut) -> list[frozenset[int]]:
-    """Return, for each region, the positions of the inputs that it may overwrite, because another region has allocated their
-    memory, and nothing reads this memory later."""
+    """Return, for each region, the positions of the inputs that it may overwrite.  The memory of such an input was allocated
+    by another region, and nothing reads this memory after the region."""
     last = dict[Node, int]()
     for place, item in enumerate(cut.sequence):
         for node in item.inputs if isinstance(item, CutRegion) else item.all_input_nodes:
@@ -246,7 +248,7 @@ def _allocates(node: Node) -> bool:
     """
     if node.op != "call_function" or collective_kind(node) is not None or is_wait_tensor(node):
         return False
-    if node.target in _COPIES:  # conversion to another dtype or layout
+    if node.target in _COPIES:  # such an op certainly allocates memory if it changes the dtype or the layout
         (source,) = (n.meta["val"] for n in node.all_input_nodes)
         return (source.dtype, source.stride()) != (node.meta["val"].dtype, node.meta["val"].stride())
     size = nbytes(node)

@@ -1,11 +1,11 @@
-"""Stored: converts a traced graph to a JSON body and back.
+"""Stored: converts a traced graph to a *body*, a mapping of JSON-compatible values, and back.
 
 Contract
-    On entry: a Traced without symbolic sizes, or a body.  The graph may contain inputs, small constants, torch ops and
-    elements of their results.  Anything else raises ValueError: symbols, nested graphs, Triton kernels, inputs that the
-    graph writes to, and inputs that are parts of tensor subclasses.
-    On exit: a body of JSON-compatible values, or a Traced that is equivalent to the original for all passes.  Stack traces
-    are not stored.  Reading a body executes no code from the body: ops are looked up by name among torch's registered ops.
+    On entry: a Traced without symbolic sizes, or a body.  The graph may contain inputs, small constants, calls of torch ops,
+    and elements of the results of these calls.  Anything else raises ValueError: symbols, nested graphs, Triton kernels,
+    inputs that the graph writes to, and inputs that are parts of tensor subclasses.
+    On exit: a body, or a Traced that is equivalent to the original for all passes.  Stack traces are not stored.  Reading a
+    body executes no code from the body: ops are looked up by name among torch's registered ops.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .traced import Traced
 
 # The maximum number of elements of a constant, such as a mask.  A graph with a larger constant cannot be stored.
 _SMALL = 1024
-# The types of torch constants that are arguments of ops, each with the key under which constants of this type are stored.
+# The types of torch constants that ops take as arguments, by the keys under which constants of these types are stored.
 _CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
 def body_of(traced: Traced) -> dict[str, Any]:
-    """Return a body from which :func:`traced_from` makes an equal Traced.  Raises ValueError if the Traced cannot be
+    """Return a body from which :func:`traced_from` makes an equivalent Traced.  Raises ValueError if the Traced cannot be
     stored completely."""
     if traced.sizes or traced.unknown or traced.repeats is not None:
         raise ValueError("The graph has symbols, or is one block of a model.")
@@ -49,8 +49,8 @@ def body_of(traced: Traced) -> dict[str, Any]:
 
 
 def traced_from(body: Mapping[str, Any]) -> Traced:
-    """Return the Traced from a body.  Raises KeyError, ValueError, TypeError or AttributeError if the body is invalid,
-    and RuntimeError (from torch) for tensors that cannot exist."""
+    """Return the Traced that a body describes.  Raises KeyError, ValueError, TypeError or AttributeError if the body is
+    invalid.  If the body describes a tensor that cannot exist, torch raises RuntimeError."""
     reader, graph = _BodyReader(body["tensors"]), Graph()
     for row in body["nodes"]:
         reader.add(graph, row)
@@ -70,7 +70,8 @@ def _parameter(*, names: Sequence[str], source: Mapping[str, Any], **more: Any) 
 
 
 class _BodyWriter:
-    """Writes the nodes of a graph in program order.  ``tensors``: a number for each different description of a tensor."""
+    """Converts the nodes of a graph to rows of a body, in program order.  ``tensors``: a number for each distinct description
+    of a tensor."""
 
     def __init__(self, traced: Traced) -> None:
         self.tensors: dict[tuple[Any, ...], int] = {}
@@ -78,8 +79,8 @@ class _BodyWriter:
         self._numbers = {node: number for number, node in enumerate(traced.graph.graph.nodes)}
 
     def node(self, node: Node) -> list[Any]:
-        """Return a node as a row: operation, name, target, arguments, value and block.  The block is "" if the node is
-        outside blocks, and None if its module is not known."""
+        """Return a node as a row.  The row of a call contains the operation, name, target, arguments, value and block.  The
+        block is "" if the node is outside blocks, and None if the module of the node is not known."""
         users = [self._numbers[user] for user in node.users]
         if users != sorted(users):
             raise ValueError(f"The users of {node.name} are not in program order.")
@@ -129,8 +130,8 @@ class _BodyWriter:
 
 
 class _BodyReader:
-    """Adds the nodes of a body to a graph.  ``root``: module with the constants seen so far.  ``blocks``: names of the
-    blocks."""
+    """Adds the nodes of a body to a graph.  ``root``: module with the constants of the nodes that were already added.
+    ``blocks``: names of the blocks of these nodes."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self.root = torch.nn.Module()
@@ -166,7 +167,7 @@ class _BodyReader:
         self._nodes.append(node)
 
     def value(self, written: Any) -> Any:
-        """Return the value that :meth:`_BodyWriter.value` has written as ``written``."""
+        """Return the value that :meth:`_BodyWriter.value` has converted to ``written``."""
         if isinstance(written, list):
             return [self.value(v) for v in written]
         if not isinstance(written, dict):

@@ -1,9 +1,9 @@
 """Symbolic sizes: the symbols in the metadata of a graph that was traced with dynamic shapes, and the values of these
 symbols.
 
-The symbols in the sizes of inputs have a known value in each call.  The other symbols depend on data, for example after
-``nonzero``, and have no value when the graph is planned.  The value of such a symbol is estimated by its upper bound or, if
-it has none, by the largest of the known sizes.
+The symbols in the sizes of inputs have a known value in each call.  All other symbols depend on data, for example after
+``nonzero``, and have no value when the graph is planned.  These symbols all get the same estimated value: the largest of
+their upper bounds or, if none of them has an upper bound, the largest value of the symbols of the inputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def symbols_of(value: Any) -> set[str]:
 
 
 def symbol_nodes(graph: GraphModule) -> dict[str, Node]:
-    """Map each symbol to the first node that has its value: an input, or the size of a tensor."""
+    """Map each symbol to the first node whose value is this symbol: an input, or a node that reads the size of a tensor."""
     holders: dict[str, Node] = {}
     for node in graph.graph.nodes:
         value = node.meta.get("val")
@@ -44,14 +44,14 @@ def symbol_nodes(graph: GraphModule) -> dict[str, Node]:
 
 
 def hints(graph: GraphModule) -> dict[str, int]:
-    """Return the values that the symbols of the inputs have in the traced call, as far as these values are known."""
+    """Return the values that the symbols of the inputs have in the traced call.  Symbols with unknown values are left out."""
     symbols = {name: node.meta["val"].node for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
     return {name: int(size.hint) for name, size in symbols.items() if size.has_hint()}
 
 
 def bounds(graph: GraphModule) -> dict[str, int | None]:
-    """Return, for each symbol that is not a symbol of the inputs, its upper bound, or None if tracing has found no
-    meaningful bound."""
+    """Return the upper bound of each symbol that is not a symbol of the inputs, or None if tracing has found no meaningful
+    bound for the symbol."""
     inputs = {name for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
     metas = [node.meta.get("val") for node in graph.graph.nodes]
     return {name: _bound(name, metas) for name in sorted(symbols_of(metas) - inputs)}
@@ -61,15 +61,16 @@ def estimated(values: Mapping[str, int], unknown: Mapping[str, int | None]) -> d
     """Return the value of each symbol.  ``values``: values of the symbols of the inputs.  ``unknown``: upper bounds of all
     other symbols, see :func:`bounds`.
 
-    All unknown symbols get the same value.  Otherwise tensors that a model combines, such as query, key and value of
-    attention, could get sizes that do not match.
+    All unknown symbols get the same value.  With different values, tensors that a model combines, such as query, key and
+    value of attention, could have sizes that do not match.
     """
     bounds = [bound for bound in unknown.values() if bound is not None] or [*values.values()]
     return {**values, **dict.fromkeys(unknown, max(bounds, default=1))}
 
 
 def is_size(node: Node) -> bool:
-    """Return whether a node computes a number from numbers, such as the product of two sizes.  Such a node costs nothing."""
+    """Return whether a node computes a number from other numbers, such as the product of two sizes.  This costs no time on
+    the GPU."""
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
@@ -79,8 +80,8 @@ def is_size(node: Node) -> bool:
 
 
 def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
-    """Return a value from a node's metadata with its symbols replaced by ``sizes``.  A tensor with symbolic sizes is
-    replaced by a tensor on the meta device.  No guards are added."""
+    """Return a value from a node's metadata, in which each symbol is replaced by its value in ``sizes``.  A tensor with
+    symbolic sizes is replaced by a tensor on the meta device.  No guards are added."""
     if not sizes:
         return value
     if isinstance(value, torch.Tensor):
@@ -100,7 +101,7 @@ def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _bound(name: str, values: Iterable[Any]) -> int | None:
-    """Return the upper bound that tracing has found for a symbol, or None if this bound is meaningless."""
+    """Return the upper bound that tracing has found for a symbol, or None if there is no bound below ``_LARGEST``."""
     for value in values:
         if isinstance(value, torch.SymInt) and name in symbols_of(value):
             symbol = next(s for s in value.node.expr.free_symbols if s.name == name)

@@ -14,12 +14,11 @@ from chunkflow_compile.passes.problem import Parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """The blocks that a separately compiled graph stands for.  These blocks have the same structure and run one after the
-    other.
+    """Blocks of the same structure that run one after the other, and for which a single graph is compiled.
 
     ``count``: number of blocks.  ``goal``: goal for the whole model.  ``share``: share (0 to 1) of the model's weights
-    that belongs to these blocks.  ``tables``: bytes on the device for the tables in which the blocks' hoisted products are
-    cached (hoist.py)."""
+    that belongs to these blocks.  ``tables``: bytes of GPU memory for the tables that cache the results of the blocks'
+    hoisted products (hoist.py)."""
 
     count: int
     goal: Goal = DEFAULT_GOAL
@@ -27,8 +26,7 @@ class Repeats:
     tables: int = 0
 
     def weights(self, live_bytes: int = 0) -> int:
-        """Return the part of the budget, in bytes, that is for the weights of these blocks.  ``live_bytes``: bytes of
-        activations."""
+        """Return how many bytes of the budget the weights of these blocks may use.  ``live_bytes``: bytes of activations."""
         assert self.goal.memory is not None, "there is a budget"
         return int(self.share * (self.goal.memory - self.goal.counted(live_bytes))) - self.tables
 
@@ -42,10 +40,10 @@ class Traced:
     ``sizes``: values of the symbols in the metadata (symbolic_sizes.py).  ``unknown``: upper bounds of the symbols that
     depend on data.  ``large``: names and bytes of the offloaded weights, in the order of the model, including weights that
     the graph does not use; empty if the model is not known.  ``fused``: whether Inductor will fuse the graph's ops.
-    ``repeats``: blocks that the graph stands for if it is compiled separately, otherwise None.  ``together``: number of ranks
-    that run the graph at the same time, see :class:`Problem`.  ``slow``: indices of the slow inputs of the Dynamo graph
-    (hoist.py), or None if hoisting is to find them.  ``exchange_groups``: number of groups of heads into which the exchanges
-    of the graph are divided (head_groups.py); 1 if they are whole.
+    ``repeats``: if the graph is compiled for blocks of one structure, these blocks, otherwise None.  ``together``: number of
+    ranks that run the graph at the same time, see :class:`Problem`.  ``slow``: indices of the slow inputs of the Dynamo graph
+    (hoist.py), or None if hoist.py is to find the slow inputs.  ``exchange_groups``: number of groups of heads into which the
+    exchanges of the graph are divided (head_groups.py); 1 if the exchanges are not divided.
     """
 
     graph: GraphModule
