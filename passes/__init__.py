@@ -11,6 +11,6 @@ The frozen types are in the modules errors, hardware, problem, plan, step and op
     placement  Problem + Hardware -> Plan     home, slot and windows of every weight, for a goal
     program    Cut + Plan         -> Program  an FX graph with prefetch / wait / evict, proved safe
 
-:mod:`pipeline` runs the passes of all packages in order.  The passes import nothing else from chunkflow_compile, except
-its module ``units``.
+:mod:`pipeline` runs the passes of all packages in order.  From the rest of chunkflow_compile, the passes import only the
+module ``units``.
 """

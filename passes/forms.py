@@ -77,7 +77,7 @@ def prologue(
     jumps: bool = False,
 ) -> Step:
     """Return the ops to issue before a call.  These ops put the arena into the state that it would have if all earlier calls
-    of the pass had run in the planned order.
+    of the cycle had run in the planned order.
 
     ``step``, ``events``: ops and events of all calls of the cycle.  ``begin``: index of the first op of the call.
     ``kept``: copies of the resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights
@@ -90,9 +90,9 @@ def prologue(
     calls would have issued for copies after the beginning of this call.  The prologue's own copies do not use the ring: for a
     weight in a file, the copy itself reads the file.
 
-    The ops of the call do not always include a wait for a weight that the prologue copies: they include none for some stale
-    weights, and none for a weight whose first reader is in an earlier call, because that earlier call contains the wait.  If
-    the prologue copies such weights, compute waits for all copies at the end of the prologue.
+    The ops of the call may lack a wait for a weight that the prologue copies.  This is the case for some stale weights, and
+    for a weight whose first reader is in an earlier call, because that earlier call contains the wait.  If the prologue
+    copies such weights, compute waits for all copies at the end of the prologue.
     """
     cold = stale is None and not jumps
     stale = stale or ()
@@ -112,8 +112,9 @@ def prologue(
         copy = step[i]
         if not isinstance(copy, Copy) or not (cold or jumps or copy.weight in stale):
             continue
-        # from op ``begin`` on, the needed copies are those that the previous pass issues for this pass; before ``begin``,
-        # they are the copies that earlier calls of this pass issue
+        # copies from op ``begin`` on have been issued only by the previous step: of these, the call needs the copies for this
+        # step.  Copies before ``begin`` have been issued by earlier calls of this step.  Copies whose weight an earlier call
+        # of this step was the last to read are not needed
         needed = evicted.get(copy.weight, -1) >= begin
         if (copy.next_step and needed) if i >= begin else (copy.next_step or needed):
             ops.append(replace(copy, ring=None))
@@ -129,11 +130,11 @@ def prologue(
 
 
 def reads_ahead(step: Step, begin: int) -> Step:
-    """Return the reads that a pass issues before the op at index ``begin`` for copies after this op, each with its event.
+    """Return the reads that a step issues before its op at index ``begin`` for copies after this op, each with its event.
     ``step``: ops of all calls."""
     ops, read = list[Op](), set[tuple[str, int]]()
-    # the event that the copy stream waited for last; before a copy out of the ring, this is the event of the copy's read, as
-    # program/reads.py proves
+    # the event that the copy stream waited for last.  When the loop reaches a copy out of the ring, it is the event of the
+    # read that belongs to this copy, as program/reads.py proves
     event = -1
     for op in (*step[begin:], *step[:begin]):
         if isinstance(op, Read):

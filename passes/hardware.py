@@ -1,5 +1,5 @@
-"""Hardware: the rates of compute, copies and collectives on the machine of a rank, for the cost model.  Frozen; stored as
-JSON."""
+"""Hardware: the rates of compute, copies and collectives on the machine of a rank, for the cost model.  A profile is
+immutable, and is stored as JSON."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Hardware:
     H200, the faster of two measured hosts (docs/benchmarks/h200_card.json)."""
     new_pages_bandwidth: float = 2.1e9
     """Bytes/s at which the host writes newly allocated pages of 4 KiB, for example in a copy from the device to a new
-    tensor.  The default was measured on the same host."""
+    tensor.  The default was measured on the host of an H200."""
     cards: tuple[str, ...] = ()
     """Names of the GPUs that this profile describes, as their drivers report them."""
     memory_bytes: int = 0
@@ -246,7 +246,7 @@ class Hardware:
         ``nbytes``: size of all chunks in bytes.  ``from_others``: number of these bytes that come from other ranks.
         ``chunks``: number of chunks.
 
-        The bytes of this rank's own shard are copied within its device.  The overhead is one call per chunk.
+        The bytes of this rank's own shard are copied within its device.  The overhead per chunk is ``chunk_s``.
         """
         own = 2 * (nbytes - from_others) / self.memory_rate
         return from_others / self.peer_bandwidth + own + chunks * self.chunk_s

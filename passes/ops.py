@@ -173,8 +173,9 @@ def transfer_text(op: TransferOp) -> str:
 
 
 def unfolded(transfer: TransferOp, opened: set[int]) -> Step:
-    """Return the ops of a step for which a transfer op in the graph stands; the inverse of :func:`folded`.  ``opened``: the
-    events of the window openings that earlier transfer ops record; if this one records an opening, its event is added."""
+    """Return the ops of a step that a transfer op of the graph stands for; the inverse of :func:`folded`.  ``opened``: the
+    events of the window openings that earlier transfer ops record.  If this transfer op records an opening, the event of the
+    opening is added."""
     if isinstance(transfer, Wait | Evict):
         return (transfer,)
     moved, after = _moved(transfer), transfer.after

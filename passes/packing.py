@@ -15,14 +15,15 @@ A packed weight is a one-dimensional int32 tensor with three parts, see :class:`
                 are far apart, because a GPU is slow if many threads add to the same word
     base        the exponent whose code is 0
 
-Unpacking a frame gives 4 h words of two values each, in four rows of h words.  The signs and mantissas of row k are stored
-in bytes k % 2 and k % 2 + 2 of row k // 2 of the 2 h words, and the codes of row k in nibbles k and k + 4 of the h words.
-So each operation works on two values at once, without a table or a branch, and the words that a GPU reads several times
-are close together.  Inductor generates one kernel that unpacks the frames, and a second kernel that adds the escapes to the
-result of the first.  If the second kernel adds two escapes to the same word, the sum is exact in either order.
+Unpacking a frame gives 4 h words of two values each, in four rows of h words.  The 2 h words with signs and mantissas form
+two rows of h words.  Row k // 2 of these two stores the signs and mantissas of unpacked row k, in bytes k % 2 and k % 2 + 2
+of each word.  The h words with codes store the codes of row k in nibbles k and k + 4 of each word.  So each operation unpacks
+two values at once, without a table or a branch, and the words that a GPU reads several times are close together.  Inductor
+generates one kernel that unpacks the frames, and a second kernel that adds the escapes to the result of the first.  If the
+second kernel adds two escapes to the same word, the sum is exact in either order.
 
-The op ``unpack_2`` precedes the reader of a packed weight in its region.  Inductor caches code by the op's name and
-arguments.  So if the layout of the packed form changes, the op needs a new name.  Otherwise, cached code for the old
+In a region, the op ``unpack_2`` unpacks a packed weight before another op reads it.  Inductor caches code by the op's name
+and arguments.  So if the layout of the packed form changes, the op needs a new name.  Otherwise, cached code for the old
 layout would read the new layout.
 """
 
@@ -155,7 +156,7 @@ def _listed(flat: torch.Tensor, words: torch.Tensor, layout: Layout, base: int) 
 
 def _base(bits: torch.Tensor) -> int:
     """Return the base: the exponent that, together with the next fifteen, covers the most values of a sample."""
-    sample = bits[:: len(bits) // _SAMPLE | 1].to(torch.int64)  # an odd step samples every column
+    sample = bits[:: len(bits) // _SAMPLE | 1].to(torch.int64)  # with an odd step, every column of a matrix is sampled
     counts = torch.bincount((sample >> 7) & 0xFF, minlength=256)
     return int(counts.unfold(0, 16, 1).sum(1).argmax())
 

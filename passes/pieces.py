@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 # The size of a stripe in bytes, equal to the default size of a chunk.  With eight ranks, a part has 2 MiB.  Each rank starts
-# with a different part, so that the ranks do not all pull from the same device at the same time (according to DWDP, this
-# increases the rate by 8 %).  Smaller parts would need more copies.  With larger parts, a rank would pull from one device
-# for longer.
+# with a different part, so that the ranks do not all pull from the same device at the same time.  Smaller parts would need
+# more copies.  With larger parts, a rank would pull from one device for longer.
 STRIPE = 16 << 20
 # The alignment of parts in bytes.  Copies of an odd number of bytes are much slower, and kernels expect an alignment of 256.
 _ALIGNMENT = 256

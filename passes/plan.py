@@ -1,5 +1,5 @@
-"""Plan: where each weight is stored, which slot it is streamed through, and which window starts the copy of each chunk.
-Frozen; stored as JSON."""
+"""Plan: where each weight is stored, which slot it is streamed through, and which window starts the copy of each chunk.  A
+plan is immutable, and is stored as JSON."""
 
 from __future__ import annotations
 
@@ -63,9 +63,8 @@ class WeightPlan:
     first_use``, the chunk is copied in the same step in which it is read, otherwise in the previous step (wrap-around).
     ``first_use`` and ``last_use``: indices of the first and the last region that read the weight.  ``slack_s``:
     predicted seconds from the arrival of the last chunk to the start of the first region that reads the weight;
-    negative if this region waits.  ``why``: reason for the placement, as a sentence.  ``source``: in a plan, only its field
-    ``ranks`` is set; a sharded weight has it even if ``home`` is "device".  The Problem contains the other fields of the
-    source.
+    negative if this region waits.  ``why``: reason for the placement, as a sentence.  ``source``: source of the weight, in
+    which a plan sets only the field ``ranks``; for a sharded weight, this field is set even if ``home`` is "device".
     """
 
     name: str

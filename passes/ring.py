@@ -28,8 +28,8 @@ def lap_bytes(reads: Sequence[int]) -> int:
     """Return the minimum size in bytes of a lap, that is, of the reads that fill the ring once.  ``reads``: sizes of the
     reads of a step in bytes.
 
-    A lap has space for the largest read, which may still be in the process of being copied, and for the reads ahead of it.
-    For the reads ahead, it has space for a quarter of the bytes that a step reads, at most :data:`MOST_READ_AHEAD`, but at
+    A lap has space for the largest read while its bytes are copied to the device, and for the reads ahead of this copy.  For
+    the reads ahead, a lap has space for a quarter of the bytes that a step reads, at most :data:`MOST_READ_AHEAD`, but at
     least for one read.
     """
     sizes = [slot_bytes(nbytes) for nbytes in reads]

@@ -26,7 +26,8 @@ from chunkflow_compile.passes.graph.traced import Repeats
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
-# The margin of 0.5 % is a tenth of the typical prediction error.
+# A plan is about as good as another plan if its predicted step is at most 0.5 % longer.  This margin is a tenth of the
+# typical prediction error.
 AS_GOOD = 1.005
 # The maximum bytes of streamed weights per region, coarsest first.  None means that each block is one region; the other two
 # divide large blocks into about two and four regions.

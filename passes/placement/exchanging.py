@@ -1,5 +1,5 @@
-"""Exchanging: chooses, by the predicted step time, the number of groups of heads into which the exchanges around
-attention are divided.
+"""Exchanging: chooses, by the predicted step time, the number of groups of heads into which the exchanges (all-to-alls)
+around attention are divided.
 
 Contract
     On entry: a Traced, and functions that cut and plan it.

@@ -58,9 +58,10 @@ def place(
     programs of both plans can alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are
     placed in the arena.  Then programs that share the arena need no more memory for weights than the largest of their plans.
     ``external_bytes``: bytes of weights on the device that the program does not read.  These bytes count against the budget.
-    This rank's shards and the unpacked values of the largest packed weight count, too, and so do activations if the budget
-    covers them.  ``arena``: minimum size of the arena in bytes, if another program of the model needs an arena of this size.
-    ``timings``: measurements of the problem, used instead of the rates in the profile.  ``joins``: as in :class:`Plan`.
+    This rank's shards and the unpacked values of the largest packed weight also count against it, and so do activations if
+    the budget covers them.  ``arena``: minimum size of the arena in bytes, if another program of the model needs an arena of
+    this size.  ``timings``: measurements of the problem, used instead of the rates in the profile.  ``joins``: as in
+    :class:`Plan`.
 
     Raises ChunkflowError if the budget is below the minimum that the program needs, or if the timings belong to another
     problem.
@@ -129,8 +130,8 @@ def _prefix(planner: Planner, builder: PlanBuilder) -> Plan:
 
 def _smallest(planner: Planner, builder: PlanBuilder) -> Plan:
     smallest = planner.smallest(planner.goal.longest * planner.resident.step_s)
-    # slots are rounded up to the alignment, but resident weights are not, so the plan with all weights resident may be
-    # smaller
+    # slots are rounded up to the alignment, but resident weights are not.  So the plan with all weights resident may be
+    # smaller than a plan that streams some of them
     return builder.candidate(min(smallest, planner.all_resident, key=builder.slots))
 
 

@@ -1,10 +1,10 @@
 """Residency: orders chunks by the stall time that each saves if it becomes resident.
 
-A resident weight shortens the stall of its region by the copy time of the weight.  If a stall is longer than all copies of
-the region's own weights, the rest of the stall is caused by copies for earlier regions, and is attributed to these regions.
-Weights that save the same stall time are ordered by a golden-ratio sequence over the step, so that every prefix of the order
-is spread evenly over the blocks.  Weights that are copied from host memory come before sharded weights, because they save
-more copy time per byte.
+A resident weight shortens the stall of its first reader by the copy time of the weight.  If a stall is longer than all copies
+of the region's own weights, the rest of the stall is caused by copies for earlier regions, and is attributed to these
+regions.  Weights that save the same stall time are ordered by a golden-ratio sequence over the step, so that every prefix of
+the order is spread evenly over the blocks.  Weights that are copied from host memory come before sharded weights, because
+they save more copy time per byte.
 """
 
 from __future__ import annotations

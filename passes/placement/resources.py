@@ -148,5 +148,5 @@ class Drive:
         return self.ops.popleft()[0]
 
     def leave(self) -> None:
-        """Note that the copy of a read has ended."""
+        """Record that the copy of a read has ended."""
         self.ready -= 1

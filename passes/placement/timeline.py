@@ -102,7 +102,8 @@ class Simulator(Durations):
 
 
 class Playback:
-    """The simulation of one step.  ``simulate/sharded.py`` adds gathers to it."""
+    """The simulation of one step.  A subclass in ``simulate/sharded.py`` also simulates the all-gathers of sharded
+    weights."""
 
     def __init__(self, simulator: Simulator, step: Step, spans: bool) -> None:
         self.simulator = simulator
@@ -381,8 +382,8 @@ def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
 
 
 def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
-    """Yield the waits of compute before an op.  ``before``: the op after the waits.  If it starts a collective, the waits are
-    its barrier, and their order is kept."""
+    """Yield the waits of compute before an op.  ``before``: the op after the waits, or None at the end of the step.  If this
+    op starts a collective, the waits are the barrier of the collective, and their order is kept."""
     for readable, group in groupby(waits, key=lambda wait: bool(wait.weights)):
         together = list(group)
         weights = chain.from_iterable(wait.weights for wait in together)

@@ -260,8 +260,8 @@ def fit_slots(
             spans[i] = begin, begin + chunks[i].nbytes
             windows[i] = max(windows[i], room.free(*spans[i]))
         room.take(at, nbytes, weight.last + 1)
-    # the weight that uses these bytes last in a step also used them last in the previous step: they become free only when
-    # the last reader of this weight in the previous step has finished
+    # the weight that uses these bytes last in a step also used them last in the previous step: the bytes become free only
+    # when the last reader of this weight in the previous step has finished
     for i, (begin, end) in spans.items():
         windows[i] = max(windows[i], room.free(begin, end) - count)
     return [windows.get(i) for i in range(len(chunks))], slots
@@ -282,7 +282,7 @@ def _streamed(chunks: Sequence[Chunk], wanted: Sequence[int | None]) -> list[lis
 
 def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int) -> dict[str, Windows]:
     """Return, for each weight, the windows of its chunks as in a :class:`WeightPlan`.  ``chunks``: all chunks of each
-    weight.  ``placed``: window of each chunk, negative for the previous step, None if the chunk is resident."""
+    weight.  ``placed``: window of each chunk, negative for the previous step, or None if the chunk is resident."""
     by_weight: dict[str, list[int | None]] = {}
     for chunk, window in zip(chunks, placed, strict=True):
         by_weight.setdefault(chunk.weight, []).append(None if window is None else window % count)

@@ -21,15 +21,16 @@ property that holds for these four sequences holds for every sequence.  Consider
 of a later call: whatever forms the calls have, the order between the two ops already occurs in one of the four sequences.
 The cases are:
 
-* A copy after an op of compute: the copy waits for the opening of its window, which is part of the copy's call in both
-  forms.
-* An op of compute after a copy of the same call: compute waits for an arrival, which is part of this call in both forms.
+* A copy after an op of compute: in both forms, the call that issues the copy contains the opening of the copy's window, and
+  the copy waits for this opening.
+* An op of compute after a copy of the same call: in both forms, the call contains a wait of compute for the arrival of the
+  copy.
 * An op of compute after a copy that an earlier call issued: if the earlier call is captured, compute has waited for the
   copy at the join that ends the earlier call.  If the earlier call is eager and a captured call comes before the op,
   compute has waited for the copy as a part of the tail.  If all calls from the copy to the op are eager, the order is the
   same as in the all-eager sequence.
-* A copy after a copy: if both calls are eager, the two copies are ordered by their lane; otherwise they are ordered through
-  compute, as above.
+* A copy after a copy: if both copies are issued by eager calls, they are ordered by their lane; otherwise they are ordered
+  through compute, as in the cases above.
 
 If a step consists of a single call, the four sequences contain each pair of forms of two successive calls.  The copies of a
 prologue before a captured call are in the eager lanes, so the call waits for them as a part of the tail.  A prologue at a
@@ -324,7 +325,7 @@ def _label(op: Op, node: Node | None = None) -> str:
 
 
 def _of(node: Node) -> tuple[str, ...]:
-    """Return the names of the collectives that a node is, completes, or takes a result from."""
+    """Return the names of the collectives that a node starts, completes, or takes a result from."""
     if collective_kind(node) is not None:
         return (node.name,)
     if (results := list_of(node)) is not None:

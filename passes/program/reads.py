@@ -1,6 +1,7 @@
 """Reads: proves that a copy out of the ring always finds the bytes that its read has stored there.
 
-For a cold start and the following passes, and for programs that use the arena one after the other, it is proved that:
+It is proved, for a cold start and the following passes over a cycle, and for programs that use the arena one after the other,
+that:
 
 * A read uses bytes of the ring that begin at a block boundary and have space for all blocks of the file that the read
   touches.
@@ -10,12 +11,13 @@ For a cold start and the following passes, and for programs that use the arena o
 Reads and copies wait for each other in a fixed pattern.  Directly after a read, its event is recorded.  Directly before a
 copy out of the ring, the copy stream waits for the event of the copy's read.  Directly before the stream of reads waits for
 an event, the copy stream records this event.  Because of this pattern, prologues can find the event of each read, and a
-stream on a host thread (runtime/streams.py) can find the place where the event that it waits for was recorded.  Reads can be
-left out of captured calls, and of programs whose weights are in host memory.
+stream on a host thread (runtime/streams.py) can find the place where the event that it waits for was recorded.  The pattern
+also permits leaving reads out of captured calls, and out of programs whose weights are in host memory.
 
-A copy without a read reads its file itself.  Before a call, the prologue of a jump or a cold start repeats, in the same
-order, the reads that a pass would have issued by then for copies of this call or of later calls.  These reads start after
-all copies that were issued before the prologue have ended.  Captured calls contain no reads.
+A copy without a read reads its file itself.  The prologue of a call, at a jump or a cold start, repeats reads: in a pass
+without jumps, these reads are issued before the call, for copies of this call or of later calls.  Their order is the same as
+in the pass.  These reads start after all copies that were issued before the prologue have ended.  Captured calls contain no
+reads.
 """
 
 from __future__ import annotations

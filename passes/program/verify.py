@@ -131,7 +131,7 @@ def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Ite
     already been computed."""
     cycle = Cycle.of(program)
     orders = orders or orders_of((cycle,), CHECKED_STEPS)
-    order = orders[0]  # the order of eager calls; for borders, reads and collectives, no other needs to be checked
+    order = orders[0]  # the order of eager calls, which is enough to check borders, reads and collectives
     single = len(cycle.calls) == 1
     yield from _check_slots(cycle)
     keys: dict[GraphModule, str] = {}
@@ -271,7 +271,7 @@ def _check_place(
 
 
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
-    if life.step >= order.steps:  # this step is not unrolled; only copies for it are
+    if life.step >= order.steps:  # of this step, only the copies that the step before it issues are unrolled
         return
     name, ops = life.plan.name, order.ops
     for chunk, window in enumerate(life.plan.windows):
