@@ -120,8 +120,8 @@ def prologue(
             ops.append(replace(copy, ring=None))
             ops += (op for op in step[i + 1 : i + 2] if isinstance(op, Record) and op.stream == copy.stream)
     ops += ahead
-    # for each weight, the index of the last wait before its evict: the wait of its first reader.  A wait after the evict
-    # belongs to a barrier, which may wait for the copies of the next step
+    # for each weight, the index of the wait before its first reader: this is the last wait for the weight before its evict.
+    # A wait after the evict belongs to a barrier, which may wait for the copies of the next step
     waits = ((i, weight) for i, op in enumerate(step) if isinstance(op, Wait) for weight in op.weights)
     waited = {weight: i for i, weight in waits if i < evicted.get(weight, -1)}
     if stale or any(i < begin <= evicted[weight] for weight, i in waited.items()):
@@ -154,8 +154,8 @@ def without_reads(step: Iterable[Op], events: CallEvents) -> Step:
 def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
     """Return the events to record after copies of resident chunks, by the index of the copy in ``kept``.
 
-    The step waits for these events but does not record them.  Each event is recorded once the resident chunks of all weights
-    that its wait names have been copied.
+    The step waits for these events but does not record them.  Each event is recorded after the last copy of resident chunks
+    that the step waits for with this event.
     """
     last = {copy.weight: i for i, copy in enumerate(kept)}
     recorded = {op.event for op in step if isinstance(op, Record)}
@@ -174,8 +174,8 @@ def captured(step: Iterable[Op], events: CallEvents) -> Step:
     """Return the step of a call in the form of a CUDA graph, in which compute waits for all copies at the end.
 
     Each copy is issued directly before compute waits for it.  When a CUDA graph runs, a node with several predecessors
-    runs in the stream of the predecessor that was recorded first, so issuing copies late keeps compute in one stream.
-    The order of the copies in a lane does not change, nor do the events that each copy waits for.
+    runs in the stream of the predecessor that was captured first, so issuing copies late keeps compute in one stream.  The
+    order of the copies in a lane does not change, nor do the events that each copy waits for.
 
     A wait for an event that the call itself does not record has no effect in a CUDA graph.  Such an event is the arrival of a
     copy that an earlier call has issued.  That copy has already ended: if the earlier call is a CUDA graph, it waits

@@ -82,7 +82,7 @@ class Goal:
                 "Give memory, for weights and activations, or weight_memory, for weights alone, not both."
             )
         given = weight_memory if memory is None else memory
-        budget = None if given is None else 0  # report conflicting options before a missing unit
+        budget = None if given is None else 0  # so that conflicting options are reported before a missing unit
         goal = Goal(
             memory=budget,
             activations=memory is not None,

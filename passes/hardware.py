@@ -202,8 +202,7 @@ class Hardware:
         return self.gemm_flops.get(dtype, min(self.gemm_flops.values()))
 
     def rate_of(self, nbytes: int) -> float:
-        """Return the bytes/s at which kernels read and write a tensor of ``nbytes`` bytes that one kernel writes and the next
-        kernel reads.
+        """Return the bytes/s at which a kernel writes a tensor of ``nbytes`` bytes and the next kernel reads it.
 
         A tensor of at most half the size of the cache is assumed to be in the cache.  The other half is assumed to hold
         the other tensors of the kernel.
@@ -276,8 +275,8 @@ class Hardware:
         return ""
 
     def shared_by(self, ranks: int) -> Hardware:
-        """Return this machine as one rank sees it while ``ranks`` ranks copy at the same time: its copy rate is at most
-        an equal share of ``host_bandwidth``, which the ranks on the same machine divide."""
+        """Return this machine as one rank sees it while ``ranks`` ranks copy at the same time.  The ranks on the same machine
+        share ``host_bandwidth`` equally, and the copy rate of a rank is at most its share."""
         here = min(ranks, self.node_ranks) if self.node_ranks else ranks
         if not self.host_bandwidth or self.copy_rate * here <= self.host_bandwidth:
             return self

@@ -9,7 +9,8 @@ Contract
 
 The preamble runs once for many steps, so none of its weights stays on the device.  All weights of the preamble are streamed
 through an arena that is large enough for the weights of two regions.  If blocks are compiled separately, each block has its
-own table.  Together, the tables of all blocks of one type get the same share of the budget as the table of a whole model.
+own table.  Together, the tables of all blocks of one type get at most a sixteenth of the part of the budget that is for these
+blocks.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class HoistingFigures:
 
     @property
     def seconds_per_call(self) -> float:
-        """The seconds by which the preamble lengthens each step, on average over a generation.  0 if rows depend on a
-        single input: this is the timestep, whose values are the same in every generation, so the rows are computed only
-        once."""
+        """The seconds by which the preamble lengthens each step, on average over a generation.  If rows depend on a single
+        input, the result is 0: this input is the timestep, whose values are the same in every generation, so the rows are
+        computed only once."""
         return self.fill_s / STEPS if self.slow > 1 else 0.0
 
     def budget_for(self, nbytes: int) -> int:

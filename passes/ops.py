@@ -14,7 +14,7 @@ error.  ``Library.define`` is used because defining an op with ``custom_op`` tak
     copy that frees these bytes of the ring, or None if the previous read waits for the same copy.  ``then``: the event that
     is recorded after the read.
 ``wait(event, weights)``
-    The compute stream waits for the event, after which all chunks of the weights have arrived.
+    The compute stream waits for the event.  Then all chunks of the weights have arrived.
 ``evict(weight)``
     The last reader of the weight has finished, so its slot may be overwritten.
 """

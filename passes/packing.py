@@ -15,12 +15,12 @@ A packed weight is a one-dimensional int32 tensor with three parts, see :class:`
                 are far apart, because a GPU is slow if many threads add to the same word
     base        the exponent whose code is 0
 
-Unpacking a frame gives 4 h words of two values each, in four rows of h words.  The 2 h words with signs and mantissas form
-two rows of h words.  Row k // 2 of these two stores the signs and mantissas of unpacked row k, in bytes k % 2 and k % 2 + 2
-of each word.  The h words with codes store the codes of row k in nibbles k and k + 4 of each word.  So each operation unpacks
-two values at once, without a table or a branch, and the words that a GPU reads several times are close together.  Inductor
-generates one kernel that unpacks the frames, and a second kernel that adds the escapes to the result of the first.  If the
-second kernel adds two escapes to the same word, the sum is exact in either order.
+A frame has two rows of h words with signs and mantissas, and one row of h words with codes.  Unpacking a frame gives four
+rows of h words with two values each.  The signs and mantissas of unpacked row k are in row k // 2 of the packed signs and
+mantissas, in bytes k % 2 and k % 2 + 2 of each word.  The codes of unpacked row k are in nibbles k and k + 4 of each word in
+the row of codes.  So each operation unpacks two values at once, without a table or a branch, and the words that a GPU reads
+several times are close together.  Inductor generates one kernel that unpacks the frames, and a second kernel that adds the
+escapes to the result of the first.  If the second kernel adds two escapes to the same word, the sum is exact in either order.
 
 In a region, the op ``unpack_2`` unpacks a packed weight before another op reads it.  Inductor caches code by the op's name
 and arguments.  So if the layout of the packed form changes, the op needs a new name.  Otherwise, cached code for the old
@@ -179,7 +179,7 @@ def _pack_frames(flat: torch.Tensor, layout: Layout, base: int, first: int, out:
         torch.bitwise_or(rows[:, :, 0], rows[:, :, 1].bitwise_left_shift_(eight), out=into[:, :2])
         torch.bitwise_right_shift(words, seven, out=here).bitwise_and_(exponents)
         # subtract the base from both exponents of a word; adding 256 first keeps the subtraction from borrowing from the
-        # other exponent.  A difference above 15 has one of the bits of ``outside`` set: it is an escape
+        # other exponent.  A difference above 15 has one of the bits of ``outside`` set, and its value is an escape
         here.add_(bias).bitwise_xor_(none)
         escapes.append(_nonzero(torch.bitwise_and(here, outside, out=other).view(-1)) + 4 * h * begin)
         here.bitwise_and_(codes)

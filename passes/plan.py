@@ -230,7 +230,7 @@ class Plan:
         return nbytes / seconds if seconds else None
 
     def span(self, weight: WeightPlan, first: int, end: int) -> tuple[int, int]:
-        """Return the bytes ``[start, stop)`` of chunks ``[first, end)`` of a weight."""
+        """Return the range of bytes ``[start, stop)`` in a weight that chunks ``[first, end)`` occupy."""
         return first * self.chunk_bytes, min(end * self.chunk_bytes, weight.nbytes)
 
     def nbytes(self, weight: WeightPlan, first: int, end: int) -> int:

@@ -135,8 +135,8 @@ class RegionCost:
         return replace(self, traffic=traffic, **work)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return the predicted time of the region in seconds.  Products take the time for their FLOPs or for their
-        operands, whichever is longer.  The times of all other kernels are added."""
+        """Return the predicted time of the region in seconds.  The products take the time of their FLOPs or the time of the
+        memory traffic of their operands, whichever is longer.  The times of all other kernels are added."""
         products = max(
             self.gemm_seconds(hardware) + self.attention_seconds(hardware), self.operands / hardware.memory_rate
         )

@@ -21,12 +21,13 @@ The events:
 
     Record(compute, 4)  Wait(copy, 4)    opening of window k: the regions before k have finished, so the bytes that they read
                                          may be overwritten
-    Copy(copy, ...)  Record(copy, 5)     arrival: in each lane, recorded only after the newest copy that a region waits for
-    Wait(compute, 5, (weights))          before the region that waits for the arrival; a lane is in order, so all copies
-                                         before the newest one have arrived as well
-    Record(copy, 9)  Wait(compute, 9)    join, in each lane: at the end of a call, all copies have arrived
-    Wait(read, 5)  Read(...)  Record(read, 6)   read, directly after the copy that frees its bytes of the ring
-    Wait(copy, 6)  Copy(copy, ...)       the copy that takes the bytes of this read
+    Copy(copy, ...)  Record(copy, 5)     arrival: of the copies in a lane that a region waits for, only the newest copy is
+                                         followed by a Record
+    Wait(compute, 5, (weights))          wait of a region for an arrival; all earlier copies in the lane have arrived as well,
+                                         because a lane runs its copies in order
+    Record(copy, 9)  Wait(compute, 9)    join at the end of a call: compute waits for all copies in the lane
+    Wait(read, 5)  Read(...)  Record(read, 6)   a read waits for the copy that frees its bytes of the ring
+    Wait(copy, 6)  Copy(copy, ...)       a copy out of the ring waits for the read that has stored its bytes there
 
 forms.py defines the prologue, which is issued before a call, and the form of a call that is one CUDA graph.
 """

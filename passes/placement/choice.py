@@ -122,8 +122,8 @@ def _without_kept(names: frozenset[str], tried: Plan | None, tries: _Tries) -> t
 
 
 def _from_host(cut: Cut, names: frozenset[str], plan: Plan, rate: float) -> frozenset[str]:
-    """Choose weights to copy from host memory while the others are pulled: a share of ``names``, spread evenly over the
-    order in which regions read them.  ``rate``: bytes/s of the copies from host memory.
+    """Choose the weights of ``names`` to copy from host memory while the other weights are pulled.  The chosen weights are
+    spread evenly over the order in which regions read weights.  ``rate``: bytes/s of the copies from host memory.
 
     If ``plan`` covers several repetitions of a block, the share is computed over all repetitions.
     """

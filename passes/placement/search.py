@@ -203,8 +203,8 @@ class Planner:
         self, candidate: Callable[[int], Candidate | None], low: int, high: int, samples: Sequence[int]
     ) -> list[Candidate]:
         """Try candidates with ``low`` to ``high`` resident chunks, and return all that exist.  In the first round, the tried
-        numbers are spread evenly from ``low`` to ``high``.  Each later round tries numbers in a smaller range around the best
-        number so far.  The range ends at the neighbors of this number among the numbers that the previous round tried.
+        numbers are spread evenly from ``low`` to ``high``.  After each round, the range shrinks: it then reaches from the
+        tried number just below the best number to the tried number just above it.
 
         ``candidate``: makes the candidate for a number of resident chunks.  ``samples``: number of tries per round.
         """

@@ -99,7 +99,7 @@ def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
 
 
 def stretched(free: FreeTime, factor: float) -> FreeTime:
-    """Return the free time in a step in which all gaps are ``factor`` times as long, as if compute stalled."""
+    """Return the free time in a step in which all gaps are ``factor`` times as long, as if compute stalled in every gap."""
     begins = [a for a, _ in free.gaps]
     before, passed = [0.0], 0.0
     for a, b in free.gaps:

@@ -120,7 +120,7 @@ def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) ->
 
 
 def _flow(program: Program, node: Node) -> str:
-    """Return the line of a node, in the format of :meth:`Cut.data_flow`."""
+    """Return the line that describes a node, in the format of :meth:`Cut.data_flow`."""
     if node.op == "get_attr":
         return flow_line("constant", str(node.target))
     if node.op == "output":

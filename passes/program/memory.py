@@ -55,8 +55,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Effects:
-    """The effects of a region on memory.  The memory of an input is identified by the position of the input, and memory
-    that the region allocates by the name of a node.
+    """The effects of a region on memory.  The memory of an input is identified by the position of the input.  Memory that the
+    region allocates is identified by a name, for example the name of the node that allocates it.
 
     ``outputs``: for each output, the memory in which it may be stored.  ``writes``: positions of the inputs to which the
     region writes.

@@ -112,7 +112,7 @@ def verify_call(
     call.  Raises FindingError if it does not.
 
     ``keys``: as in :func:`check_data_flow`.  Only the ops of the program and of the call are compared, because the other
-    calls do not change.  The ops of a call determine the order both in its eager and in its captured form.
+    calls do not change.  The ops of a call determine its order on the device in both forms, eager and captured.
     """
     violations = _check_place(cycle, call, program, {} if keys is None else keys)
     _raise_violations("The program is not safe in its place in the cycle", violations)
