@@ -176,7 +176,7 @@ def goal_of_cut(traced: Traced, settings: Settings) -> Goal:
 
 def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], Plan] | None) -> frozenset[str]:
     """Return the names of the weights to pack according to ``settings``.  If some weights of the model are already packed,
-    and ``settings`` neither name weights nor require packing, return the same weights.  ``planned``: result of
+    and ``settings`` neither name weights nor require packing, return the packed weights.  ``planned``: result of
     :func:`plans_of`, or None if cuts are not compared by their plans."""
     pack = settings.goal.pack
     if not isinstance(pack, str | bool):
@@ -194,8 +194,8 @@ def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem]
 
 def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], Plan] | None) -> frozenset[str]:
     """Return the names of the weights to shard according to ``settings``.  If some weights of the model are already sharded,
-    and ``settings`` do not name weights, return the same weights.  ``planned``: result of :func:`plans_of`, or None if cuts
-    are not compared by their plans."""
+    and ``settings`` do not name weights, return the sharded weights.  ``planned``: result of :func:`plans_of`, or None if
+    cuts are not compared by their plans."""
     peers = settings.goal.peers
     if not isinstance(peers, str | bool):
         return peers & streamable(finest)

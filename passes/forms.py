@@ -22,7 +22,7 @@ class CallEvents:
     """Numbers of the events that prologues and joins use.  Programs do not contain these events, except for ``reads``.
 
     ``handover``: event at the beginning of a prologue; the lanes wait for it before they overwrite the arena.
-    ``lanes``: for each lane, the event that a join records in it.  ``reads``: events that reads record.
+    ``lanes``: for each lane, the event that a join records in it.  ``reads``: events that are recorded after reads.
     """
 
     handover: int
@@ -112,9 +112,10 @@ def prologue(
         copy = step[i]
         if not isinstance(copy, Copy) or not (cold or jumps or copy.weight in stale):
             continue
-        # copies from op ``begin`` on have been issued only by the previous step: of these, the call needs the copies for this
-        # step.  Copies before ``begin`` have been issued by earlier calls of this step.  Copies whose weight an earlier call
-        # of this step was the last to read are not needed
+        # in the planned order, ops from ``begin`` on have been issued only by the previous step.  Of their copies, those for
+        # this step are needed, unless an earlier call of this step has evicted the weight.  Ops before ``begin`` have been
+        # issued by this step.  Of their copies, those for the next step are needed, and those whose weight has not been
+        # evicted yet
         needed = evicted.get(copy.weight, -1) >= begin
         if (copy.next_step and needed) if i >= begin else (copy.next_step or needed):
             ops.append(replace(copy, ring=None))

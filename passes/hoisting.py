@@ -72,8 +72,8 @@ class HoistingFigures:
         return self.fill_s / STEPS if self.slow > 1 else 0.0
 
     def budget_for(self, nbytes: int) -> int:
-        """Return the smallest budget in bytes in which a plan of main with ``nbytes`` bytes fits, together with the table.
-        The size of the table depends on the budget."""
+        """Return the smallest budget, in bytes, that covers the table and a plan of main with ``nbytes`` bytes.  The size of
+        the table depends on the budget."""
         others = nbytes + self.external_bytes - self.rows * self.row_bytes
         for rows in range(1, MOST_ROWS):
             budget = max(others + rows * self.row_bytes, _SHARE_OF_ROWS * rows * self.row_bytes)

@@ -12,7 +12,7 @@ error.  ``Library.define`` is used because defining an op with ``custom_op`` tak
 ``read(weight, first, end, ring, after, then)``
     Read chunks ``[first, end)`` of a weight from its file into the ring, at offset ``ring``.  ``after``: the event of the
     copy that frees these bytes of the ring, or None if the previous read waits for the same copy.  ``then``: the event that
-    is recorded after the read.
+    the stream of reads records after the read.
 ``wait(event, weights)``
     The compute stream waits for the event.  Then all chunks of the weights have arrived.
 ``evict(weight)``

@@ -69,8 +69,8 @@ def ring_slots(reads: Sequence[int]) -> list[RingSlot]:
 
 
 def _newest_overlapping(spans: Sequence[tuple[int, int]], number: int) -> int:
-    """Return the number of the last read before read ``number`` that uses some of the same bytes of the ring.  The result is
-    negative for a read of the previous step."""
+    """Of the reads before read ``number``, return the number of the last one that uses some of the same bytes of the ring.
+    The result is negative for a read of the previous step."""
     begin, end = spans[number]
     earlier = number - 1
     while spans[earlier][0] >= end or spans[earlier][1] <= begin:

@@ -325,7 +325,8 @@ class Scheduler:
         return tuple(self._with_reads(ops, events) if self._in_files else ops)
 
     def _with_reads(self, ops: Sequence[Op], events: _Events) -> Iterator[Op]:
-        """Insert reads into the ops, each read directly after the copy that frees its bytes of the ring."""
+        """Insert reads into the ops.  Each read comes directly after the copy that frees the bytes of the ring that the read
+        fills."""
         copied = [op for op in copies(ops) if op.weight in self._in_files]
         slots, count = ring_slots([self._nbytes(op) for op in copied]), len(copied)
         following = [list[int]() for _ in copied]  # for each copy, the reads to issue directly after it

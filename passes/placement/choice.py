@@ -45,7 +45,7 @@ _SHARES = (1.0, 0.5, 0.25)
 # device, and these are unsharded in the next round.  After this number of rounds, less than 1 % of the weights remain to be
 # unsharded.
 _ROUNDS = 4
-# The share of the sharded weights that each try of to_fewer_peers unshards.
+# The share of the sharded weights that to_fewer_peers unshards in each try.
 _SHARE_STEP = 1 / 32
 # If not all weights can be sharded within the budget, the largest possible share is found by this number of bisections.
 _HALVINGS = 4
@@ -125,7 +125,7 @@ def _from_host(cut: Cut, names: frozenset[str], plan: Plan, rate: float) -> froz
     """Choose the weights of ``names`` to copy from host memory while the other weights are pulled.  The chosen weights are
     spread evenly over the order in which regions read weights.  ``rate``: bytes/s of the copies from host memory.
 
-    If ``plan`` covers several repetitions of a block, the share is computed over all repetitions.
+    If ``plan`` covers several repetitions of a block, the share of the weights to choose is computed over all repetitions.
     """
     assert plan.predicted is not None
     streamed = sum(plan.streamed_bytes(weight) for weight in plan.weights if weight.home == "peers")

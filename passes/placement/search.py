@@ -344,7 +344,8 @@ class Planner:
 
     def barriers(self, step: Step) -> tuple[Barrier, ...]:
         """Return barriers that keep the copies of a step from overlapping with collectives.  At these barriers, compute waits
-        for the copies in the lanes whose interconnect collectives use, or for all copies if there is no such lane."""
+        for the copies in each lane that shares its interconnect with collectives, or for all copies if there is no such
+        lane."""
         contended = [lane for lane in LANES if self.simulator.contending_collectives(lane)] or LANES
         lanes = [[w.name for w in self.weights if self.simulator.lane(w.name) == lane] for lane in contended]
         return barriers(self.problem, step, lanes)

@@ -8,7 +8,7 @@ two passes around the circle:
     fit        forward: delays copies until there is enough memory
     fit_slots  forward, instead of fit: assigns slots, and delays copies until the bytes of their slots are free
 
-The passes ``fit`` and ``fit_slots`` never choose an earlier window for a copy than ``latest``.  The memory limit has
+The passes ``fit`` and ``fit_slots`` never choose an earlier window for a copy than ``latest`` chose.  The memory limit has
 priority: if memory for a chunk becomes free too late, its copy starts late, and its reader waits.
 """
 
@@ -52,7 +52,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class FreeTime:
-    """The free time of an interconnect in a step with all weights resident.
+    """The times at which copies can use an interconnect without overlapping with collectives, in a step with all weights
+    resident.
 
     ``length``: length of the step in seconds.  ``gaps``: intervals in which copies do not overlap with collectives, in
     ascending order; no interval contains a join, the end of a call at which compute waits for all copies.  ``opens``: time at
@@ -119,8 +120,8 @@ def stretched(free: FreeTime, factor: float) -> FreeTime:
 
 
 def latest(chunks: Sequence[Chunk], free: FreeTime, margin: float) -> list[int]:
-    """Return, for each chunk, the latest window from which the chunk still arrives ``margin`` seconds before its first reader
-    starts.
+    """Return, for each chunk, the latest window in which its copy can start so that the chunk arrives ``margin`` seconds
+    before its first reader starts.
 
     A negative window belongs to the previous step.  Chunks are copied one at a time, and not during collectives.  If there
     is too little free time, the step is stretched by the smallest sufficient factor, so that copies fill every gap.

@@ -3,8 +3,8 @@
 * Compute waits for the end of every collective, unless the collective is synchronous.
 * No op reads the result of a collective before the collective has ended.
 * While an op writes to memory, no other op uses this memory.  A collective uses its operands and its results from its
-  start to its end.  If one of two ops writes to memory that both use, they run in the order of the traced graph.  The schema
-  of an op says which memory the op writes to (memory.py).
+  start to its end.  If one of two ops writes to memory that both ops use, the two ops run in the order of the traced graph.
+  The schema of an op says which memory the op writes to (memory.py).
 * No value is released while a collective may use it.  No op reads a value after its release, except the region that takes the
   value over.  The checked releases are exactly the releases that the executor carries out.
 

@@ -4,11 +4,11 @@ Programs that share an arena are unrolled: their ops (step.py) are listed in the
 programs use the arena one after the other.  In its *turn*, a program issues the prologue of a cold start, and then several
 steps.  A step of a cycle is one pass over its calls.
 
-:func:`edges` defines how each op orders other ops.  Compute, each lane and the stream of reads run in order.  A wait ends
-after the point at which its event was recorded last (the newest *mark* of the event).  A collective starts when compute has
-reached its Start, and compute waits for its end at its Finish.  Collectives are not ordered in any other way, because every
-NCCL communicator has its own stream, and gloo runs several collectives at a time.  So two collectives are ordered only if
-compute waits for the end of the first before it issues the second.
+:func:`edges` defines how each op orders other ops.  Compute runs its ops in order, and so do each lane and the stream of
+reads.  A wait ends after the point at which its event was recorded last (the newest *mark* of the event).  A collective
+starts when compute has reached its Start, and compute waits for its end at its Finish.  Collectives are not ordered in any
+other way, because every NCCL communicator has its own stream, and gloo runs several collectives at a time.  So two
+collectives are ordered only if compute waits for the end of the first before it issues the second.
 
 If a plan has joins, each of its calls runs in one of two *forms*: *eager*, as described above, or *captured*, as one CUDA
 graph.  Forms may alternate arbitrarily.  A captured call has its own lanes and events: its first copy in each lane waits only
@@ -33,8 +33,9 @@ The cases are:
   through compute, as in the cases above.
 
 If a step consists of a single call, the four sequences contain each pair of forms of two successive calls.  The copies of a
-prologue before a captured call are in the eager lanes, so the call waits for them as a part of the tail.  A prologue at a
-jump, or after weights were written, has the same order as the prologue at a cold start, but it copies less (borders.py).
+prologue before a captured call are in the eager lanes, so the call waits for them as a part of the tail.  The prologue at a
+jump, or after weights were written, issues a part of the copies of the prologue at a cold start, in the same order
+(borders.py).
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Issued(NamedTuple):
         return isinstance(self.op, Run | Start | Finish | Evaluate)
 
     def of_chunk(self, chunk: int) -> str:
-        """Return the label of a copy for one of its chunks."""
+        """Return the label of a copy, with the number of one of its chunks."""
         assert isinstance(self.op, Copy)
         weight, window = self.op.weight, self.op.window
         if window is None:

@@ -1,7 +1,7 @@
 """Reads: proves that a copy out of the ring always finds the bytes that its read has stored there.
 
-It is proved, for a cold start and the following passes over a cycle, and for programs that use the arena one after the other,
-that:
+The checks cover a cold start and the following passes over a cycle, and programs that use the arena one after the other.  It
+is proved that:
 
 * A read uses bytes of the ring that begin at a block boundary and have space for all blocks of the file that the read
   touches.
@@ -14,10 +14,10 @@ an event, the copy stream records this event.  Because of this pattern, prologue
 stream on a host thread (runtime/streams.py) can find the place where the event that it waits for was recorded.  The pattern
 also permits leaving reads out of captured calls, and out of programs whose weights are in host memory.
 
-A copy without a read reads its file itself.  The prologue of a call, at a jump or a cold start, repeats reads: in a pass
-without jumps, these reads are issued before the call, for copies of this call or of later calls.  Their order is the same as
-in the pass.  These reads start after all copies that were issued before the prologue have ended.  Captured calls contain no
-reads.
+If the weight of a copy is in a file and the copy does not use the ring, the copy itself reads the file.  The prologue of a
+call, at a jump or a cold start, repeats reads: in a pass without jumps, these reads are issued before the call, for copies of
+this call or of later calls.  Their order is the same as in the pass.  These reads start after all copies that were issued
+before the prologue have ended.  Captured calls contain no reads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .happens_before import HappensBefore, newest
 @dataclass
 class _Held:
     """Bytes of the ring that a read has filled.  ``index``: index of the read among the ops.  ``end``: end of these bytes
-    in the ring.  ``copied``: indices of the copies out of these bytes."""
+    in the ring.  ``copied``: indices of the copies that take these bytes."""
 
     read: Read
     index: int
@@ -96,8 +96,8 @@ def _serves(read: Read, copy: Copy) -> bool:
 
 
 def _check_neighbours(cycle: Cycle) -> Iterator[str]:
-    """Check the pattern of reads and copies (see the module docstring): in each call, the ops directly before and after
-    reads, copies out of the ring, and their events."""
+    """Check the pattern of reads and copies that the module docstring describes.  In each call, it determines which ops are
+    directly before and after reads, copies out of the ring, and their events."""
     neighbours = list(_neighbours(cycle))
     recorded = Counter(op.event for _, op, _ in neighbours if isinstance(op, Record))
     awaited = Counter(op.event for _, op, _ in neighbours if isinstance(op, Wait))

@@ -48,10 +48,10 @@ class Program:
     """A rewritten graph.  ``module``: graph with the same placeholders as the traced graph, including the weights, in the
     same order.
 
-    ``weight_inputs``: for each weight, the name of its placeholder.  ``regions``: for the name of each submodule, the
-    region from which it was made; equal regions share a submodule.  ``releases``: for each node, the names of the values
-    that the executor drops there.  ``data_flow``: :attr:`Cut.data_flow`, with which verify compares the program.
-    ``start``: if the plan is for a cycle, the window of the plan that opens before the first region of this program.
+    ``weight_inputs``: for each weight, the name of its placeholder.  ``regions``: for the name of each submodule, the region
+    from which the submodule was made; equal regions share a submodule.  ``releases``: for each node, the names of the values
+    that the executor drops there.  ``data_flow``: :attr:`Cut.data_flow`, with which verify compares the program.  ``start``:
+    if the plan is for a cycle, the window of the plan that opens before the first region of this program.
     """
 
     module: GraphModule
