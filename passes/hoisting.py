@@ -50,8 +50,9 @@ class HoistingFigures:
 
     ``weights``, ``nbytes``: number of hoisted weights, and their total bytes.  ``values``, ``row_bytes``: number of
     tensors in a row, and their total bytes.  ``slow``: number of inputs that a row depends on.  ``rows``: capacity of the
-    table in rows.  ``external_bytes``, ``arena``: fields of main's settings.  ``fill_s``: predicted seconds in which the
-    preamble computes the rows for :data:`STEPS` steps in one pass over its weights.
+    table that stores the rows.  ``external_bytes``, ``arena``: fields of the settings of main (the model without the
+    preamble).  ``fill_s``: predicted seconds in which the preamble computes the rows for :data:`STEPS` steps in one pass over
+    its weights.
     """
 
     weights: int
@@ -72,8 +73,8 @@ class HoistingFigures:
         return self.fill_s / STEPS if self.slow > 1 else 0.0
 
     def budget_for(self, nbytes: int) -> int:
-        """Return the smallest budget, in bytes, that covers the table and a plan of main with ``nbytes`` bytes.  The size of
-        the table depends on the budget."""
+        """Return the smallest budget, in bytes, that covers the table of rows and a plan of main with ``nbytes`` bytes.  The
+        size of the table depends on the budget."""
         others = nbytes + self.external_bytes - self.rows * self.row_bytes
         for rows in range(1, MOST_ROWS):
             budget = max(others + rows * self.row_bytes, _SHARE_OF_ROWS * rows * self.row_bytes)
@@ -150,7 +151,8 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
 
 
 def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> int:
-    """Return the capacity of a table in rows.  Raises ChunkflowError if a single row does not fit.
+    """Return how many rows the table of a graph can store within the budget.  Raises ChunkflowError if a single row does not
+    fit.
 
     ``goal``: goal for the model, or for a single block.  ``repeats``: if the graph is a block, all blocks of its type;
     their tables share a part of the model's budget."""

@@ -15,12 +15,10 @@ A packed weight is a one-dimensional int32 tensor with three parts, see :class:`
                 are far apart, because a GPU is slow if many threads add to the same word
     base        the exponent whose code is 0
 
-A frame has two rows of h words with signs and mantissas, and one row of h words with codes.  Unpacking a frame gives four
-rows of h words with two values each.  The signs and mantissas of unpacked row k are in row k // 2 of the packed signs and
-mantissas, in bytes k % 2 and k % 2 + 2 of each word.  The codes of unpacked row k are in nibbles k and k + 4 of each word in
-the row of codes.  So each operation unpacks two values at once, without a table or a branch, and the words that a GPU reads
-several times are close together.  Inductor generates one kernel that unpacks the frames, and a second kernel that adds the
-escapes to the result of the first.  If the second kernel adds two escapes to the same word, the sum is exact in either order.
+Unpacking a frame gives four rows of h words with two values each; :func:`_words` defines which bits of the frame a row takes.
+Each operation unpacks two values at once, without a table or a branch.  The words that a GPU reads several times are close
+together.  Inductor generates one kernel that unpacks the frames, and a second kernel that adds the escapes to the result of
+the first.  If the second kernel adds two escapes to the same word, the sum is exact in either order.
 
 In a region, the op ``unpack_2`` unpacks a packed weight before another op reads it.  Inductor caches code by the op's name
 and arguments.  So if the layout of the packed form changes, the op needs a new name.  Otherwise, cached code for the old

@@ -94,9 +94,9 @@ def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget
     """Return the names of the weights of ``cut`` to keep sharded.  ``cut`` is coarser than the cut for which its sharded
     weights were chosen.
 
-    In a coarser cut, more bytes must be pulled between two collectives, and the time between the two may be too short for
-    these pulls.  So some of the weights are unsharded: they are no longer pulled, and stay on the device if they fit there.
-    The arguments are the same as for :func:`to_peers`.
+    In a coarser cut, more bytes must be pulled between two collectives, and there may be too little time for these pulls.  So
+    some of the weights are unsharded: they are no longer pulled, and stay on the device if they fit there.  The arguments are
+    the same as for :func:`to_peers`.
     """
     names = frozenset(w.name for w in cut.problem.weights if w.source.sharded)
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget, names)

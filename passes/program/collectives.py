@@ -121,8 +121,8 @@ class _StepCollectives:
                     )
 
     def check_memory(self) -> Iterator[str]:
-        """Check that a collective and another op that uses the same memory are ordered if one of the two writes to this
-        memory."""
+        """If a collective and another op use the same memory, and one of the two writes to it, check that the two are
+        ordered."""
         users: dict[str, list[str]] = {}
         for name in self.ops:
             if uses := self.memory.uses.get(name):
