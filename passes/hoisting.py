@@ -237,8 +237,8 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
 
 
 def _plan_of(traced: Traced, settings: Settings) -> tuple[Plan, int]:
-    """Return the plan of a graph, and the number of times that the plan contains the graph: several times for a block that
-    is compiled separately, once for a whole model."""
+    """Return the plan of a graph, and the number of times that the plan contains the graph.  A plan contains a whole model
+    once, and a block that is compiled separately several times."""
     problem = choose_cut(traced, settings).problem
     plan = plans_of(traced, settings, problem)(problem)
     return plan, len(plan.regions) // len(problem.regions)

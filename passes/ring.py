@@ -19,7 +19,7 @@ MOST_READ_AHEAD = 128 << 20
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Return the number of bytes that a read of ``nbytes`` bytes occupies in the ring.  The read may touch one block more
+    """Return the number of bytes that a read of ``nbytes`` bytes occupies in the ring.  The read may touch one more block
     than its size suggests, because a weight can begin in the middle of a block of the file."""
     return (-(-nbytes // BLOCK) + 1) * BLOCK
 

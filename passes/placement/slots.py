@@ -237,8 +237,8 @@ class ArenaSpace:
         self.stretches = [(0, self.nbytes, -count)]
 
     def offset(self, nbytes: int, first: int, wanted: int) -> int | None:
-        """Return the best offset for a weight of ``nbytes`` bytes, or None if there is no offset at which all of its bytes
-        are free before its first reader, region ``first``.
+        """Return the best offset for a weight of ``nbytes`` bytes.  Return None if there is no offset at which all of the
+        weight's bytes are free before its first reader, region ``first``.
 
         ``wanted``: window in which the copy of the weight should start.  At the best offset, the last of the weight's bytes
         becomes free earliest; all windows up to ``wanted`` count as equally early.  Of several such offsets, the one with the

@@ -48,8 +48,8 @@ def check_collectives(program: Program, memory: Memory, order: HappensBefore | N
 
 
 def _check_readers_of_released(program: Program) -> Iterator[str]:
-    """Check that no op reads a value after its release.  A region may read the values that are released directly before
-    it runs, because it takes them over."""
+    """Check that no op reads a value after its release.  A region may read the values that are released directly before it
+    runs, because it takes these values over and frees them itself."""
     names = {node.name for node in program.module.graph.nodes}
     for at, values in program.releases.items():
         for value in values:

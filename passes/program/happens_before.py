@@ -34,8 +34,8 @@ The cases are:
 
 If a step consists of a single call, the four sequences contain each pair of forms of two successive calls.  The copies of a
 prologue before a captured call are in the eager lanes, so the call waits for them as a part of the tail.  The prologue at a
-jump, or after weights were written, issues a part of the copies of the prologue at a cold start, in the same order
-(borders.py).
+jump, or after weights were written, issues a part of the copies that the call's prologue at a cold start issues, in the same
+order (borders.py).
 """
 
 from __future__ import annotations

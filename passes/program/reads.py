@@ -129,9 +129,9 @@ def _neighbours(cycle: Cycle) -> Iterator[tuple[Op | None, Op, Op | None]]:
 
 
 def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check the reads in the prologue of a jump to each call, and in the prologue of a cold start.  The prologue must contain
-    the reads whose copies have not been issued yet when a pass reaches this call, with the events that they have in the pass.
-    These reads must come after all copies that were issued before the prologue."""
+    """Check the reads in the prologue of a jump to each call, and in the prologue of a cold start.  When a pass reaches the
+    call, some reads have been issued whose copies have not been issued yet.  The prologue must contain exactly these reads,
+    with the events that they have in the pass.  The reads must come after all copies that were issued before the prologue."""
     marks = {op: after for _, op, after in _neighbours(cycle) if isinstance(op, Read)}
     lanes = LANES if cycle.plan.pulled else LANES[:1]  # a device has at least these lanes
     ahead, expected = list[Read](), dict[int, list[Read]]()
