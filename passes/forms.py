@@ -80,9 +80,9 @@ def prologue(
     of the cycle had run in the planned order.
 
     ``step``, ``events``: ops and events of all calls of the cycle.  ``begin``: index of the first op of the call.
-    ``kept``: copies of the resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights
-    that were written since they were copied; None at a cold start.  ``jumps``: whether the call is a jump, that is, out
-    of the planned order.
+    ``kept``: copies of the resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights that
+    were written since they were copied, or None at a cold start.  ``jumps``: whether the call is a jump, that is, out of the
+    planned order.
 
     At a cold start, the prologue copies all resident chunks, and all streamed chunks that earlier calls would have
     copied for this and later calls.  At a jump, it copies these streamed chunks, and the resident chunks of stale weights.

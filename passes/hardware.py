@@ -139,7 +139,7 @@ class Hardware:
     depend on the budget, not on this field."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
-    """The interconnect to emulate while programs run; None to use the real one."""
+    """The interconnect to emulate while programs run, or None to use the real interconnect."""
 
     def __post_init__(self) -> None:
         _check_text("name", self.name)

@@ -34,7 +34,7 @@ from .planning import Settings, make_plan
 
 # The maximum number of rows of a table: enough for a schedule of 50 steps for two prompts.
 MOST_ROWS = 128
-# The table takes at most 1 / 16 of the budget.
+# The table of rows takes at most 1 / 16 of the budget.
 _SHARE_OF_ROWS = 16
 # The assumed number of steps of a generation, by which the time of the preamble is divided.  The examples in diffusers use
 # 28 steps for FLUX.1, and 50 for Qwen-Image and HunyuanVideo.

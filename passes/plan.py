@@ -179,8 +179,8 @@ class Plan:
         return frozenset(w.name for w in self.weights if w.home == "peers")
 
     def lane(self, weight: str) -> Lane:
-        """Return the lane of a streamed weight.  A sharded weight stays in the lane "pull" after a rank has written to
-        it, although this rank then copies it from host memory."""
+        """Return the lane of a streamed weight.  A sharded weight stays in the lane "pull" after a rank has written to it,
+        although this rank then copies the weight from host memory."""
         return "pull" if weight in self.pulled else "copy"
 
     @property
@@ -242,7 +242,7 @@ class Plan:
         """Raise ChunkflowError if the plan was made for another model, input size, Ulysses degree or cut, or if its
         joins are not at the ends of the calls.
 
-        ``ends``: for each call of the problem, the number of regions up to its end; None for a single call.
+        ``ends``: for each call of the problem, the number of regions up to its end; or None if there is only one call.
         """
         if self.problem != problem.digest:
             ours, theirs = {w.name for w in self.weights}, {w.name for w in problem.weights}

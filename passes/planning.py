@@ -67,7 +67,7 @@ class Settings:
 
     @property
     def external_bytes_with_tables(self) -> int:
-        """``external_bytes``, including the tables of a block that is planned by itself."""
+        """``external_bytes`` and, for a block that is planned by itself, ``tables``."""
         return self.external_bytes + (self.tables if self.part else 0)
 
 

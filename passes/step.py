@@ -387,8 +387,8 @@ class Scheduler:
     def _held(self, names: Iterable[str], before: int, issued: Mapping[str, Sequence[_Issued]]) -> Iterator[_Arrival]:
         """Yield the arrivals that compute waits for at a :class:`Barrier`, directly before a collective starts.
 
-        ``names``: weights of the barrier.  ``before``: the index of the region that follows the start.  There is one
-        arrival for each sequence of consecutive weights in the same lane.
+        ``names``: weights of the barrier.  ``before``: the index of the region that follows the start of the collective.
+        There is one arrival for each sequence of consecutive weights in the same lane.
 
         A weight is left out if compute has already waited for all its copies in the previous step.
         """

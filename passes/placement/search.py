@@ -50,7 +50,7 @@ class Candidate:
     """A placement of all chunks and its timeline.
 
     ``placed``: window of each chunk (negative for the previous step), or None if the chunk is resident.  ``residents``:
-    number of resident chunks, which are the first chunks of ``Planner.ranking``; None for a placement that does not follow
+    number of resident chunks, which are the first chunks of ``Planner.ranking``; or None if the placement does not follow
     this ranking.  ``hard``: whether there is a barrier before each collective.  ``nbytes``: weight bytes on the device,
     without gaps between slots.  ``slots``: offset of each weight with streamed chunks, or None if slots are still to be
     assigned.

@@ -198,8 +198,8 @@ def fit(
     """Return windows with which at most ``limit`` bytes are live at the same time, or None if there are no such windows.
     Each window is as early as memory permits, but not earlier than the window in ``wanted``.
 
-    ``wanted``: window of each chunk, None if it is resident.  Chunks get memory in the order in which regions read them.  A
-    chunk is live from its window to its last reader.
+    ``wanted``: window of each chunk, or None if the chunk is resident.  Chunks get memory in the order in which regions read
+    them.  A chunk is live from its window to its last reader.
     """
     streamed = {i: window for i, window in enumerate(wanted) if window is not None}
     moving = [chunks[i] for i in streamed]
@@ -236,8 +236,8 @@ def fit_slots(
     """Return windows and slots with which the streamed chunks take at most ``limit`` bytes, or None if there are no such
     slots.  No chunk gets an earlier window than in ``wanted``.
 
-    ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, None if it is resident.  The slots are a
-    mapping from each weight with streamed chunks to its offset.  Slots are assigned in order of first use.  Of the weights
+    ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, or None if the chunk is resident.  The slots are
+    a mapping from each weight with streamed chunks to its offset.  Slots are assigned in order of first use.  Of the weights
     with the same first reader, the largest comes first, and smaller ones fill gaps.  The bytes of a slot become free when the
     last reader of the weight that was there before has finished; this determines the earliest window of each chunk.
     """

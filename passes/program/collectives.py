@@ -29,7 +29,7 @@ from .rewrite import Program, issued, source_of
 
 def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
     """Yield a sentence for each violation that involves the collectives or the releases of a program.  ``order``: order of
-    this program alone, if it has already been computed."""
+    this program alone, or None if it has not been computed yet."""
     yield from _check_readers_of_released(program)
     if not any(collective_kind(node) is not None for node in program.module.graph.nodes):
         return

@@ -110,13 +110,14 @@ class Issued(NamedTuple):
 
     @property
     def ring(self) -> int | None:
-        """The offset in the ring at which a read stores its bytes, or from which a copy takes its bytes.  None for other
-        ops."""
+        """The offset in the ring at which a read stores its bytes, or from which a copy takes its bytes; or None if the op is
+        neither."""
         return getattr(self.op, "ring", None)
 
     @property
     def serves(self) -> int | None:
-        """The step that reads the chunks of a copy.  None for resident chunks, which all steps read, and for other ops."""
+        """The step that reads the chunks of a copy, or None if the op is no copy or its chunks are resident (all steps read
+        them)."""
         return self.step + self.op.next_step if isinstance(self.op, Copy) and self.op.window is not None else None
 
     @property

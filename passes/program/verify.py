@@ -122,8 +122,8 @@ def _raise_violations(what: str, sentences: Iterable[str]) -> None:
 
 
 def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Iterator[str]:
-    """Yield a sentence for each violation of a program or a cycle.  ``orders``: result of :func:`orders_of`, if it has
-    already been computed."""
+    """Yield a sentence for each violation of a program or a cycle.  ``orders``: result of :func:`orders_of`, or empty if it
+    has not been computed yet."""
     cycle = Cycle.of(program)
     orders = orders or orders_of((cycle,), CHECKED_STEPS)
     order = orders[0]  # the order of eager calls, which is enough to check borders, reads and collectives
