@@ -140,7 +140,7 @@ def transfer_of(node: Node) -> TransferOp | None:
 
 
 def prefetch_of(node: Node) -> Prefetch | None:
-    """Return the copy of a prefetch node with its events, or None if the node is no prefetch."""
+    """Return the copy of a prefetch node with its events, or None if the node is not a prefetch."""
     if node.target is not PREFETCH:
         return None
     arguments: Any = node.args

@@ -172,9 +172,9 @@ class Region:
     regions with equal keys are lowered once.
 
     ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: weights in the order of the
-    region's inputs.  ``repeat``: number of times that it runs per step, once per slice (graph/split.py).  ``live``:
-    peak bytes of live activations while it runs (cost/live.py).  ``groups``: number of groups of heads if the region
-    computes the attention of one group (graph/head_groups.py), otherwise 1.
+    region's inputs.  ``repeat``: number of times that the region runs per step: once, or once per slice of its tokens
+    (graph/split.py).  ``live``: peak bytes of live activations while it runs (cost/live.py).  ``groups``: number of groups of
+    heads if the region computes the attention of one group (graph/head_groups.py), otherwise 1.
     """
 
     index: int

@@ -141,7 +141,7 @@ def _by_use(cut: Cut, names: frozenset[str]) -> tuple[list[str], dict[str, int]]
 
 def _kept(plan: Plan, names: frozenset[str]) -> frozenset[str]:
     """Return the weights among ``names`` that the plan keeps on the device as a whole.  If the plan covers several
-    repetitions of a block, it must keep the weight in most repetitions."""
+    repetitions of a block, a weight counts as kept if the plan keeps it in most repetitions."""
     turns, kept = Counter[str](), Counter[str]()
     for weight in plan.weights:
         name = weight.name if weight.name in names else before_repeating(weight.name)

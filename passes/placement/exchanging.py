@@ -24,8 +24,8 @@ from chunkflow_compile.passes.plan import Plan
 
 # The minimum share of the step time that groups must be predicted to save.  Predictions have errors of this size.
 LEAST_GAIN = 0.03
-# The maximum number of groups.  With 8 groups, all exchanges can be hidden except one eighth.  With 16 groups, only one
-# sixteenth would remain, but each attention kernel would compute only a few heads.
+# The maximum number of groups.  With 8 groups, all exchanges can be hidden except one eighth.  With 16 groups, all except one
+# sixteenth could be hidden, but each attention kernel would compute only a few heads.
 MOST_GROUPS = 8
 
 

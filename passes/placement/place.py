@@ -56,11 +56,11 @@ def place(
     every weight is streamed, and every copy is for the call in which it is issued.  ``like``: a plan for the same goal and
     for a problem that has the same structure, but other sizes.  Its placement is reused if it meets the goal: then the
     programs of both plans can alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are
-    placed in the arena.  Then all programs that share the arena together need no more memory for weights than the largest of
-    their plans needs alone.  ``external_bytes``: bytes of weights on the device that the program does not read.  These bytes
-    count against the budget.  This rank's shards and the unpacked values of the largest packed weight also count against it,
-    and so do activations if the budget covers them.  ``arena``: minimum size of the arena in bytes, if another program of the
-    model needs an arena of this size.  ``timings``: measurements of the problem, used instead of the rates in the profile.
+    placed in the arena.  Then the weights of all programs that share the arena need only the memory that the largest of their
+    plans needs.  ``external_bytes``: bytes of weights on the device that the program does not read.  These bytes count
+    against the budget.  This rank's shards and the unpacked values of the largest packed weight also count against it, and so
+    do activations if the budget covers them.  ``arena``: minimum size of the arena in bytes, if another program of the model
+    needs an arena of this size.  ``timings``: measurements of the problem, used instead of the rates in the profile.
     ``joins``: as in :class:`Plan`.
 
     Raises ChunkflowError if the budget is below the minimum that the program needs, or if the timings belong to another

@@ -116,8 +116,8 @@ class Issued(NamedTuple):
 
     @property
     def serves(self) -> int | None:
-        """The step that reads the chunks of a copy, or None if the op is no copy or its chunks are resident (all steps read
-        them)."""
+        """The step that reads the chunks of a copy; or None if the op is not a copy, or copies resident chunks, which all
+        steps read."""
         return self.step + self.op.next_step if isinstance(self.op, Copy) and self.op.window is not None else None
 
     @property

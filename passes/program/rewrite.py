@@ -151,7 +151,7 @@ class _ProgramWriter:
         output = next(n for n in source.nodes if n.op == "output")
         self.graph.node_copy(output, self.values.__getitem__)
         self.graph.lint()
-        # a lazy module generates no Python code, which the executor does not need because it runs the graph node by node
+        # a lazy module generates no Python code; the executor needs none, because it runs the graph node by node
         module = _LazyGraphModule(self.root, self.graph, class_name="ChunkflowProgram")
         names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
         dropped, flow = releases(self.graph), self.cut.data_flow
