@@ -238,7 +238,7 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
 
 def _plan_of(traced: Traced, settings: Settings) -> tuple[Plan, int]:
     """Return the plan of a graph, and the number of times that the plan contains the graph.  A plan contains a whole model
-    once, and a block that is compiled separately several times."""
+    once.  It contains a block several times if the block is compiled separately."""
     problem = choose_cut(traced, settings).problem
     plan = plans_of(traced, settings, problem)(problem)
     return plan, len(plan.regions) // len(problem.regions)

@@ -40,8 +40,8 @@ ROUNDING = 1e-9
 # The number of candidates in each round of a search, and the number of bisections.
 _SAMPLES = 8
 _HALVINGS = 6
-# The search for candidates with slots starts from the fastest candidate without slots.  The number of resident chunks is
-# changed by at most about 1/32 of all chunks.
+# The search for candidates with slots starts from the fastest candidate without slots.  The search changes its number of
+# resident chunks by at most about 1/32 of all chunks.
 _NEAR = 32
 
 

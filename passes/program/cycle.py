@@ -30,7 +30,8 @@ from chunkflow_compile.passes.step import Copy, Step, Transfers, marks, order, t
 
 from .rewrite import CyclePlace, Program, rewrite
 
-# Matches the beginning of a weight's name up to the first index, such as "blocks.0": an element of the outermost ModuleList.
+# Matches the beginning of a weight's name up to the first index, such as "blocks.0".  It identifies an element of the
+# outermost ModuleList.
 _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 
 

@@ -65,8 +65,8 @@ class Program:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """The weights that are kept in host memory because this or another plan streams them.  Under the policy "resident",
-        there are no such weights."""
+        """The weights that are kept in host memory because this plan or another plan of the model streams them.  Under the
+        policy "resident", there are no such weights."""
         if self.plan.policy == "resident":
             return frozenset()
         return frozenset(w.name for w in self.problem.weights if w.keep is None)
