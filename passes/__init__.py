@@ -4,8 +4,7 @@ A module imports only from its own package or from packages to its left::
 
     types < cost < graph < placement < program < planning < cutting < pipeline
 
-The frozen types are in the modules errors, hardware, problem, plan, step and ops.  Each package has its own input and
-result::
+The frozen types are in the modules errors, hardware, problem, plan, step and ops.  The packages and their results::
 
     cost       a region's graph   -> Cost     FLOPs and bytes, or measured seconds
     graph      ATen graph         -> Cut      regions, the collectives between them, and their Problem
