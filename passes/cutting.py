@@ -31,7 +31,8 @@ from .step import Scheduler
 
 def make_cut(traced: Traced, group_bytes: int | None = None, disabled: Collection[str] = ()) -> Cut:
     """Discover the weights of a traced graph, and cut the graph into regions.  ``group_bytes``: size of the groups of
-    weights between which the graph is cut, or None for the default size.  ``disabled``: names of optional passes."""
+    weights between which the graph is cut, or None for the default size.  ``disabled``: names of the optional passes that do
+    not run."""
     if "rotary" not in disabled:
         traced = in_real_arithmetic(traced)
     return _cut(traced, discover(traced), group_bytes, disabled)
@@ -44,7 +45,7 @@ def _cut(
     disabled: Collection[str],
     groups: Groups = (),
 ) -> Cut:
-    """Cut a graph with the optional passes that are not disabled.  ``groups``: see :func:`cut`."""
+    """Cut a graph, using the optional passes that are not disabled.  ``groups``: see :func:`cut`."""
     return cut(
         traced,
         discovery,
@@ -56,12 +57,12 @@ def _cut(
 
 
 def choose_cut(traced: Traced, settings: Settings) -> Cut:
-    """Cut a traced graph according to ``settings``.  By default, it is cut into as few regions as a good plan needs
+    """Cut a traced graph according to ``settings``.  By default, the cut has as few regions as a good plan needs
     (placement/coarsest.py).
 
-    No other function decides which weights are compressed and which are sharded.  If some weights of the model are already
-    compressed, exactly these weights stay compressed, and likewise for sharded weights; otherwise ``settings`` decide.
-    Raises ChunkflowError if ``settings`` require sharded weights or divided exchanges, and these are not possible.
+    This function also chooses the weights to compress and the weights to shard (:func:`_packed_weights`,
+    :func:`_peer_weights`).  No other function chooses them.  Raises ChunkflowError if ``settings`` require sharded weights or
+    divided exchanges, and these are not possible.
     """
     groups = settings.goal.exchange_groups
     if groups == "auto":
@@ -71,7 +72,7 @@ def choose_cut(traced: Traced, settings: Settings) -> Cut:
 
 def groups_for(traced: Traced, settings: Settings) -> GroupChoice:
     """Choose the number of groups of heads into which the exchanges of a graph are divided.  If ``settings`` contain a plan
-    or timings, return the number for which these were made."""
+    or timings, return the number of groups for which the plan or the timings were made."""
     hardware, given = settings.hardware, settings.plan or settings.timings
     if given is not None:
         return groups_of_problem(traced, given.problem, lambda graph: _cut_undivided(graph, settings).problem.digest)
@@ -89,7 +90,7 @@ def groups_for(traced: Traced, settings: Settings) -> GroupChoice:
 
 
 def plans_of(traced: Traced, settings: Settings, finest: Problem) -> Callable[[Problem], Plan]:
-    """Return a function that plans a problem of a graph, so that cuts of the graph can be compared by their plans (see
+    """Return a function that plans the problem of any cut of a graph.  With it, the caller compares cuts by their plans (see
     :func:`judged`).  ``finest``: problem of the graph's finest cut."""
 
     def plan(problem: Problem, *, goal: Goal, ends: Sequence[int] | None = None) -> Plan:
@@ -133,7 +134,7 @@ def _coarse(finest: Cut, settings: Settings, names: frozenset[str], planned: Cal
 
 
 def _grouped(finest: Cut, groups: Groups, settings: Settings) -> Cut:
-    """Return the cut in which the regions of each group of the finest cut are merged into one region.  No weight is packed in
+    """Merge the regions of each group in ``groups`` into one region, and return the resulting cut.  No weight is packed in
     this cut."""
     discovery = (finest.raw or finest).discovery
     return _cut(finest.traced, discovery, settings.group_bytes, settings.disabled, groups)
@@ -168,14 +169,15 @@ def _in_slices(chosen: Cut, finest: Cut, settings: Settings, planned: Callable[[
 
 
 def goal_of_cut(traced: Traced, settings: Settings) -> Goal:
-    """Return the goal for which a graph is cut.  If the graph is a block that is compiled separately, this is the common
-    goal of all blocks that it stands for."""
+    """Return the goal for which a graph is cut.  If the graph is a block that is compiled separately, return the common goal
+    of all blocks that the graph stands for."""
     return settings.goal if traced.repeats is None else traced.repeats.goal
 
 
 def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], Plan] | None) -> frozenset[str]:
-    """Return the names of the weights to pack according to ``settings``.  ``planned``: result of :func:`plans_of`, or None
-    if cuts are not compared by their plans."""
+    """Return the names of the weights to pack according to ``settings``.  If some weights of the model are already packed,
+    and ``settings`` neither name weights nor require packing, return the packed weights.  ``planned``: result of
+    :func:`plans_of`, or None if cuts are not compared by their plans."""
     pack = settings.goal.pack
     if not isinstance(pack, str | bool):
         return pack & packable(finest)
@@ -191,8 +193,9 @@ def _packed_weights(finest: Cut, settings: Settings, planned: Callable[[Problem]
 
 
 def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], Plan] | None) -> frozenset[str]:
-    """Return the names of the weights to shard according to ``settings``.  ``planned``: result of :func:`plans_of`, or None
-    if cuts are not compared by their plans."""
+    """Return the names of the weights to shard according to ``settings``.  If some weights of the model are already sharded,
+    and ``settings`` do not name weights, return the sharded weights.  ``planned``: result of :func:`plans_of`, or None if
+    cuts are not compared by their plans."""
     peers = settings.goal.peers
     if not isinstance(peers, str | bool):
         return peers & streamable(finest)
@@ -220,8 +223,8 @@ def _sharded_now(traced: Traced) -> frozenset[str]:
 
 def _cut_before(finest: Cut, settings: Settings) -> Groups | None:
     """Return the groups of regions with which the graph was cut before: for the plan or the timings in ``settings``, or for a
-    problem in ``settings.likes`` that has the same structure.  If none is found, return None, or each
-    region as its own group if ``settings`` contain a plan or timings."""
+    problem in ``settings.likes`` that has the same structure.  If no such groups are found, return None or, if ``settings``
+    contain a plan or timings, one group per region."""
     given = settings.plan or settings.timings
     structures = [problem.structure for problem, _ in settings.likes]
     if given is None and not structures:

@@ -1,5 +1,5 @@
-"""The exceptions of the package, and a function for the first line of any exception.  Each message names the object, the
-cause and the fix."""
+"""The exceptions that the package raises, and functions that inspect exceptions.  Each message names the object, the cause
+and the fix."""
 
 
 class ChunkflowError(RuntimeError):

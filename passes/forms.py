@@ -22,7 +22,7 @@ class CallEvents:
     """Numbers of the events that prologues and joins use.  Programs do not contain these events, except for ``reads``.
 
     ``handover``: event at the beginning of a prologue; the lanes wait for it before they overwrite the arena.
-    ``lanes``: for each lane, the event that a join records in it.  ``reads``: events that reads record.
+    ``lanes``: for each lane, the event that a join records in it.  ``reads``: events that are recorded after reads.
     """
 
     handover: int
@@ -77,12 +77,12 @@ def prologue(
     jumps: bool = False,
 ) -> Step:
     """Return the ops to issue before a call.  These ops put the arena into the state that it would have if all earlier calls
-    of the pass had run in the planned order.
+    of the cycle had run in the planned order.
 
     ``step``, ``events``: ops and events of all calls of the cycle.  ``begin``: index of the first op of the call.
-    ``kept``: copies of the resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights
-    that were written since they were copied; None at a cold start.  ``jumps``: whether the call is a jump, that is, out
-    of the planned order.
+    ``kept``: copies of the resident chunks, see :func:`resident`.  ``lanes``: lanes of the device.  ``stale``: weights that
+    were written since they were copied, or None at a cold start.  ``jumps``: whether the call is a jump, that is, out of the
+    planned order.
 
     At a cold start, the prologue copies all resident chunks, and all streamed chunks that earlier calls would have
     copied for this and later calls.  At a jump, it copies these streamed chunks, and the resident chunks of stale weights.
@@ -90,9 +90,9 @@ def prologue(
     calls would have issued for copies after the beginning of this call.  The prologue's own copies do not use the ring: for a
     weight in a file, the copy itself reads the file.
 
-    The ops of the call do not always include a wait for a weight that the prologue copies: they include none for some stale
-    weights, and none for a weight whose first reader is in an earlier call, because that earlier call contains the wait.  If
-    the prologue copies such weights, compute waits for all copies at the end of the prologue.
+    The ops of the call may lack a wait for a weight that the prologue copies.  This is the case for some stale weights, and
+    for a weight whose first reader is in an earlier call, because that earlier call contains the wait.  If the prologue
+    copies such weights, compute waits for all copies at the end of the prologue.
     """
     cold = stale is None and not jumps
     stale = stale or ()
@@ -112,15 +112,17 @@ def prologue(
         copy = step[i]
         if not isinstance(copy, Copy) or not (cold or jumps or copy.weight in stale):
             continue
-        # from op ``begin`` on, the needed copies are those that the previous pass issues for this pass; before ``begin``,
-        # they are the copies that earlier calls of this pass issue
+        # in the planned order, ops from ``begin`` on have been issued only by the previous step.  Of their copies, those for
+        # this step are needed, unless an earlier call of this step has evicted the weight.  Ops before ``begin`` have been
+        # issued by this step.  Of their copies, those for the next step are needed, and those whose weight has not been
+        # evicted yet
         needed = evicted.get(copy.weight, -1) >= begin
         if (copy.next_step and needed) if i >= begin else (copy.next_step or needed):
             ops.append(replace(copy, ring=None))
             ops += (op for op in step[i + 1 : i + 2] if isinstance(op, Record) and op.stream == copy.stream)
     ops += ahead
-    # for each weight, the index of the last wait before its evict: the wait of its first reader.  A wait after the evict
-    # belongs to a barrier, which may wait for the copies of the next step
+    # for each weight, the index of the wait before its first reader: this is the last wait for the weight before its evict.
+    # A wait after the evict belongs to a barrier, which may wait for the copies of the next step
     waits = ((i, weight) for i, op in enumerate(step) if isinstance(op, Wait) for weight in op.weights)
     waited = {weight: i for i, weight in waits if i < evicted.get(weight, -1)}
     if stale or any(i < begin <= evicted[weight] for weight, i in waited.items()):
@@ -129,11 +131,11 @@ def prologue(
 
 
 def reads_ahead(step: Step, begin: int) -> Step:
-    """Return the reads that a pass issues before the op at index ``begin`` for copies after this op, each with its event.
+    """Return the reads that a step issues before its op at index ``begin`` for copies after this op, each with its event.
     ``step``: ops of all calls."""
     ops, read = list[Op](), set[tuple[str, int]]()
-    # the event that the copy stream waited for last; before a copy out of the ring, this is the event of the copy's read, as
-    # program/reads.py proves
+    # the event that the copy stream waited for last.  When the loop reaches a copy out of the ring, it is the event of the
+    # read that belongs to this copy, as program/reads.py proves
     event = -1
     for op in (*step[begin:], *step[:begin]):
         if isinstance(op, Read):
@@ -153,8 +155,8 @@ def without_reads(step: Iterable[Op], events: CallEvents) -> Step:
 def _kept_arrivals(step: Step, kept: Sequence[Copy]) -> dict[int, list[int]]:
     """Return the events to record after copies of resident chunks, by the index of the copy in ``kept``.
 
-    The step waits for these events but does not record them.  Each event is recorded once the resident chunks of all weights
-    that its wait names have been copied.
+    The step waits for these events but does not record them.  Each event is recorded after the last copy of resident chunks
+    that the step waits for with this event.
     """
     last = {copy.weight: i for i, copy in enumerate(kept)}
     recorded = {op.event for op in step if isinstance(op, Record)}
@@ -173,8 +175,8 @@ def captured(step: Iterable[Op], events: CallEvents) -> Step:
     """Return the step of a call in the form of a CUDA graph, in which compute waits for all copies at the end.
 
     Each copy is issued directly before compute waits for it.  When a CUDA graph runs, a node with several predecessors
-    runs in the stream of the predecessor that was recorded first, so issuing copies late keeps compute in one stream.
-    The order of the copies in a lane does not change, nor do the events that each copy waits for.
+    runs in the stream of the predecessor that was captured first, so issuing copies late keeps compute in one stream.  The
+    order of the copies in a lane does not change, nor do the events that each copy waits for.
 
     A wait for an event that the call itself does not record has no effect in a CUDA graph.  Such an event is the arrival of a
     copy that an earlier call has issued.  That copy has already ended: if the earlier call is a CUDA graph, it waits

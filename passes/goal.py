@@ -20,16 +20,17 @@ class Goal:
     ``memory``: budget, the maximum bytes on the device.  The budget covers weights and activations if ``activations`` is set,
     otherwise weights alone.  ``slowdown``: maximum predicted step time, as a multiple of the step time with all weights
     resident; see :attr:`longest`.  ``policy``: policy that places the weights.  ``yields``: how copies avoid overlap with
-    collectives.  ``pack``: names of the packed weights; True for all weights that can be packed, "auto" for the weights whose
-    packing is predicted to shorten the step within ``memory``.  ``peers``: names of the weights that are sharded over the
-    devices of the ranks; True for all weights that can be streamed, "auto" for the weights whose sharding is predicted to
-    shorten the step within ``memory`` or, without ``memory``, to minimize the bytes on the device.  ``hoist``: whether
-    products that do not depend on the latent are computed once for many steps (graph/hoist.py), so that their weights need
-    not be streamed in every step; "auto" to do so if this is predicted to shorten a step.  ``split``: number of slices into
-    which the tokens of each block are split (graph/split.py), to reduce the activation memory; "auto" for the smallest number
-    with which weights and activations fit in the budget.  ``exchange_groups``: number of groups of heads into which the
-    all-to-alls around attention are divided (graph/head_groups.py), so that one group is exchanged while another is computed;
-    False for no groups, "auto" for the number with the shortest predicted step.
+    collectives.  ``pack``: names of the packed weights, or True for all weights that can be packed.  "auto" packs the weights
+    whose packing is predicted to shorten the step within ``memory``.  ``peers``: names of the weights that are sharded over
+    the devices of the ranks, or True for all weights that can be streamed.  "auto" shards the weights whose sharding is
+    predicted to shorten the step within ``memory``.  Without ``memory``, "auto" shards weights to minimize the bytes on the
+    device.  ``hoist``: whether products that do not depend on the latent are computed once for many steps (graph/hoist.py),
+    so that their weights need not be streamed in every step.  "auto" hoists if this is predicted to shorten a step.
+    ``split``: number of slices into which the tokens of each block are split (graph/split.py), to reduce the activation
+    memory.  "auto" takes the smallest number with which weights and activations fit in the budget.  ``exchange_groups``:
+    number of groups of heads into which the all-to-alls around attention are divided (graph/head_groups.py), so that one
+    group is exchanged while another is computed.  False divides nothing, and "auto" takes the number with the shortest
+    predicted step.
 
     Raises ChunkflowError if both ``memory`` and ``slowdown`` are set, if ``slowdown`` is below 1, or if a field is set
     that the policy ignores.
@@ -82,7 +83,7 @@ class Goal:
                 "Give memory, for weights and activations, or weight_memory, for weights alone, not both."
             )
         given = weight_memory if memory is None else memory
-        budget = None if given is None else 0  # report conflicting options before a missing unit
+        budget = None if given is None else 0  # so that conflicting options are reported before a missing unit
         goal = Goal(
             memory=budget,
             activations=memory is not None,

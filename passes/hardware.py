@@ -1,5 +1,5 @@
-"""Hardware: the rates of compute, copies and collectives on the machine of a rank, for the cost model.  Frozen; stored as
-JSON."""
+"""Hardware: the rates of compute, copies and collectives on the machine of a rank, for the cost model.  A profile is
+immutable, and is stored as JSON."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Hardware:
     H200, the faster of two measured hosts (docs/benchmarks/h200_card.json)."""
     new_pages_bandwidth: float = 2.1e9
     """Bytes/s at which the host writes newly allocated pages of 4 KiB, for example in a copy from the device to a new
-    tensor.  The default was measured on the same host."""
+    tensor.  The default was measured on the host of an H200."""
     cards: tuple[str, ...] = ()
     """Names of the GPUs that this profile describes, as their drivers report them."""
     memory_bytes: int = 0
@@ -139,7 +139,7 @@ class Hardware:
     depend on the budget, not on this field."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
-    """The interconnect to emulate while programs run; None to use the real one."""
+    """The interconnect to emulate while programs run, or None to use the real interconnect."""
 
     def __post_init__(self) -> None:
         _check_text("name", self.name)
@@ -202,8 +202,7 @@ class Hardware:
         return self.gemm_flops.get(dtype, min(self.gemm_flops.values()))
 
     def rate_of(self, nbytes: int) -> float:
-        """Return the bytes/s at which kernels read and write a tensor of ``nbytes`` bytes that one kernel writes and the next
-        kernel reads.
+        """Return the bytes/s at which a kernel writes a tensor of ``nbytes`` bytes and the next kernel reads it.
 
         A tensor of at most half the size of the cache is assumed to be in the cache.  The other half is assumed to hold
         the other tensors of the kernel.
@@ -246,7 +245,7 @@ class Hardware:
         ``nbytes``: size of all chunks in bytes.  ``from_others``: number of these bytes that come from other ranks.
         ``chunks``: number of chunks.
 
-        The bytes of this rank's own shard are copied within its device.  The overhead is one call per chunk.
+        The bytes of this rank's own shard are copied within its device.  The overhead per chunk is ``chunk_s``.
         """
         own = 2 * (nbytes - from_others) / self.memory_rate
         return from_others / self.peer_bandwidth + own + chunks * self.chunk_s
@@ -276,8 +275,8 @@ class Hardware:
         return ""
 
     def shared_by(self, ranks: int) -> Hardware:
-        """Return this machine as one rank sees it while ``ranks`` ranks copy at the same time: its copy rate is at most
-        an equal share of ``host_bandwidth``, which the ranks on the same machine divide."""
+        """Return this machine as one rank sees it while ``ranks`` ranks copy at the same time.  The ranks on the same machine
+        share ``host_bandwidth`` equally, and the copy rate of a rank is at most its share."""
         here = min(ranks, self.node_ranks) if self.node_ranks else ranks
         if not self.host_bandwidth or self.copy_rate * here <= self.host_bandwidth:
             return self

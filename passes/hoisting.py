@@ -9,7 +9,8 @@ Contract
 
 The preamble runs once for many steps, so none of its weights stays on the device.  All weights of the preamble are streamed
 through an arena that is large enough for the weights of two regions.  If blocks are compiled separately, each block has its
-own table.  Together, the tables of all blocks of one type get the same share of the budget as the table of a whole model.
+own table.  Together, the tables of all blocks of one type get at most a sixteenth of the part of the budget that is for these
+blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .planning import Settings, make_plan
 
 # The maximum number of rows of a table: enough for a schedule of 50 steps for two prompts.
 MOST_ROWS = 128
-# The table takes at most 1 / 16 of the budget.
+# The table of rows takes at most 1 / 16 of the budget.
 _SHARE_OF_ROWS = 16
 # The assumed number of steps of a generation, by which the time of the preamble is divided.  The examples in diffusers use
 # 28 steps for FLUX.1, and 50 for Qwen-Image and HunyuanVideo.
@@ -49,8 +50,9 @@ class HoistingFigures:
 
     ``weights``, ``nbytes``: number of hoisted weights, and their total bytes.  ``values``, ``row_bytes``: number of
     tensors in a row, and their total bytes.  ``slow``: number of inputs that a row depends on.  ``rows``: capacity of the
-    table in rows.  ``external_bytes``, ``arena``: fields of main's settings.  ``fill_s``: predicted seconds in which the
-    preamble computes the rows for :data:`STEPS` steps in one pass over its weights.
+    table that stores the rows.  ``external_bytes``, ``arena``: fields of the settings of main (the model without the
+    preamble).  ``fill_s``: predicted seconds in which the preamble computes the rows for :data:`STEPS` steps in one pass over
+    its weights.
     """
 
     weights: int
@@ -65,14 +67,14 @@ class HoistingFigures:
 
     @property
     def seconds_per_call(self) -> float:
-        """The seconds by which the preamble lengthens each step, on average over a generation.  0 if rows depend on a
-        single input: this is the timestep, whose values are the same in every generation, so the rows are computed only
-        once."""
+        """The seconds by which the preamble lengthens each step, on average over a generation.  If rows depend on a single
+        input, the result is 0: this input is the timestep, whose values are the same in every generation, so the rows are
+        computed only once."""
         return self.fill_s / STEPS if self.slow > 1 else 0.0
 
     def budget_for(self, nbytes: int) -> int:
-        """Return the smallest budget in bytes in which a plan of main with ``nbytes`` bytes fits, together with the table.
-        The size of the table depends on the budget."""
+        """Return the smallest budget, in bytes, that covers the table of rows and a plan of main with ``nbytes`` bytes.  The
+        size of the table depends on the budget."""
         others = nbytes + self.external_bytes - self.rows * self.row_bytes
         for rows in range(1, MOST_ROWS):
             budget = max(others + rows * self.row_bytes, _SHARE_OF_ROWS * rows * self.row_bytes)
@@ -149,7 +151,8 @@ def hoisting_of(traced: Traced, settings: Settings) -> Hoisting | None:
 
 
 def rows_within(halves: Halves, goal: Goal, repeats: Repeats | None = None) -> int:
-    """Return the capacity of a table in rows.  Raises ChunkflowError if a single row does not fit.
+    """Return how many rows the table of a graph can store within the budget.  Raises ChunkflowError if a single row does not
+    fit.
 
     ``goal``: goal for the model, or for a single block.  ``repeats``: if the graph is a block, all blocks of its type;
     their tables share a part of the model's budget."""
@@ -234,8 +237,8 @@ def _pays(traced: Traced, settings: Settings, hoisting: Hoisting) -> bool:
 
 
 def _plan_of(traced: Traced, settings: Settings) -> tuple[Plan, int]:
-    """Return the plan of a graph, and the number of times that the plan contains the graph: several times for a block that
-    is compiled separately, once for a whole model."""
+    """Return the plan of a graph, and the number of times that the plan contains the graph.  A plan contains a whole model
+    once.  It contains a block several times if the block is compiled separately."""
     problem = choose_cut(traced, settings).problem
     plan = plans_of(traced, settings, problem)(problem)
     return plan, len(plan.regions) // len(problem.regions)

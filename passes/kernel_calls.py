@@ -74,8 +74,8 @@ def source_key(node: Node) -> str:
 
 
 def written_by(node: Node) -> list[Node]:
-    """Return the operands that a kernel call writes in place, or all tensor operands if Triton cannot determine which it
-    writes.  Return an empty list if the node is not a kernel call."""
+    """Return the operands that a kernel call writes in place, or all tensor operands if Triton cannot determine which of them
+    the kernel writes.  Return an empty list if the node is not a kernel call."""
     if not is_kernel_call(node) or returns_copies(node):
         return []
     written: list[Node] = []

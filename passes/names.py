@@ -19,11 +19,11 @@ POLICIES: tuple[Policy, ...] = (
 Sharded = Literal["distributed-layerwise", "fsdp"]
 SHARDED: tuple[Sharded, ...] = get_args(Sharded)
 
-# diffusers' enable_group_offload (simulate/group_offload.py).  The step times of this method, too, are only predicted.
+# diffusers' enable_group_offload (simulate/group_offload.py).  The step times of this method are only predicted.
 GroupOffload = Literal["group-offload"]
 GROUP_OFFLOAD: GroupOffload = "group-offload"
-# The method of the paper.  The step times of this method are predicted like the step times of the policy "layerwise"
-# (cli/simulate.py).
+# The method of the ChunkFlow paper (arXiv 2605.11335).  The step times of this method are predicted like the step times of
+# the policy "layerwise" (cli/simulate.py).
 HostYield = Literal["host-yield"]
 HOST_YIELD: HostYield = "host-yield"
 OnlyPredicted = GroupOffload | HostYield | Sharded
@@ -50,8 +50,8 @@ Hoist = Literal[False, True, "auto"]
 # the budget.
 Split = int | Literal["auto"]
 
-# The number of groups of heads into which the exchanges around attention are divided (graph/head_groups.py).  "auto" takes
-# the number with the shortest predicted step.
+# The number of groups of heads into which the exchanges (all-to-alls) around attention are divided (graph/head_groups.py).
+# "auto" takes the number with the shortest predicted step.
 ExchangeGroups = Literal[False, "auto"] | int
 
 # A lane is a stream of the device (such as a CUDA stream) that copies weights to the device.  Lane "copy" copies from host
@@ -77,16 +77,16 @@ OPTIONAL_PASSES: Mapping[str, str] = {
 # smaller copies would waste much of the bandwidth.  Smaller parameters (biases, norms, modulation tables) make up less than
 # 1 % of a DiT.
 DEFAULT_MIN_BYTES = 1 << 20
-# The size of a chunk.  In the paper, 16 MiB is the best of 4, 16, 64 and 256 MiB.  A collective waits for at most one chunk,
-# which takes 0.6 ms over PCIe 5.
+# The size of a chunk.  In the ChunkFlow paper (arXiv 2605.11335), 16 MiB is the best of 4, 16, 64 and 256 MiB.  A collective
+# waits for at most one chunk, which takes 0.6 ms over PCIe 5.
 DEFAULT_CHUNK_BYTES = 16 << 20
 # The size of the groups of weights between which the graph is cut.  Copies start and slots become free only at cuts, so
 # smaller groups permit better plans.  But each cut costs a host call (about 0.2 ms on a slow CPU core) and prevents fusion
 # across it.  At 30 GB/s, copying 64 MiB of weights takes 2 ms, so the host calls take a tenth of the copy time.
 DEFAULT_GROUP_BYTES = 64 << 20
 
-# Namespaces of ops from torch and from libraries for quantised weights.  Unlike for a user's custom op, the passes know
-# what these ops compute, and whether they communicate.
+# Namespaces of ops from torch and from libraries for quantised weights.  The passes know what these ops compute, and whether
+# they communicate.  For a user's custom op, the passes know neither.
 KNOWN_NAMESPACES = frozenset(
     (
         *("aten", "prim", "prims", "inductor", "inductor_prims", "higher_order", "quantized", "quantized_decomposed"),

@@ -12,9 +12,9 @@ error.  ``Library.define`` is used because defining an op with ``custom_op`` tak
 ``read(weight, first, end, ring, after, then)``
     Read chunks ``[first, end)`` of a weight from its file into the ring, at offset ``ring``.  ``after``: the event of the
     copy that frees these bytes of the ring, or None if the previous read waits for the same copy.  ``then``: the event that
-    is recorded after the read.
+    the stream of reads records after the read.
 ``wait(event, weights)``
-    The compute stream waits for the event, after which all chunks of the weights have arrived.
+    The compute stream waits for the event.  Then all chunks of the weights have arrived.
 ``evict(weight)``
     The last reader of the weight has finished, so its slot may be overwritten.
 """
@@ -140,7 +140,7 @@ def transfer_of(node: Node) -> TransferOp | None:
 
 
 def prefetch_of(node: Node) -> Prefetch | None:
-    """Return the copy of a prefetch node with its events, or None for other nodes."""
+    """Return the copy of a prefetch node with its events, or None if the node is not a prefetch."""
     if node.target is not PREFETCH:
         return None
     arguments: Any = node.args
@@ -173,8 +173,9 @@ def transfer_text(op: TransferOp) -> str:
 
 
 def unfolded(transfer: TransferOp, opened: set[int]) -> Step:
-    """Return the ops of a step for which a transfer op in the graph stands; the inverse of :func:`folded`.  ``opened``: the
-    events of the window openings that earlier transfer ops record; if this one records an opening, its event is added."""
+    """Return the ops of a step that a transfer op of the graph stands for; the inverse of :func:`folded`.  ``opened``: the
+    events of the window openings that earlier transfer ops record.  If this transfer op records an opening, the event of the
+    opening is added."""
     if isinstance(transfer, Wait | Evict):
         return (transfer,)
     moved, after = _moved(transfer), transfer.after

@@ -15,14 +15,13 @@ A packed weight is a one-dimensional int32 tensor with three parts, see :class:`
                 are far apart, because a GPU is slow if many threads add to the same word
     base        the exponent whose code is 0
 
-Unpacking a frame gives 4 h words of two values each, in four rows of h words.  The signs and mantissas of row k are stored
-in bytes k % 2 and k % 2 + 2 of row k // 2 of the 2 h words, and the codes of row k in nibbles k and k + 4 of the h words.
-So each operation works on two values at once, without a table or a branch, and the words that a GPU reads several times
-are close together.  Inductor generates one kernel that unpacks the frames, and a second kernel that adds the escapes to the
-result of the first.  If the second kernel adds two escapes to the same word, the sum is exact in either order.
+Unpacking a frame gives four rows of h words with two values each; :func:`_words` defines which bits of the frame a row takes.
+Each operation unpacks two values at once, without a table or a branch.  The words that a GPU reads several times are close
+together.  Inductor generates one kernel that unpacks the frames, and a second kernel that adds the escapes to the result of
+the first.  If the second kernel adds two escapes to the same word, the sum is exact in either order.
 
-The op ``unpack_2`` precedes the reader of a packed weight in its region.  Inductor caches code by the op's name and
-arguments.  So if the layout of the packed form changes, the op needs a new name.  Otherwise, cached code for the old
+In a region, the op ``unpack_2`` unpacks a packed weight before another op reads it.  Inductor caches code by the op's name
+and arguments.  So if the layout of the packed form changes, the op needs a new name.  Otherwise, cached code for the old
 layout would read the new layout.
 """
 
@@ -38,7 +37,8 @@ import torch
 # The maximum number of values in a frame.  A frame is read several times; with at most 96 KiB it stays in a cache of the GPU
 # or of a CPU core.
 _FRAME = 1 << 16
-# The maximum number of frames in a segment: the position of an escape in a segment has 27 bits.
+# The maximum number of frames in a segment: the position of an escape (a value whose exponent does not fit in its code) in a
+# segment has 27 bits.
 _SEGMENT = 1 << 27 - 16
 # The lists have space for one escape per 352 values, so a value takes 12 + 32 / 352 bits.  Trained weights have one escape
 # per 400 to 10,000 values.  Gaussian weights have one escape per 12,000 values.
@@ -53,7 +53,8 @@ _SAMPLE = 1 << 16
 _PIECE = 8
 # The number of frames in each unit of work that a thread takes.
 _SHARE = 32
-# The distance, in values, between the positions to which unused words of the list add 0.  This distance is 16 bytes.
+# The distance between the values to which two successive unused words of a list of escapes add 0, as a number of values.
+# This distance is 16 bytes.
 _APART = 8
 # The number of words in a group, see _nonzero.
 _GROUP = 64
@@ -114,7 +115,8 @@ def saves(numel: int) -> bool:
 
 def can_pack(weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether packing supports a weight and makes it smaller.  :func:`pack` still fails if the weight has too many
-    escapes.  ``dtype``: dtype to which the weight will be converted first."""
+    escapes, that is, values whose exponents do not fit in the codes.  ``dtype``: dtype to which the weight will be converted
+    first."""
     return dtype == torch.bfloat16 and weight.is_contiguous() and saves(weight.numel())
 
 
@@ -137,8 +139,8 @@ def pack(values: torch.Tensor, out: torch.Tensor, run: Run = map) -> bool:
 
 
 def _listed(flat: torch.Tensor, words: torch.Tensor, layout: Layout, base: int) -> torch.Tensor | None:
-    """Return the lists of escapes as a packed weight stores them, or None if they do not fit.  ``words``: ascending
-    positions of the words that contain escapes."""
+    """Return the lists of escapes (see the module docstring) as a packed weight stores them, or None if they do not fit.
+    ``words``: ascending positions of the words that contain escapes."""
     at = (2 * words.view(-1, 1) + torch.arange(2)).view(-1)
     at = at[at < len(flat)]
     times = ((flat.view(torch.int16)[at].to(torch.int64) >> 7 & 0xFF) - base) >> 4
@@ -155,7 +157,7 @@ def _listed(flat: torch.Tensor, words: torch.Tensor, layout: Layout, base: int) 
 
 def _base(bits: torch.Tensor) -> int:
     """Return the base: the exponent that, together with the next fifteen, covers the most values of a sample."""
-    sample = bits[:: len(bits) // _SAMPLE | 1].to(torch.int64)  # an odd step samples every column
+    sample = bits[:: len(bits) // _SAMPLE | 1].to(torch.int64)  # with an odd step, every column of a matrix is sampled
     counts = torch.bincount((sample >> 7) & 0xFF, minlength=256)
     return int(counts.unfold(0, 16, 1).sum(1).argmax())
 
@@ -178,7 +180,7 @@ def _pack_frames(flat: torch.Tensor, layout: Layout, base: int, first: int, out:
         torch.bitwise_or(rows[:, :, 0], rows[:, :, 1].bitwise_left_shift_(eight), out=into[:, :2])
         torch.bitwise_right_shift(words, seven, out=here).bitwise_and_(exponents)
         # subtract the base from both exponents of a word; adding 256 first keeps the subtraction from borrowing from the
-        # other exponent.  A difference above 15 has one of the bits of ``outside`` set: it is an escape
+        # other exponent.  A difference above 15 has one of the bits of ``outside`` set; its value is an escape
         here.add_(bias).bitwise_xor_(none)
         escapes.append(_nonzero(torch.bitwise_and(here, outside, out=other).view(-1)) + 4 * h * begin)
         here.bitwise_and_(codes)

@@ -73,8 +73,8 @@ def stages(
     verify_each: bool = False,
     last: StageName = "verified",
 ) -> Iterator[Stage]:
-    """Run the passes in order, up to stage ``last``, and yield each stage as soon as it exists.  ``pieces``: the cut, if it
-    has already been made.
+    """Run the passes in order, up to stage ``last``, and yield each stage as soon as it exists.  ``pieces``: the cut, or None
+    if it has not been made yet.
 
     ``verify_each``: whether to check the contract of each stage.  A stage is checked after the caller has received it, so
     that the caller can also show a stage that violates its contract.  Raises ChunkflowError if a pass does not support its

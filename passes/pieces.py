@@ -1,8 +1,8 @@
 """Pieces: how a weight is sharded over the devices of N ranks, as ranges of bytes.
 
 A weight is divided into stripes, and each stripe into N parts of equal size, one per rank.  The *piece* of a rank consists
-of its parts from all stripes, one after the other.  So when a chunk consists of whole stripes, equal parts of it are pulled
-from all ranks.
+of its parts from all stripes, one after the other.  So if a chunk consists of whole stripes, a rank pulls equal parts of the
+chunk from all ranks.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 # The size of a stripe in bytes, equal to the default size of a chunk.  With eight ranks, a part has 2 MiB.  Each rank starts
-# with a different part, so that the ranks do not all pull from the same device at the same time (according to DWDP, this
-# increases the rate by 8 %).  Smaller parts would need more copies.  With larger parts, a rank would pull from one device
-# for longer.
+# with a different part, so that the ranks do not all pull from the same device at the same time.  Smaller parts would need
+# more copies.  With larger parts, a rank would pull from one device for longer.
 STRIPE = 16 << 20
 # The alignment of parts in bytes.  Copies of an odd number of bytes are much slower, and kernels expect an alignment of 256.
 _ALIGNMENT = 256
@@ -37,8 +36,8 @@ def piece_bytes(nbytes: int, ranks: int) -> int:
 
 
 def parts(begin: int, end: int, nbytes: int, ranks: int, first: int = 0) -> Iterator[PiecePart]:
-    """Yield the parts of bytes ``[begin, end)`` of a weight.  In each stripe, the order starts with rank ``first`` and
-    wraps around."""
+    """Yield the parts of bytes ``[begin, end)`` of a weight.  In each stripe, the part of rank ``first`` comes first; the
+    part of rank 0 follows the part of the last rank."""
     part = _part(ranks)
     stripe = ranks * part
     for start in range(begin // stripe * stripe, end, stripe):

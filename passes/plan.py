@@ -1,5 +1,5 @@
-"""Plan: where each weight is stored, which slot it is streamed through, and which window starts the copy of each chunk.
-Frozen; stored as JSON."""
+"""Plan: where each weight is stored, which slot it is streamed through, and which window starts the copy of each chunk.  A
+plan is immutable, and is stored as JSON."""
 
 from __future__ import annotations
 
@@ -63,9 +63,8 @@ class WeightPlan:
     first_use``, the chunk is copied in the same step in which it is read, otherwise in the previous step (wrap-around).
     ``first_use`` and ``last_use``: indices of the first and the last region that read the weight.  ``slack_s``:
     predicted seconds from the arrival of the last chunk to the start of the first region that reads the weight;
-    negative if this region waits.  ``why``: reason for the placement, as a sentence.  ``source``: in a plan, only its field
-    ``ranks`` is set; a sharded weight has it even if ``home`` is "device".  The Problem contains the other fields of the
-    source.
+    negative if this region waits.  ``why``: reason for the placement, as a sentence.  ``source``: source of the weight, in
+    which a plan sets only the field ``ranks``; for a sharded weight, this field is set even if ``home`` is "device".
     """
 
     name: str
@@ -180,8 +179,8 @@ class Plan:
         return frozenset(w.name for w in self.weights if w.home == "peers")
 
     def lane(self, weight: str) -> Lane:
-        """Return the lane of a streamed weight.  A sharded weight stays in the lane "pull" after a rank has written to
-        it, although this rank then copies it from host memory."""
+        """Return the lane of a streamed weight.  A sharded weight stays in the lane "pull" after a rank has written to it,
+        although this rank then copies the weight from host memory."""
         return "pull" if weight in self.pulled else "copy"
 
     @property
@@ -231,7 +230,7 @@ class Plan:
         return nbytes / seconds if seconds else None
 
     def span(self, weight: WeightPlan, first: int, end: int) -> tuple[int, int]:
-        """Return the bytes ``[start, stop)`` of chunks ``[first, end)`` of a weight."""
+        """Return the range of bytes ``[start, stop)`` in a weight that chunks ``[first, end)`` occupy."""
         return first * self.chunk_bytes, min(end * self.chunk_bytes, weight.nbytes)
 
     def nbytes(self, weight: WeightPlan, first: int, end: int) -> int:
@@ -243,7 +242,7 @@ class Plan:
         """Raise ChunkflowError if the plan was made for another model, input size, Ulysses degree or cut, or if its
         joins are not at the ends of the calls.
 
-        ``ends``: for each call of the problem, the number of regions up to its end; None for a single call.
+        ``ends``: for each call of the problem, the number of regions up to its end; or None if there is only one call.
         """
         if self.problem != problem.digest:
             ours, theirs = {w.name for w in self.weights}, {w.name for w in problem.weights}

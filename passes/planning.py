@@ -30,14 +30,15 @@ class Settings:
     ``goal``: objective of plans.  ``plan``: a plan to use instead of making one.  ``timings``: measurements from which plans
     are made, instead of the rates in the profile.  ``group_bytes``: size of the groups of weights between which the graph is
     cut, or None for the coarsest cut that is about as good as the finest.  ``part``, ``external_bytes``, ``arena``: arguments
-    of :func:`place`.  ``likes``: problems, each with its plan; a new problem with the structure of one of them gets the
-    placement of that plan.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto" to add
-    joins only if they cost little (:data:`MOST_JOIN_LOSS`).  For several calls, True means "auto".  ``preamble``: whether the
-    graph is the preamble of a model (hoisting.py), which runs once for many steps; the preamble is planned like a ``part``,
-    and never as a call of a cycle.  ``table``: if the graph is a block with hoisted products, the bytes of its table of rows.
-    ``tables``: total bytes of the tables for all blocks of this type; ``external_bytes`` does not include them, because the
-    cycle of the blocks counts the tables of all block types.  ``ranks``: number of ranks over whose devices weights may be
-    sharded, or 0 if unknown.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
+    of :func:`place`.  ``likes``: problems, each with its plan; a new problem that has the structure of one of these problems
+    gets the placement of its plan.  ``joined``: whether the plan has joins, so that each call can be one CUDA graph; "auto"
+    to add joins only if they cost little (:data:`MOST_JOIN_LOSS`).  For a cycle of several calls, True means "auto".
+    ``preamble``: whether the graph is the preamble of a model (hoisting.py), which runs once for many steps; the preamble is
+    planned like a ``part``, and never as a call of a cycle.  ``table``: if the graph is a block with hoisted products, the
+    bytes of the table that stores its rows (the hoisted results).  ``tables``: total bytes of the tables for all blocks of
+    this type; ``external_bytes`` does not include them, because the cycle of the blocks counts the tables of all block types.
+    ``ranks``: number of ranks over whose devices weights may be sharded, or 0 if unknown.  ``disabled``: names of
+    :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware
@@ -66,7 +67,7 @@ class Settings:
 
     @property
     def external_bytes_with_tables(self) -> int:
-        """``external_bytes``, including the tables of a block that is planned by itself."""
+        """``external_bytes`` and, for a block that is planned by itself, ``tables``."""
         return self.external_bytes + (self.tables if self.part else 0)
 
 

@@ -1,4 +1,5 @@
-"""Problem: the regions, collectives and weights of one step, for which a plan is made.  Frozen; contains no tensors."""
+"""Problem: the regions, collectives and weights of one step, for which a plan is made.  A problem is immutable, and contains
+no tensors."""
 
 from __future__ import annotations
 
@@ -62,9 +63,9 @@ class Parameter:
     """A parameter that is an input of the Dynamo graph.
 
     ``index``: position among the inputs of the Dynamo graph.  ``names``: all names under which the model contains this tensor
-    object; more than one for tied weights.  ``inside``: if the input is a tensor subclass, the attribute path from the input
-    to the parameter, such as ``.qdata``; otherwise empty.  ``keep``: why the parameter must stay on the device, or None if it
-    may be streamed.  ``source``: in a Traced, the source at the time of tracing; in a Cut, the planned source.
+    object; more than one for tied weights.  ``inside``: if the input is a tensor subclass that contains the parameter, the
+    attribute path to it, such as ``.qdata``; otherwise empty.  ``keep``: why the parameter must stay on the device, or None
+    if it may be streamed.  ``source``: in a Traced, the source at the time of tracing; in a Cut, the planned source.
     ``compressible``: False if the values of the parameter are known to be incompressible.
     """
 
@@ -134,8 +135,8 @@ class RegionCost:
         return replace(self, traffic=traffic, **work)
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return the predicted time of the region in seconds.  Products take the time for their FLOPs or for their
-        operands, whichever is longer.  The times of all other kernels are added."""
+        """Return the predicted time of the region in seconds.  The products take the time of their FLOPs or the time of the
+        memory traffic of their operands, whichever is longer.  The times of all other kernels are added."""
         products = max(
             self.gemm_seconds(hardware) + self.attention_seconds(hardware), self.operands / hardware.memory_rate
         )
@@ -171,9 +172,9 @@ class Region:
     regions with equal keys are lowered once.
 
     ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: weights in the order of the
-    region's inputs.  ``repeat``: number of times that it runs per step, once per slice (graph/split.py).  ``live``:
-    peak bytes of live activations while it runs (cost/live.py).  ``groups``: number of groups of heads if the region
-    computes the attention of one group (graph/head_groups.py), otherwise 1.
+    region's inputs.  ``repeat``: number of times that the region runs per step: once, or once per slice of its tokens
+    (graph/split.py).  ``live``: peak bytes of live activations while it runs (cost/live.py).  ``groups``: number of groups of
+    heads if the region computes the attention of one group (graph/head_groups.py), otherwise 1.
     """
 
     index: int
@@ -193,9 +194,9 @@ class Collective:
     """A collective.  ``nbytes``: bytes that this rank receives.  ``ranks``: size of its process group.
 
     ``before``: index of the first region after its start.  ``until``: index of the first region after compute has
-    waited for the end of the collective.  ``before`` and ``until`` can be equal to the number of regions,
-    which means after the last region.
-    ``engine``: whether kernels ("sm") or a copy engine ("copy") move its bytes; a busy copy engine cannot copy weights.
+    waited for the end of the collective.  If ``before`` or ``until`` equals the number of regions, it stands for the end of
+    the step, after the last region.  ``engine``: whether kernels ("sm") or a copy engine ("copy") move its bytes; a busy copy
+    engine cannot copy weights.
     """
 
     name: str
@@ -226,8 +227,8 @@ class Problem:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Bytes of the largest unpacked weight.  The device needs this memory in addition to the packed weights, because a
-        region unpacks one weight at a time."""
+        """Bytes of the largest packed weight after it has been unpacked.  The device needs this memory in addition to the
+        packed weights, because a region unpacks one weight at a time."""
         return max((w.source.values for w in self.weights), default=0)
 
     @property

@@ -19,7 +19,7 @@ MOST_READ_AHEAD = 128 << 20
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Return the number of bytes that a read of ``nbytes`` bytes occupies in the ring.  The read may touch one block more
+    """Return the number of bytes that a read of ``nbytes`` bytes occupies in the ring.  The read may touch one more block
     than its size suggests, because a weight can begin in the middle of a block of the file."""
     return (-(-nbytes // BLOCK) + 1) * BLOCK
 
@@ -28,8 +28,8 @@ def lap_bytes(reads: Sequence[int]) -> int:
     """Return the minimum size in bytes of a lap, that is, of the reads that fill the ring once.  ``reads``: sizes of the
     reads of a step in bytes.
 
-    A lap has space for the largest read, which may still be in the process of being copied, and for the reads ahead of it.
-    For the reads ahead, it has space for a quarter of the bytes that a step reads, at most :data:`MOST_READ_AHEAD`, but at
+    A lap has space for the largest read while its bytes are copied to the device, and for the reads ahead of this copy.  For
+    the reads ahead, a lap has space for a quarter of the bytes that a step reads, at most :data:`MOST_READ_AHEAD`, but at
     least for one read.
     """
     sizes = [slot_bytes(nbytes) for nbytes in reads]
@@ -69,8 +69,8 @@ def ring_slots(reads: Sequence[int]) -> list[RingSlot]:
 
 
 def _newest_overlapping(spans: Sequence[tuple[int, int]], number: int) -> int:
-    """Return the number of the last read before read ``number`` that uses some of the same bytes of the ring.  The result is
-    negative for a read of the previous step."""
+    """Of the reads before read ``number``, return the number of the last one that uses some of the same bytes of the ring.
+    The result is negative for a read of the previous step."""
     begin, end = spans[number]
     earlier = number - 1
     while spans[earlier][0] >= end or spans[earlier][1] <= begin:

@@ -2,30 +2,32 @@
 
 A GPU runs several streams concurrently, and each stream runs its operations in order.  ``compute`` runs regions.
 ``copy`` and ``pull`` are the lanes: ``copy`` fills slots from host memory, and ``pull`` fills slots from the devices of
-the other ranks.  ``collective`` runs collectives.  ``read`` reads files on the SSD into a ring buffer in host memory,
-from which copies take their bytes (ring.py).  Events order the operations of different streams: :class:`Record` marks a
-point in a stream, and a :class:`Wait` makes another stream wait until this point has been reached.
+the other ranks.  ``collective`` runs collectives.  ``read`` reads files on the SSD into a ring buffer in host memory; copies
+take their bytes from this buffer (ring.py).  Events order the operations of different streams: :class:`Record` marks a point
+in a stream, and a :class:`Wait` makes another stream wait until this point has been reached.
 
 For each region k, the operations are issued in this order:
 
-1. The starts of the collectives before region k; before each start, the waits of its barrier.
-2. The waits for the ends of collectives.
+1. The starts of the collectives before region k.  Directly before the start of a collective, the waits of its
+   :class:`Barrier`, if it has one.
+2. The waits for the ends of the collectives whose ``until`` is k.
 3. The join, if a call ends before region k.
 4. The copies of window k.
-5. The waits for the weights of which region k is the first reader.
+5. The waits for the weights that region k is the first to read.
 6. Region k.
-7. The evicts of the weights of which region k is the last reader.
+7. The evicts of the weights that region k is the last to read.
 
 The events:
 
     Record(compute, 4)  Wait(copy, 4)    opening of window k: the regions before k have finished, so the bytes that they read
                                          may be overwritten
-    Copy(copy, ...)  Record(copy, 5)     arrival: in each lane, recorded only after the newest copy that a region waits for
-    Wait(compute, 5, (weights))          before the region that waits for the arrival; a lane is in order, so all copies
-                                         before the newest one have arrived as well
-    Record(copy, 9)  Wait(compute, 9)    join, in each lane: at the end of a call, all copies have arrived
-    Wait(read, 5)  Read(...)  Record(read, 6)   read, directly after the copy that frees its bytes of the ring
-    Wait(copy, 6)  Copy(copy, ...)       the copy that takes the bytes of this read
+    Copy(copy, ...)  Record(copy, 5)     arrival: of the copies in a lane that a region waits for, only the newest copy is
+                                         followed by a Record
+    Wait(compute, 5, (weights))          wait of a region for an arrival; all earlier copies in the lane have arrived as well,
+                                         because a lane runs its copies in order
+    Record(copy, 9)  Wait(compute, 9)    join at the end of a call: compute waits for all copies in the lane
+    Wait(read, 5)  Read(...)  Record(read, 6)   a read waits for the copy that frees its bytes of the ring
+    Wait(copy, 6)  Copy(copy, ...)       a copy out of the ring waits for the read that has stored its bytes there
 
 forms.py defines the prologue, which is issued before a call, and the form of a call that is one CUDA graph.
 """
@@ -82,8 +84,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Read:
-    """Reads chunks ``[first, end)`` of a weight from a file into the ring, from where the next copy of these chunks takes
-    them.  ``ring``: offset in the ring."""
+    """Reads chunks ``[first, end)`` of a weight from a file into the ring.  The next copy of these chunks takes them from the
+    ring.  ``ring``: offset in the ring."""
 
     stream: ClassVar[Stream] = "read"
     weight: str
@@ -135,9 +137,9 @@ class Release:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Evaluates a node for which there is no other op, such as one element of a region's outputs.  ``value``: name of the
-    node.  ``stream``: "collective" if the node takes an element of the results of a collective that has not ended,
-    otherwise "compute"."""
+    """Evaluates a node that no other op represents, such as a node that takes one element of a region's outputs.  ``value``:
+    name of the node.  ``stream``: "collective" if the node takes an element of the results of a collective that has not
+    ended, otherwise "compute"."""
 
     stream: Stream
     value: str
@@ -145,7 +147,7 @@ class Evaluate:
 
 Op = Record | Wait | Copy | Read | Run | Start | Finish | Evict | Release | Evaluate
 Step = tuple[Op, ...]
-# The ops that belong neither to compute nor to a collective.
+# The ops that move weights or order streams.
 Transfer = Record | Wait | Copy | Read
 
 
@@ -214,19 +216,20 @@ def join(lanes: Mapping[Lane, int]) -> Iterator[Op]:
 # first reader, the position of the weight, and their first chunk.  Resident chunks have window -1.
 _Place = tuple[int, int, int, int]
 # A copy that compute waits for, as a pair of its step and its place.  The step is 0 for the current step, -1 for the previous
-# step, and -2 for resident chunks, which were copied before both.
+# step, and -2 for resident chunks, which were copied before both steps.
 _Newest = tuple[int, _Place]
 
 
 def order(problem: Problem, plan: Plan) -> Step:
-    """Return the step of a program under a plan, without joins.  Calls that are not CUDA graphs issue this step."""
+    """Return the step of a program under a plan, without joins.  The host issues this step for calls that are not CUDA
+    graphs."""
     scheduler = Scheduler(problem, plan.chunk_bytes)
     return scheduler.step({w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
 
 
 class _Streamed(NamedTuple):
-    """A weight that may be streamed.  ``position``: position in the order of names.  ``kept``: place of the copy of its
-    resident chunks.  ``first``, ``last``: first and last region that read the weight."""
+    """A weight that may be streamed.  ``position``: position of the weight if weights are sorted by name.  ``kept``: place of
+    the copy of its resident chunks.  ``first``, ``last``: first and last region that read the weight."""
 
     name: str
     lane: Lane
@@ -250,9 +253,9 @@ class _Arrival(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """Copies and weights by region.  ``opened``: copies of each window, in the order of issue.  ``awaited``: for each
-    region, the lane, newest copy and name of each weight of which it is the first reader.  ``evicted``: for each
-    region, the evicts of the weights of which it is the last reader."""
+    """Copies and weights by region.  ``opened``: copies of each window, in the order of issue.  ``awaited``: for each region,
+    the lane, newest copy and name of each weight that the region is the first to read.  ``evicted``: for each region, the
+    evicts of the weights that the region is the last to read."""
 
     opened: dict[int, list[tuple[_Place, Copy]]]
     awaited: dict[int, list[tuple[Lane, _Newest, str]]]
@@ -322,7 +325,8 @@ class Scheduler:
         return tuple(self._with_reads(ops, events) if self._in_files else ops)
 
     def _with_reads(self, ops: Sequence[Op], events: _Events) -> Iterator[Op]:
-        """Insert reads into the ops, each read directly after the copy that frees its bytes of the ring."""
+        """Insert reads into the ops.  Each read comes directly after the copy that frees the bytes of the ring that the read
+        fills."""
         copied = [op for op in copies(ops) if op.weight in self._in_files]
         slots, count = ring_slots([self._nbytes(op) for op in copied]), len(copied)
         following = [list[int]() for _ in copied]  # for each copy, the reads to issue directly after it
@@ -374,8 +378,8 @@ class Scheduler:
         return placed
 
     def _read(self, awaited: Sequence[tuple[Lane, _Newest, str]]) -> Iterator[_Arrival]:
-        """Yield the arrivals that compute waits for before a region: in each lane, the newest copy of the weights of
-        which the region is the first reader.  ``awaited``: these weights, see :class:`_Placed`."""
+        """Yield the arrivals that compute waits for before a region: in each lane, the newest copy of the weights that the
+        region is the first to read.  ``awaited``: these weights, see :class:`_Placed`."""
         for lane in self._lanes:
             if mine := [(newest, name) for used, newest, name in awaited if used == lane]:
                 yield _Arrival(max(mine)[0][1], tuple(name for _, name in mine))
@@ -383,8 +387,8 @@ class Scheduler:
     def _held(self, names: Iterable[str], before: int, issued: Mapping[str, Sequence[_Issued]]) -> Iterator[_Arrival]:
         """Yield the arrivals that compute waits for at a :class:`Barrier`, directly before a collective starts.
 
-        ``names``: weights of the barrier.  ``before``: the index of the region that follows the start.  There is one
-        arrival for each sequence of consecutive weights in the same lane.
+        ``names``: weights of the barrier.  ``before``: the index of the region that follows the start of the collective.
+        There is one arrival for each sequence of consecutive weights in the same lane.
 
         A weight is left out if compute has already waited for all its copies in the previous step.
         """
@@ -403,8 +407,8 @@ class Scheduler:
 
 
 def _found(issued: Iterable[_Issued], before: int) -> Iterator[_Newest]:
-    """Yield the copies of a weight that this step issues before region ``before``.  Of the other copies of the weight, yield
-    those that the previous step issued for this step."""
+    """Yield the copies of a weight that have been issued when compute reaches region ``before``: copies by this step, copies
+    by the previous step for this step, and the copy of resident chunks."""
     for place, next_step in issued:
         if place[0] < before:
             yield (0 if place[0] >= 0 else -2), place

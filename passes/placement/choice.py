@@ -45,7 +45,7 @@ _SHARES = (1.0, 0.5, 0.25)
 # device, and these are unsharded in the next round.  After this number of rounds, less than 1 % of the weights remain to be
 # unsharded.
 _ROUNDS = 4
-# The share of the sharded weights that each try of to_fewer_peers unshards.
+# The share of the sharded weights that to_fewer_peers unshards in each try.
 _SHARE_STEP = 1 / 32
 # If not all weights can be sharded within the budget, the largest possible share is found by this number of bisections.
 _HALVINGS = 4
@@ -94,9 +94,9 @@ def to_fewer_peers(cut: Cut, plan: Callable[[Problem], Plan], ranks: int, budget
     """Return the names of the weights of ``cut`` to keep sharded.  ``cut`` is coarser than the cut for which its sharded
     weights were chosen.
 
-    In a coarser cut, more bytes must be pulled between two collectives, and the time between the two may be too short for
-    these pulls.  So some of the weights are unsharded: they are no longer pulled, and stay on the device if they fit there.
-    The arguments are the same as for :func:`to_peers`.
+    In a coarser cut, more bytes must be pulled between two collectives, and there may be too little time for these pulls.  So
+    some of the weights are unsharded: they are no longer pulled, and stay on the device if they fit there.  The arguments are
+    the same as for :func:`to_peers`.
     """
     names = frozenset(w.name for w in cut.problem.weights if w.source.sharded)
     tries = _Tries(cut, plan, lambda of, names: on_peers(of, names, ranks), budget, names)
@@ -122,10 +122,10 @@ def _without_kept(names: frozenset[str], tried: Plan | None, tries: _Tries) -> t
 
 
 def _from_host(cut: Cut, names: frozenset[str], plan: Plan, rate: float) -> frozenset[str]:
-    """Choose weights to copy from host memory while the others are pulled: a share of ``names``, spread evenly over the
-    order in which regions read them.  ``rate``: bytes/s of the copies from host memory.
+    """Choose the weights of ``names`` to copy from host memory while the other weights are pulled.  The chosen weights are
+    spread evenly over the order in which regions read weights.  ``rate``: bytes/s of the copies from host memory.
 
-    If ``plan`` covers several repetitions of a block, the share is computed over all repetitions.
+    If ``plan`` covers several repetitions of a block, the share of the weights to choose is computed over all repetitions.
     """
     assert plan.predicted is not None
     streamed = sum(plan.streamed_bytes(weight) for weight in plan.weights if weight.home == "peers")
@@ -141,7 +141,7 @@ def _by_use(cut: Cut, names: frozenset[str]) -> tuple[list[str], dict[str, int]]
 
 def _kept(plan: Plan, names: frozenset[str]) -> frozenset[str]:
     """Return the weights among ``names`` that the plan keeps on the device as a whole.  If the plan covers several
-    repetitions of a block, it must keep the weight in most repetitions."""
+    repetitions of a block, a weight counts as kept if the plan keeps it in most repetitions."""
     turns, kept = Counter[str](), Counter[str]()
     for weight in plan.weights:
         name = weight.name if weight.name in names else before_repeating(weight.name)

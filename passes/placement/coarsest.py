@@ -4,10 +4,10 @@ Contract
     On entry: the finest Cut, and a function that plans its problem and the problems of coarser cuts.
     On exit: the groups of regions (graph/coarsen.py) that form the coarsest cut whose predicted step is at most ``AS_GOOD``
     times as long as with the finest cut.  If the finest cut does not fit in the budget, the result is the coarsest cut
-    that fits; a coarser cut may fit, because its activations can be smaller.  If plans are made for a step time, the plan of
-    the result may also need more memory on the device than the plan of the finest cut: at most ``AS_GOOD - 1`` times the
-    weight bytes more.  For a block that is compiled separately, the plans cover several repetitions of the block, with at
-    most ``MOST_REGIONS`` regions.
+    that fits; a coarser cut may fit, because its activations can be smaller.  If plans are made for a step time, the memory
+    is limited, too: the plan of the result may exceed the device bytes of the finest cut's plan by at most ``AS_GOOD - 1``
+    times the bytes of all weights.  For a block that is compiled separately, the plans cover several repetitions of the
+    block, with at most ``MOST_REGIONS`` regions.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from chunkflow_compile.passes.graph.traced import Repeats
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
-# The margin of 0.5 % is a tenth of the typical prediction error.
+# A plan is about as good as another plan if its predicted step is at most 0.5 % longer.  This margin is a tenth of the
+# typical prediction error.
 AS_GOOD = 1.005
-# The maximum bytes of streamed weights per region, coarsest first.  None means that each block is one region; the other two
-# divide large blocks into about two and four regions.
+# The limits to try for the bytes of streamed weights per region, from the coarsest cut to the finest.  None means that each
+# block is one region; the other two limits divide large blocks into about two and four regions.
 _MOST = (None, 256 << 20, 128 << 20)
 # The maximum number of regions in a plan of several repetitions.  Planning 72 regions takes a third of a second on a slow
 # core.
@@ -48,7 +49,7 @@ def judged(finest: Problem, repeats: Repeats | None, goal: Goal, plan: MakePlan)
     goal of these blocks.  Otherwise the plan covers the graph alone, and is made for ``goal``.
 
     ``finest``: problem of the finest cut.  ``repeats``: the blocks that the graph stands for, or None for a whole model.
-    ``plan``: plans a problem for a goal.
+    ``plan``: function that plans a problem for a goal.
     """
     if repeats is None:
         return partial(plan, goal=goal)

@@ -15,8 +15,8 @@ from .resources import CopyUse, ReadUse
 
 
 class Durations:
-    """The durations of the ops of one problem on one machine.  ``strain``: factor by which the time of each copy, as computed
-    from the hardware profile, is multiplied."""
+    """The durations of the ops of one problem on one machine.  ``strain``: factor by which all copies take longer than the
+    hardware profile predicts."""
 
     def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
         """``hardware``: the profile; all ranks of the problem share its host bandwidth (:meth:`Hardware.shared_by`).
@@ -52,8 +52,8 @@ class Durations:
         self._pulls: dict[tuple[str, int, int], float] = {}
 
     def contending_collectives(self, lane: Lane = "copy") -> frozenset[str]:
-        """Return the names of the collectives that slow down or delay copies in a lane.  If collectives use the
-        interconnect of this lane, these are all collectives, otherwise only the collectives on copy engines."""
+        """Return the names of the collectives that slow down or delay copies in a lane.  If collectives use the interconnect
+        of the lane, return all collectives, otherwise only the collectives whose bytes a copy engine moves."""
         shared = self.hardware.shared_link or lane == "pull"
         return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
 

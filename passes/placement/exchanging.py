@@ -1,5 +1,5 @@
-"""Exchanging: chooses, by the predicted step time, the number of groups of heads into which the exchanges around
-attention are divided.
+"""Exchanging: chooses, by the predicted step time, the number of groups of heads into which the exchanges (all-to-alls)
+around attention are divided.
 
 Contract
     On entry: a Traced, and functions that cut and plan it.
@@ -7,7 +7,7 @@ Contract
     only if this shortens the predicted step by at least the share :data:`LEAST_GAIN`.
 
 First, steps with all weights resident are predicted for each number of groups, because this prediction is fast.  Then only
-two plans are made and compared: one with the best number of groups, and one with whole exchanges.
+two plans are made and compared: one with the best number of groups, and one with undivided exchanges.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from chunkflow_compile.passes.plan import Plan
 
 # The minimum share of the step time that groups must be predicted to save.  Predictions have errors of this size.
 LEAST_GAIN = 0.03
-# The maximum number of groups.  Twice as many groups would hide at most another sixteenth of the exchanges, and each
-# attention kernel would compute only a few heads.
+# The maximum number of groups.  With 8 groups, all exchanges can be hidden except one eighth.  With 16 groups, all except one
+# sixteenth could be hidden, but each attention kernel would compute only a few heads.
 MOST_GROUPS = 8
 
 
@@ -65,11 +65,11 @@ def choose_groups(
 def _best(
     traced: Traced, divided: Iterable[tuple[int, Traced]], resident_s: Callable[[Traced], float]
 ) -> tuple[int, Traced, float, float]:
-    """Find the number of groups with the shortest step.  Return this number, the graph with this number of groups, its
-    step time, and the step time with whole exchanges, in seconds.
+    """Find the number of groups with the shortest step.  Return this number, the graph with this number of groups, its step
+    time, and the step time with undivided exchanges, in seconds.
 
-    ``divided``: numbers of groups, ascending, each with its graph.  The search ends at the first number whose step is
-    longer than with whole exchanges, because more groups would make kernels even smaller.
+    ``divided``: numbers of groups, ascending, each with its graph.  The search ends at the first number whose step is longer
+    than with undivided exchanges, because more groups would make kernels even smaller.
     """
     whole_s, found = resident_s(traced), list[tuple[float, int, Traced]]()
     for count, graph in divided:
@@ -81,7 +81,7 @@ def _best(
 
 
 def _compared(traced: Traced, divided: Traced, groups: int, planned: Callable[[Traced], Plan]) -> GroupChoice:
-    """Choose between whole exchanges and ``groups`` groups by the step times of their plans."""
+    """Choose between undivided exchanges and ``groups`` groups by the step times of their plans."""
     found = dict[int, float]()
     for count, graph in ((1, traced), (groups, divided)):
         try:

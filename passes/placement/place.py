@@ -31,8 +31,8 @@ from .windows import as_windows
 
 # The policies whose plans depend on the budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
-# Limits for a call that must stream every weight and does not fit in memory: the maximum number of regions by which a copy is
-# ahead of its reader.  They are tried in this order until the call fits.
+# If a call must stream every weight and does not fit in memory, these limits are tried in order until the call fits.  Each
+# limit is the maximum number of regions by which a copy is ahead of its reader.
 _WINDOWS_AHEAD = (8, 4, 2, 1)
 
 
@@ -56,11 +56,12 @@ def place(
     every weight is streamed, and every copy is for the call in which it is issued.  ``like``: a plan for the same goal and
     for a problem that has the same structure, but other sizes.  Its placement is reused if it meets the goal: then the
     programs of both plans can alternate without a cold start.  ``residents_in_arena``: whether resident weights, too, are
-    placed in the arena.  Then programs that share the arena need no more memory for weights than the largest of their plans.
-    ``external_bytes``: bytes of weights on the device that the program does not read.  These bytes count against the budget.
-    This rank's shards and the unpacked values of the largest packed weight count, too, and so do activations if the budget
-    covers them.  ``arena``: minimum size of the arena in bytes, if another program of the model needs an arena of this size.
-    ``timings``: measurements of the problem, used instead of the rates in the profile.  ``joins``: as in :class:`Plan`.
+    placed in the arena.  Then the weights of all programs that share the arena need only the memory that the largest of their
+    plans needs.  ``external_bytes``: bytes of weights on the device that the program does not read.  These bytes count
+    against the budget.  This rank's shards and the unpacked values of the largest packed weight also count against it, and so
+    do activations if the budget covers them.  ``arena``: minimum size of the arena in bytes, if another program of the model
+    needs an arena of this size.  ``timings``: measurements of the problem, used instead of the rates in the profile.
+    ``joins``: as in :class:`Plan`.
 
     Raises ChunkflowError if the budget is below the minimum that the program needs, or if the timings belong to another
     problem.
@@ -129,8 +130,8 @@ def _prefix(planner: Planner, builder: PlanBuilder) -> Plan:
 
 def _smallest(planner: Planner, builder: PlanBuilder) -> Plan:
     smallest = planner.smallest(planner.goal.longest * planner.resident.step_s)
-    # slots are rounded up to the alignment, but resident weights are not, so the plan with all weights resident may be
-    # smaller
+    # slots are rounded up to the alignment, but resident weights are not.  So the plan with all weights resident may be
+    # smaller than a plan that streams some of them
     return builder.candidate(min(smallest, planner.all_resident, key=builder.slots))
 
 
@@ -230,8 +231,8 @@ class PlanBuilder:
     def minimal(self, part: bool = False) -> tuple[Candidate, int]:
         """Return the smallest placement that streams all weights, and the weight bytes on the device of the smallest plan.
         In this placement, each copy starts in the window of the weight's first reader.  The smallest plan has this
-        placement or, unless ``part`` is set, all weights resident, if that takes even less memory.  ``part``: see
-        :func:`place`."""
+        placement or, unless ``part`` is set, all weights resident, if this takes less memory than streaming all weights.
+        ``part``: see :func:`place`."""
         smallest = self.planner.play([c.first for c in self.planner.chunks])
         return smallest, min(map(self.slots, (smallest,) if part else (smallest, self.planner.all_resident)))
 
@@ -239,7 +240,7 @@ class PlanBuilder:
         self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], slots: Mapping[str, int] | None = None
     ) -> Plan:
         """Build a plan.  ``hard``: barriers of the plan.  ``slots``: for each weight, the offset of its slot, taken from a
-        candidate or a plan with the same windows.  If it is None, slots are assigned here."""
+        candidate or a plan with the same windows.  If ``slots`` is None, this method assigns slots."""
         streamed = self._streamed(windows)
         at, arena = self._arena(windows, streamed, slots)
         held = {w: b.collective for b in reversed(hard) for w in b.weights}

@@ -3,8 +3,9 @@
 ``layerwise`` prefetches all weights of the next block while a block computes, like SGLang.  (diffusers' group offload
 also copies the weights outside blocks in each call, see simulate/group_offload.py.)  With ``layerwise-barrier``, compute also
 waits for the copies of the next block before the first collective of the current block.  Then no copy overlaps with a
-collective.  The paper's reference code calls this policy the baseline.  ``layerwise-prefix`` is layerwise with the first
-blocks resident, as many as fit in the budget.  Under all of these policies, weights outside blocks are resident.
+collective.  The reference code of the ChunkFlow paper (arXiv 2605.11335) calls this policy the baseline.
+``layerwise-prefix`` is layerwise with the first blocks resident, as many as fit in the budget.  Under all of these policies,
+weights outside blocks are resident.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def block_regions(problem: Problem) -> list[tuple[int, int]]:
 
 
 def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
-    """Return a window for each chunk: the first window of the block before the block that reads the chunk.  For the first
-    block of a step, it is the first window of the last block in the previous step.  For a chunk whose readers are not all in
-    one block, return None.
+    """Return a window for each chunk: the first window of the block before the block that reads the chunk.  A chunk of the
+    first block in a step gets the first window of the last block in the previous step.  A chunk whose readers are not all in
+    one block gets None instead of a window.
     """
     blocks = block_regions(problem)
     home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}

@@ -1,10 +1,10 @@
 """Residency: orders chunks by the stall time that each saves if it becomes resident.
 
-A resident weight shortens the stall of its region by the copy time of the weight.  If a stall is longer than all copies of
-the region's own weights, the rest of the stall is caused by copies for earlier regions, and is attributed to these regions.
-Weights that save the same stall time are ordered by a golden-ratio sequence over the step, so that every prefix of the order
-is spread evenly over the blocks.  Weights that are copied from host memory come before sharded weights, because they save
-more copy time per byte.
+A resident weight shortens the stall of its first reader by the copy time of the weight.  If compute stalls before a region
+for longer than the copies of the region's weights take, copies for earlier regions cause the rest of the stall.  This rest is
+attributed to these earlier regions.  Weights that save the same stall time are ordered by a golden-ratio sequence over the
+step, so that every prefix of the order is spread evenly over the blocks.  Weights that are copied from host memory come
+before sharded weights, because they save more copy time per byte.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _useful_share(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> dict[
     for chunk in chunks:
         copy[chunk.first] = copy.get(chunk.first, 0.0) + chunk.seconds
     useful, owed = dict.fromkeys(copy, 0.0), 0.0
-    for _ in range(2):  # twice, so that the stall time left at the first region is attributed to the last regions
+    for _ in range(2):  # the second round attributes stall time that is left at the first region to the last regions
         for k in sorted(copy, reverse=True):
             owed += stalls.get(k, 0.0) if useful[k] == 0.0 else 0.0
             taken = min(owed, copy[k] - useful[k])

@@ -95,9 +95,9 @@ class ReadUse:
 class Queue(Generic[Op]):
     """Ops that occupy a resource one at a time, in the order of issue.
 
-    ``left``: remaining seconds of the first op if nothing else were in flight; IDLE if there is no op, or if the first op
-    waits for another resource.  ``newest``: for each weight or collective, the number of its newest op, counted from 1 in the
-    order of issue.
+    ``left``: seconds that the first op would still take if nothing else were in flight; IDLE if there is no op, or if the
+    first op waits for another resource.  ``newest``: for each weight or collective, the number of its newest op, counted from
+    1 in the order of issue.
     """
 
     def __init__(self) -> None:
@@ -148,5 +148,5 @@ class Drive:
         return self.ops.popleft()[0]
 
     def leave(self) -> None:
-        """Note that the copy of a read has ended."""
+        """Record that the copy of a read has ended."""
         self.ready -= 1

@@ -1,8 +1,9 @@
 """Search: finds, for a goal, the number of resident chunks and the memory for streaming the other chunks.
 
-Three parameters define a candidate.  ``residents``: number of resident chunks, which are the first ones of the ranking.
-``limit``: maximum bytes of the other chunks that are live at the same time.  ``hard``: whether there is a barrier before
-each collective, so that no copy overlaps with the collective.  Candidates are compared by their simulated steps.
+Three parameters define a candidate.  ``residents``: number of resident chunks, which are the first chunks of the ranking (the
+order in which chunks become resident).  ``limit``: maximum bytes of the other chunks that are live at the same time.
+``hard``: whether there is a barrier before each collective, so that no copy overlaps with the collective.  Candidates are
+compared by their simulated steps.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from .windows import Chunk, FreeTime, as_windows, chunks_of, fit, fit_slots, fre
 
 # Steps that differ by less than this share of the resident step (the step with all weights resident) count as equally long.
 SAME_STEP = 1e-3
-# Predictions have an error of some percent.  So among candidates with equally long steps, the one is preferred whose step is
-# shortest *under strain*, that is, if copies take STRAIN times as long as predicted.  Steps under strain that differ by less
-# than SAME_STRAIN of the resident step count as equally long; then the candidate with less memory is preferred.
+# Predictions have an error of some percent.  So among candidates with equally long steps, the planner prefers the candidate
+# whose step is shortest *under strain*, that is, if copies take STRAIN times as long as predicted.  Steps under strain that
+# differ by less than SAME_STRAIN of the resident step count as equally long; then the planner prefers the candidate with less
+# memory.
 STRAIN = 1.2
 SAME_STRAIN = 5e-3
 # The relative floating-point error of a sum of a thousand spans.
@@ -38,8 +40,8 @@ ROUNDING = 1e-9
 # The number of candidates in each round of a search, and the number of bisections.
 _SAMPLES = 8
 _HALVINGS = 6
-# The search for candidates with slots starts from the fastest candidate without slots.  The number of resident chunks is
-# changed by at most about 1/32 of all chunks.
+# The search for candidates with slots starts from the fastest candidate without slots.  The search changes its number of
+# resident chunks by at most about 1/32 of all chunks.
 _NEAR = 32
 
 
@@ -48,9 +50,10 @@ class Candidate:
     """A placement of all chunks and its timeline.
 
     ``placed``: window of each chunk (negative for the previous step), or None if the chunk is resident.  ``residents``:
-    number of resident chunks, which are the first ones of the ranking; None for a placement that does not follow the
-    ranking.  ``hard``: whether there is a barrier before each collective.  ``nbytes``: weight bytes on the device, without
-    gaps between slots.  ``slots``: offset of each weight with streamed chunks, or None if slots are still to be assigned.
+    number of resident chunks, which are the first chunks of ``Planner.ranking``; or None if the placement does not follow
+    this ranking.  ``hard``: whether there is a barrier before each collective.  ``nbytes``: weight bytes on the device,
+    without gaps between slots.  ``slots``: offset of each weight with streamed chunks, or None if slots are still to be
+    assigned.
     """
 
     placed: tuple[int | None, ...]
@@ -200,8 +203,8 @@ class Planner:
         self, candidate: Callable[[int], Candidate | None], low: int, high: int, samples: Sequence[int]
     ) -> list[Candidate]:
         """Try candidates with ``low`` to ``high`` resident chunks, and return all that exist.  In the first round, the tried
-        numbers are spread evenly from ``low`` to ``high``.  Each later round tries numbers in a smaller range: of the numbers
-        that the round before tried, from the one below the best to the one above it.
+        numbers are spread evenly from ``low`` to ``high``.  After each round, the range shrinks: it then reaches from the
+        tried number just below the best number to the tried number just above it.
 
         ``candidate``: makes the candidate for a number of resident chunks.  ``samples``: number of tries per round.
         """
@@ -341,7 +344,8 @@ class Planner:
 
     def barriers(self, step: Step) -> tuple[Barrier, ...]:
         """Return barriers that keep the copies of a step from overlapping with collectives.  At these barriers, compute waits
-        for the copies in the lanes whose interconnect collectives use, or for all copies if there is no such lane."""
+        for the copies in each lane that shares its interconnect with collectives, or for all copies if there is no such
+        lane."""
         contended = [lane for lane in LANES if self.simulator.contending_collectives(lane)] or LANES
         lanes = [[w.name for w in self.weights if self.simulator.lane(w.name) == lane] for lane in contended]
         return barriers(self.problem, step, lanes)

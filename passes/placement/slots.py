@@ -94,8 +94,8 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
 def _lifted(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int], least: int, rounds: int
 ) -> _Layout:
-    """Return the smallest arena of several rounds of first fit.  Each round places those weights first that were at the
-    top of the arena in the previous round."""
+    """Run several rounds of first fit, and return the layout with the smallest arena.  Each round places those weights first
+    that were at the top of the arena in the previous round."""
     best: _Layout | None = None
     for _ in range(rounds):
         offsets, arena = _first_fit(lifetimes, masks, order)
@@ -237,13 +237,13 @@ class ArenaSpace:
         self.stretches = [(0, self.nbytes, -count)]
 
     def offset(self, nbytes: int, first: int, wanted: int) -> int | None:
-        """Return the best offset for a weight of ``nbytes`` bytes, or None if there is no offset at which all of its bytes
-        are free before its first reader, region ``first``.
+        """Return the best offset for a weight of ``nbytes`` bytes.  Return None if there is no offset at which all of the
+        weight's bytes are free before its first reader, region ``first``.
 
-        ``wanted``: window in which the copy of the weight should start.  At the best offset, all of the
-        weight's bytes are free earliest; all windows up to ``wanted`` count as equally early.  Of several such offsets, the
-        one with the smallest total delay is chosen: the delay of a byte is the number of windows from ``wanted`` until the
-        byte is free.  Of several offsets with equal totals, the lowest is chosen.
+        ``wanted``: window in which the copy of the weight should start.  At the best offset, the last of the weight's bytes
+        becomes free earliest; all windows up to ``wanted`` count as equally early.  Of several such offsets, the one with the
+        smallest total delay is chosen: the delay of a byte is the number of windows from ``wanted`` until the byte is free.
+        Of several offsets with equal totals, the lowest is chosen.
         """
         best: tuple[int, int, int] | None = None
         ends = {at for begin, end, _ in self.stretches for at in (begin, end - nbytes)}

@@ -27,7 +27,7 @@ from .coarsest import AS_GOOD
 # activations of a block are little more than its residual stream, K and V.
 REPEATS = (1, 2, 4, 8, 16)
 
-# A block type, as the keys of the regions of its blocks, in program order.
+# A block type, identified by the keys of a block's regions, in program order.
 BlockType = tuple[str, ...]
 
 
@@ -82,8 +82,8 @@ def splits(cut: Cut) -> Iterator[Cut]:
 
 
 def _types(cut: Cut) -> dict[str, BlockType]:
-    """Return the type of each block, by the name of the block.  If the graph itself is a block that is compiled
-    separately, its name is empty."""
+    """Return the type of each block, by the name of the block.  If the graph itself is a block that is compiled separately,
+    the name of this block is empty."""
     types: dict[str, BlockType] = {}
     for region in cut.problem.regions:
         if region.block or cut.traced.repeats is not None:

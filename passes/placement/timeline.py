@@ -38,7 +38,7 @@ from .durations import Durations
 from .resources import IDLE, CollectivePhase, CopyUse, Drive, Queue, ReadUse, Use, stretches
 
 # The maximum number of repetitions.  Usually, the second or third repetition equals the previous one.  If the step still
-# changes after MOST_STEPS repetitions, the result is the last one.
+# changes after MOST_STEPS repetitions, the result is the last repetition.
 MOST_STEPS = 12
 _SETTLED = 1e-9
 # The name of a span in which compute waits at a join, that is, for all copies at the end of a call.
@@ -102,7 +102,8 @@ class Simulator(Durations):
 
 
 class Playback:
-    """The simulation of one step.  ``simulate/sharded.py`` adds gathers to it."""
+    """The simulation of one step.  A subclass in ``simulate/sharded.py`` also simulates the all-gathers of sharded
+    weights."""
 
     def __init__(self, simulator: Simulator, step: Step, spans: bool) -> None:
         self.simulator = simulator
@@ -153,7 +154,7 @@ class Playback:
                     self._end_copy(lane)
             length = self.now - begin
             # the length of the step alone does not show that the step is steady: if collectives determine the length, it
-            # stays the same while copies still start later in each repetition
+            # stays the same even if each copy still starts later than in the previous repetition
             rest = [queue.left for queue in self.lanes.values()] + [self.drive.left]
             left = [0.0 if seconds == IDLE else seconds for seconds in rest]
             sums = (self.step.exposed_s, self.step.copy_s, self.step.inflation_s)
@@ -381,8 +382,8 @@ def _played(simulator: Simulator, step: Step) -> Iterator[Played]:
 
 
 def _stalls(waits: Sequence[Wait], before: Op | None) -> Iterator[ComputeWait]:
-    """Yield the waits of compute before an op.  ``before``: the op after the waits.  If it starts a collective, the waits are
-    its barrier, and their order is kept."""
+    """Yield the waits of compute before an op.  ``before``: the op after the waits, or None at the end of the step.  If this
+    op starts a collective, the waits are the barrier of the collective, and their order is kept."""
     for readable, group in groupby(waits, key=lambda wait: bool(wait.weights)):
         together = list(group)
         weights = chain.from_iterable(wait.weights for wait in together)

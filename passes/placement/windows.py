@@ -8,7 +8,7 @@ two passes around the circle:
     fit        forward: delays copies until there is enough memory
     fit_slots  forward, instead of fit: assigns slots, and delays copies until the bytes of their slots are free
 
-The passes ``fit`` and ``fit_slots`` never choose an earlier window for a copy than ``latest``.  The memory limit has
+The passes ``fit`` and ``fit_slots`` never choose an earlier window for a copy than ``latest`` chose.  The memory limit has
 priority: if memory for a chunk becomes free too late, its copy starts late, and its reader waits.
 """
 
@@ -52,7 +52,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class FreeTime:
-    """The free time of an interconnect in a step with all weights resident.
+    """The times at which copies can use an interconnect without overlapping with collectives, in a step with all weights
+    resident.
 
     ``length``: length of the step in seconds.  ``gaps``: intervals in which copies do not overlap with collectives, in
     ascending order; no interval contains a join, the end of a call at which compute waits for all copies.  ``opens``: time at
@@ -99,7 +100,7 @@ def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
 
 
 def stretched(free: FreeTime, factor: float) -> FreeTime:
-    """Return the free time in a step in which all gaps are ``factor`` times as long, as if compute stalled."""
+    """Return the free time in a step in which all gaps are ``factor`` times as long, as if compute stalled in every gap."""
     begins = [a for a, _ in free.gaps]
     before, passed = [0.0], 0.0
     for a, b in free.gaps:
@@ -119,8 +120,8 @@ def stretched(free: FreeTime, factor: float) -> FreeTime:
 
 
 def latest(chunks: Sequence[Chunk], free: FreeTime, margin: float) -> list[int]:
-    """Return, for each chunk, the latest window from which the chunk still arrives ``margin`` seconds before its first reader
-    starts.
+    """Return, for each chunk, the latest window in which its copy can start so that the chunk arrives ``margin`` seconds
+    before its first reader starts.
 
     A negative window belongs to the previous step.  Chunks are copied one at a time, and not during collectives.  If there
     is too little free time, the step is stretched by the smallest sufficient factor, so that copies fill every gap.
@@ -197,8 +198,8 @@ def fit(
     """Return windows with which at most ``limit`` bytes are live at the same time, or None if there are no such windows.
     Each window is as early as memory permits, but not earlier than the window in ``wanted``.
 
-    ``wanted``: window of each chunk, None if it is resident.  Chunks get memory in the order in which regions read them.  A
-    chunk is live from its window to its last reader.
+    ``wanted``: window of each chunk, or None if the chunk is resident.  Chunks get memory in the order in which regions read
+    them.  A chunk is live from its window to its last reader.
     """
     streamed = {i: window for i, window in enumerate(wanted) if window is not None}
     moving = [chunks[i] for i in streamed]
@@ -235,8 +236,8 @@ def fit_slots(
     """Return windows and slots with which the streamed chunks take at most ``limit`` bytes, or None if there are no such
     slots.  No chunk gets an earlier window than in ``wanted``.
 
-    ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, None if it is resident.  The slots are a
-    mapping from each weight with streamed chunks to its offset.  Slots are assigned in order of first use.  Of the weights
+    ``chunks``: all chunks of each weight.  ``wanted``: window of each chunk, or None if the chunk is resident.  The slots are
+    a mapping from each weight with streamed chunks to its offset.  Slots are assigned in order of first use.  Of the weights
     with the same first reader, the largest comes first, and smaller ones fill gaps.  The bytes of a slot become free when the
     last reader of the weight that was there before has finished; this determines the earliest window of each chunk.
     """
@@ -260,8 +261,8 @@ def fit_slots(
             spans[i] = begin, begin + chunks[i].nbytes
             windows[i] = max(windows[i], room.free(*spans[i]))
         room.take(at, nbytes, weight.last + 1)
-    # the weight that uses these bytes last in a step also used them last in the previous step: they become free only when
-    # the last reader of this weight in the previous step has finished
+    # the weight that uses these bytes last in a step also used them last in the previous step: the bytes become free only
+    # when the last reader of this weight in the previous step has finished
     for i, (begin, end) in spans.items():
         windows[i] = max(windows[i], room.free(begin, end) - count)
     return [windows.get(i) for i in range(len(chunks))], slots
@@ -282,7 +283,7 @@ def _streamed(chunks: Sequence[Chunk], wanted: Sequence[int | None]) -> list[lis
 
 def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int) -> dict[str, Windows]:
     """Return, for each weight, the windows of its chunks as in a :class:`WeightPlan`.  ``chunks``: all chunks of each
-    weight.  ``placed``: window of each chunk, negative for the previous step, None if the chunk is resident."""
+    weight.  ``placed``: window of each chunk, negative for the previous step, or None if the chunk is resident."""
     by_weight: dict[str, list[int | None]] = {}
     for chunk, window in zip(chunks, placed, strict=True):
         by_weight.setdefault(chunk.weight, []).append(None if window is None else window % count)

@@ -2,5 +2,5 @@
 
 Start with rewrite, which builds the program, and with lifetimes, which determines when values are dropped.  Then read
 happens_before (the order of ops), memory, and verify (the proof), which uses collectives, reads, borders, repeats and
-fidelity.  The checks of the stages before this one are in the module contracts.
+fidelity.  The module contracts checks the results of the earlier stages.
 """

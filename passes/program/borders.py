@@ -1,4 +1,5 @@
-"""Borders: proves that after a jump to a call of a cycle, the arena is in the same state as in a pass without jumps.
+"""Borders: proves that after a jump to a call of a cycle, the arena is in the same state as in a pass over the cycle without
+jumps.
 
 The other checks of verify prove that passes without jumps are safe.  At the border between two calls of such a pass, some
 chunks are in flight or in use.  The prologue of a jump copies exactly these chunks, in the order in which the pass would have
@@ -6,7 +7,8 @@ issued their copies.  Every reader after the jump waits for one of these copies,
 for a resident chunk.  So the call at which a jump arrives, and every later call, finds the same data as in the pass, and the
 proof of the pass holds for these calls, too.
 
-Only the order of eager calls is checked, because a captured call waits for all copies of the prologue.
+Only the order of eager calls is checked.  For captured calls (CUDA graphs), no check is needed, because a captured call waits
+for all copies of the prologue.
 
 Contract
     The checks read only a cycle and its order.  The chunks that are live at a border are derived from the ops, not from the

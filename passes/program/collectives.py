@@ -3,8 +3,8 @@
 * Compute waits for the end of every collective, unless the collective is synchronous.
 * No op reads the result of a collective before the collective has ended.
 * While an op writes to memory, no other op uses this memory.  A collective uses its operands and its results from its
-  start to its end.  If one of two ops writes to memory that both use, they run in the order of the traced graph.  The
-  schemas of ops say which memory they write to (memory.py).
+  start to its end.  If one of two ops writes to memory that both ops use, the two ops run in the order of the traced graph.
+  The schema of an op says which memory the op writes to (memory.py).
 * No value is released while a collective may use it.  No op reads a value after its release, except the region that takes the
   value over.  The checked releases are exactly the releases that the executor carries out.
 
@@ -29,7 +29,7 @@ from .rewrite import Program, issued, source_of
 
 def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
     """Yield a sentence for each violation that involves the collectives or the releases of a program.  ``order``: order of
-    this program alone, if it has already been computed."""
+    this program alone, or None if it has not been computed yet."""
     yield from _check_readers_of_released(program)
     if not any(collective_kind(node) is not None for node in program.module.graph.nodes):
         return
@@ -48,8 +48,8 @@ def check_collectives(program: Program, memory: Memory, order: HappensBefore | N
 
 
 def _check_readers_of_released(program: Program) -> Iterator[str]:
-    """Check that no op reads a value after its release.  A region may read the values that are released directly before
-    it runs, because it takes them over."""
+    """Check that no op reads a value after its release.  A region may read the values that are released directly before it
+    runs, because it takes these values over and frees them itself."""
     names = {node.name for node in program.module.graph.nodes}
     for at, values in program.releases.items():
         for value in values:
@@ -101,8 +101,8 @@ class _StepCollectives:
     def check_readers(self) -> Iterator[str]:
         """Check that the results of a collective are read after its end.
 
-        The node that waits for this end, and nodes that only take one element from its list of results, need not come after
-        the end, because they read no bytes.
+        Two kinds of nodes need not come after the end, because they read no bytes: the node that waits for the end, and nodes
+        that only take one element from the list of the collective's results.
         """
         order = self.order
         for node in self.program.module.graph.nodes:
@@ -121,8 +121,8 @@ class _StepCollectives:
                     )
 
     def check_memory(self) -> Iterator[str]:
-        """Check that a collective and another op that uses the same memory are ordered if one of the two writes to this
-        memory."""
+        """If a collective and another op use the same memory, and one of the two writes to it, check that the two are
+        ordered."""
         users: dict[str, list[str]] = {}
         for name in self.ops:
             if uses := self.memory.uses.get(name):
@@ -183,8 +183,8 @@ class _StepCollectives:
                         )
 
     def _end(self, op: int) -> str:
-        """Return the text with which a missing edge begins if it leads from the end of an op: the name of the op and, for a
-        collective, of the node that waits for its end."""
+        """Return the text for the start of an edge that is missing after an op: the name of the op.  For a collective, the
+        name of the node that waits for its end follows."""
         used = self.order.ops[op]
         if used.stream != "collective":
             return used.label

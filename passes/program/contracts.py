@@ -38,7 +38,7 @@ def check_cut(cut: Cut) -> None:
     """Check that no op is lost, that only views and recomputed values are repeated, and that regions read only results
     that have been computed before.
 
-    If blocks of the cut are split into slices, the ops of the cut before splitting are checked.
+    If blocks of the cut are split into slices, the ops are checked in the cut from which the slices were made.
     """
     _check_computed(cut.whole or cut)
     ready = {n for n in cut.source.graph.nodes if n.op in ("placeholder", "get_attr")}

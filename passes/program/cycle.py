@@ -30,7 +30,8 @@ from chunkflow_compile.passes.step import Copy, Step, Transfers, marks, order, t
 
 from .rewrite import CyclePlace, Program, rewrite
 
-# Matches the beginning of a weight's name up to the first index, such as "blocks.0": an element of the outermost ModuleList.
+# Matches the beginning of a weight's name up to the first index, such as "blocks.0".  It identifies an element of the
+# outermost ModuleList.
 _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 
 
@@ -39,10 +40,10 @@ class Call:
     """A call of a cycle.  ``cut``: regions of the graph that the call runs.  The graph may have been compiled for another
     block, so its weights can have other names than in the cycle.
 
-    ``names``: for each weight of the graph, its name in the cycle.  ``keep``: the reasons why some weights must
-    stay on the device, by the names of these weights in the cycle.  ``in_files``: weights that are in
-    files on the SSD, by their names in the cycle.  ``live``: peak activation bytes, as the maximum over all input sizes that
-    this call has had so far; each region is planned with at least this number of bytes.
+    ``names``: for each weight of the graph, its name in the cycle.  ``keep``: a mapping from a weight's name in the cycle to
+    the reason why this weight must stay on the device.  ``in_files``: names, in the cycle, of the weights that are in files
+    on the SSD.  ``live``: peak activation bytes, as the maximum over all input sizes that this call has had so far; each
+    region is planned with at least this number of bytes.
     """
 
     cut: Cut
@@ -107,7 +108,7 @@ class Cycle:
 
     @cached_property
     def events(self) -> CallEvents:
-        """The events at the beginning and the end of calls."""
+        """The events that prologues and joins use."""
         return CallEvents.of(self._issued)
 
     @property
@@ -181,8 +182,8 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
 
 
 def rewritten(cycle: Cycle, number: int, call: Call, *, share: bool = True) -> Program:
-    """Write the program of ``call`` as call ``number`` of a cycle.  It may replace the program of a call in the cycle if
-    the graph of that call has the same regions and weights."""
+    """Write the program of ``call`` as call ``number`` of a cycle.  The new program may replace the program of a call in the
+    cycle if the graph of that call has the same regions and weights."""
     index = {c.name: i for i, c in enumerate(cycle.problem.collectives)}
     names = {c.name: collective_name(number, c.name) for c in call.cut.problem.collectives}
     collectives = {name: index[of_cycle] for name, of_cycle in names.items() if of_cycle in index}

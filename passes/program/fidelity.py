@@ -49,7 +49,8 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
     * Only regions read streamed weights: waits and evicts are placed around regions only, so any other reader would not be
       ordered with the copies.
     * No region writes to a streamed weight: the next copy from host memory would undo the write.
-    * Only streamed weights are copied, waited for or evicted, and each copy is in the lane that the plan gives the weight.
+    * Only streamed weights are copied, waited for or evicted, and each copy is in the lane that the plan assigns to the
+      weight.
     """
     moved = {w.name for w in program.plan.streamed}
     streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
@@ -120,7 +121,7 @@ def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) ->
 
 
 def _flow(program: Program, node: Node) -> str:
-    """Return the line of a node, in the format of :meth:`Cut.data_flow`."""
+    """Return the line that describes a node, in the format of :meth:`Cut.data_flow`."""
     if node.op == "get_attr":
         return flow_line("constant", str(node.target))
     if node.op == "output":

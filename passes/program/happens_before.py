@@ -4,11 +4,11 @@ Programs that share an arena are unrolled: their ops (step.py) are listed in the
 programs use the arena one after the other.  In its *turn*, a program issues the prologue of a cold start, and then several
 steps.  A step of a cycle is one pass over its calls.
 
-:func:`edges` defines how each op orders other ops.  Compute, each lane and the stream of reads run in order.  A wait ends
-after the point at which its event was recorded last (the newest *mark* of the event).  A collective starts when compute has
-reached its Start, and compute waits for its end at its Finish.  Collectives are not ordered in any other way, because every
-NCCL communicator has its own stream, and gloo runs several collectives at a time.  So two collectives are ordered only if
-compute waits for the end of the first before it issues the second.
+:func:`edges` defines how each op orders other ops.  Compute runs its ops in order, and so do each lane and the stream of
+reads.  A wait ends after the point at which its event was recorded last (the newest *mark* of the event).  A collective
+starts when compute has reached its Start, and compute waits for its end at its Finish.  Collectives are not ordered in any
+other way, because every NCCL communicator has its own stream, and gloo runs several collectives at a time.  So two
+collectives are ordered only if compute waits for the end of the first before it issues the second.
 
 If a plan has joins, each of its calls runs in one of two *forms*: *eager*, as described above, or *captured*, as one CUDA
 graph.  Forms may alternate arbitrarily.  A captured call has its own lanes and events: its first copy in each lane waits only
@@ -21,19 +21,21 @@ property that holds for these four sequences holds for every sequence.  Consider
 of a later call: whatever forms the calls have, the order between the two ops already occurs in one of the four sequences.
 The cases are:
 
-* A copy after an op of compute: the copy waits for the opening of its window, which is part of the copy's call in both
-  forms.
-* An op of compute after a copy of the same call: compute waits for an arrival, which is part of this call in both forms.
+* A copy after an op of compute: in both forms, the call that issues the copy contains the opening of the copy's window, and
+  the copy waits for this opening.
+* An op of compute after a copy of the same call: in both forms, the call contains a wait of compute for the arrival of the
+  copy.
 * An op of compute after a copy that an earlier call issued: if the earlier call is captured, compute has waited for the
   copy at the join that ends the earlier call.  If the earlier call is eager and a captured call comes before the op,
   compute has waited for the copy as a part of the tail.  If all calls from the copy to the op are eager, the order is the
   same as in the all-eager sequence.
-* A copy after a copy: if both calls are eager, the two copies are ordered by their lane; otherwise they are ordered through
-  compute, as above.
+* A copy after a copy: if both copies are issued by eager calls, they are ordered by their lane; otherwise they are ordered
+  through compute, as in the cases above.
 
 If a step consists of a single call, the four sequences contain each pair of forms of two successive calls.  The copies of a
-prologue before a captured call are in the eager lanes, so the call waits for them as a part of the tail.  A prologue at a
-jump, or after weights were written, has the same order as the prologue at a cold start, but it copies less (borders.py).
+prologue before a captured call are in the eager lanes, so the call waits for them as a part of the tail.  The prologue at a
+jump, or after weights were written, issues a part of the copies that the call's prologue at a cold start issues, in the same
+order (borders.py).
 """
 
 from __future__ import annotations
@@ -108,13 +110,14 @@ class Issued(NamedTuple):
 
     @property
     def ring(self) -> int | None:
-        """The offset in the ring at which a read stores its bytes, or from which a copy takes its bytes.  None for other
-        ops."""
+        """The offset in the ring at which a read stores its bytes, or from which a copy takes its bytes; or None if the op is
+        neither."""
         return getattr(self.op, "ring", None)
 
     @property
     def serves(self) -> int | None:
-        """The step that reads the chunks of a copy.  None for resident chunks, which all steps read, and for other ops."""
+        """The step that reads the chunks of a copy; or None if the op is not a copy, or copies resident chunks, which all
+        steps read."""
         return self.step + self.op.next_step if isinstance(self.op, Copy) and self.op.window is not None else None
 
     @property
@@ -148,7 +151,7 @@ class Issued(NamedTuple):
         return isinstance(self.op, Run | Start | Finish | Evaluate)
 
     def of_chunk(self, chunk: int) -> str:
-        """Return the label of a copy for one of its chunks."""
+        """Return the label of a copy, with the number of one of its chunks."""
         assert isinstance(self.op, Copy)
         weight, window = self.op.weight, self.op.window
         if window is None:
@@ -324,7 +327,7 @@ def _label(op: Op, node: Node | None = None) -> str:
 
 
 def _of(node: Node) -> tuple[str, ...]:
-    """Return the names of the collectives that a node is, completes, or takes a result from."""
+    """Return the names of the collectives that a node starts, completes, or takes a result from."""
     if collective_kind(node) is not None:
         return (node.name,)
     if (results := list_of(node)) is not None:

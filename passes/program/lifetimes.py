@@ -37,7 +37,7 @@ def over(node: Node, number: Mapping[Node, int]) -> Node:
     """Return the node after which compute knows that ``node`` has read its operands and produced its result.
 
     For a collective, and for a node that takes an element of a collective's results, this is the last node that waits for
-    the end of the collective.  For any other node, it is the node itself.  ``number``: positions of the nodes.
+    the end of the collective.  For any other node, this is the node itself.  ``number``: positions of the nodes.
     """
     collective = list_of(node) or node
     if collective_kind(collective) is None:

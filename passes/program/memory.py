@@ -1,10 +1,10 @@
 """Memory: determines in which memory each value of a program may be stored, and which nodes read or write this memory.
 
-The schema of an op says which operands it writes to.  An op without a schema, such as ``cond``, writes to the operands that
-its nested graphs write to.  For a call of a user's kernel, Triton finds the writes in the source of the kernel.  Graphs
-that AOTAutograd traced for inference are functional, so they contain no writes.  A graph that was built by hand may contain
-writes, for example by a collective that writes to its input buffer (``all_reduce_``).  Inductor adds no writes: it writes
-to an input of a region only if the region's graph does.
+The schema of an op says which operands it writes to.  An op without a schema, such as ``cond``, is assumed to write to all of
+its operands if one of its nested graphs writes to an input.  For a call of a user's kernel, Triton finds the writes in the
+source of the kernel.  Graphs that AOTAutograd traced for inference are functional, so they contain no writes.  A graph that
+was built by hand may contain writes, for example by a collective that writes to its input buffer (``all_reduce_``).  Inductor
+adds no writes: it writes to an input of a region only if the region's graph does.
 
 Contract
     The functions read only a program.  If it is not known whether two values share memory, they are assumed to share it.
@@ -55,8 +55,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Effects:
-    """The effects of a region on memory.  The memory of an input is identified by the position of the input, and memory
-    that the region allocates by the name of a node.
+    """The effects of a region on memory.  The memory of an input is identified by the position of the input.  Memory that the
+    region allocates is identified by a name, for example the name of the node that allocates it.
 
     ``outputs``: for each output, the memory in which it may be stored.  ``writes``: positions of the inputs to which the
     region writes.

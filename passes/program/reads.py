@@ -1,6 +1,7 @@
 """Reads: proves that a copy out of the ring always finds the bytes that its read has stored there.
 
-For a cold start and the following passes, and for programs that use the arena one after the other, it is proved that:
+The checks cover a cold start and the following passes over a cycle, and programs that use the arena one after the other.  It
+is proved that:
 
 * A read uses bytes of the ring that begin at a block boundary and have space for all blocks of the file that the read
   touches.
@@ -10,12 +11,13 @@ For a cold start and the following passes, and for programs that use the arena o
 Reads and copies wait for each other in a fixed pattern.  Directly after a read, its event is recorded.  Directly before a
 copy out of the ring, the copy stream waits for the event of the copy's read.  Directly before the stream of reads waits for
 an event, the copy stream records this event.  Because of this pattern, prologues can find the event of each read, and a
-stream on a host thread (runtime/streams.py) can find the place where the event that it waits for was recorded.  Reads can be
-left out of captured calls, and of programs whose weights are in host memory.
+stream on a host thread (runtime/streams.py) can find the place where the event that it waits for was recorded.  The pattern
+also permits leaving reads out of captured calls, and out of programs whose weights are in host memory.
 
-A copy without a read reads its file itself.  Before a call, the prologue of a jump or a cold start repeats, in the same
-order, the reads that a pass would have issued by then for copies of this call or of later calls.  These reads start after
-all copies that were issued before the prologue have ended.  Captured calls contain no reads.
+If the weight of a copy is in a file and the copy does not use the ring, the copy itself reads the file.  The prologue of a
+call, at a jump or a cold start, repeats reads: in a pass without jumps, these reads are issued before the call, for copies of
+this call or of later calls.  Their order is the same as in the pass.  These reads start after all copies that were issued
+before the prologue have ended.  Captured calls contain no reads.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from .happens_before import HappensBefore, newest
 @dataclass
 class _Held:
     """Bytes of the ring that a read has filled.  ``index``: index of the read among the ops.  ``end``: end of these bytes
-    in the ring.  ``copied``: indices of the copies out of these bytes."""
+    in the ring.  ``copied``: indices of the copies that take these bytes."""
 
     read: Read
     index: int
@@ -94,8 +96,8 @@ def _serves(read: Read, copy: Copy) -> bool:
 
 
 def _check_neighbours(cycle: Cycle) -> Iterator[str]:
-    """Check the pattern of reads and copies (see the module docstring): in each call, the ops directly before and after
-    reads, copies out of the ring, and their events."""
+    """Check the pattern of reads and copies that the module docstring describes.  In each call, it determines which ops are
+    directly before and after reads, copies out of the ring, and their events."""
     neighbours = list(_neighbours(cycle))
     recorded = Counter(op.event for _, op, _ in neighbours if isinstance(op, Record))
     awaited = Counter(op.event for _, op, _ in neighbours if isinstance(op, Wait))
@@ -127,9 +129,9 @@ def _neighbours(cycle: Cycle) -> Iterator[tuple[Op | None, Op, Op | None]]:
 
 
 def _check_prologues(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
-    """Check the reads in the prologue of a jump to each call, and in the prologue of a cold start.  The prologue must contain
-    the reads whose copies have not been issued yet when a pass reaches this call, with the events that they have in the pass.
-    These reads must come after all copies that were issued before the prologue."""
+    """Check the reads in the prologue of a jump to each call, and in the prologue of a cold start.  When a pass reaches the
+    call, some reads have been issued whose copies have not been issued yet.  The prologue must contain exactly these reads,
+    with the events that they have in the pass.  The reads must come after all copies that were issued before the prologue."""
     marks = {op: after for _, op, after in _neighbours(cycle) if isinstance(op, Read)}
     lanes = LANES if cycle.plan.pulled else LANES[:1]  # a device has at least these lanes
     ahead, expected = list[Read](), dict[int, list[Read]]()

@@ -28,7 +28,7 @@ from .rewrite import Program
 
 
 def check_repeats(program: Program, memory: Memory) -> Iterator[str]:
-    """Yield one sentence for each case in which a repeated region violates one of the rules above."""
+    """Yield one sentence for each case in which a repeated region of a program violates a rule in the module's docstring."""
     nodes = list(program.module.graph.nodes)
     number = {node: i for i, node in enumerate(nodes)}
     inputs = {node.name for node in nodes if node.op == "placeholder"}

@@ -48,10 +48,10 @@ class Program:
     """A rewritten graph.  ``module``: graph with the same placeholders as the traced graph, including the weights, in the
     same order.
 
-    ``weight_inputs``: for each weight, the name of its placeholder.  ``regions``: for the name of each submodule, the
-    region from which it was made; equal regions share a submodule.  ``releases``: for each node, the names of the values
-    that the executor drops there.  ``data_flow``: :attr:`Cut.data_flow`, with which verify compares the program.
-    ``start``: if the plan is for a cycle, the window of the plan that opens before the first region of this program.
+    ``weight_inputs``: for each weight, the name of its placeholder.  ``regions``: for the name of each submodule, the region
+    from which the submodule was made; equal regions share a submodule.  ``releases``: for each node, the names of the values
+    that the executor drops there.  ``data_flow``: :attr:`Cut.data_flow`, with which verify compares the program.  ``start``:
+    if the plan is for a cycle, the window of the plan that opens before the first region of this program.
     """
 
     module: GraphModule
@@ -65,8 +65,8 @@ class Program:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """The weights that are kept in host memory because this or another plan streams them.  Under the policy "resident",
-        there are no such weights."""
+        """The weights that are kept in host memory because this plan or another plan of the model streams them.  Under the
+        policy "resident", there are no such weights."""
         if self.plan.policy == "resident":
             return frozenset()
         return frozenset(w.name for w in self.problem.weights if w.keep is None)
@@ -151,7 +151,7 @@ class _ProgramWriter:
         output = next(n for n in source.nodes if n.op == "output")
         self.graph.node_copy(output, self.values.__getitem__)
         self.graph.lint()
-        # a lazy module generates no Python code, which the executor does not need because it runs the graph node by node
+        # a lazy module generates no Python code; the executor needs none, because it runs the graph node by node
         module = _LazyGraphModule(self.root, self.graph, class_name="ChunkflowProgram")
         names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
         dropped, flow = releases(self.graph), self.cut.data_flow

@@ -9,8 +9,8 @@ eager and captured calls are checked, which represent all sequences (happens_bef
   chunk is copied.
 * Each reader of a weight comes after a wait that covers all chunks of the weight.
 * Each weight is evicted once per step, after its last reader.
-* If two chunks use the same bytes, the last reader of the chunk that is copied first finishes before the copy of the other
-  chunk begins.  This holds for chunks of the same step and for chunks of different steps.
+* If two chunks use the same bytes, the copy of the later chunk begins only after the last reader of the earlier chunk has
+  finished.  This holds for chunks of the same step and for chunks of different steps.
 * The program has the same inputs, regions and collectives as the traced graph, in the same order and with the same values
   (fidelity.py).
 * A jump to a call first copies the chunks that would be in flight or in use before this call in a pass without jumps.  Then
@@ -52,12 +52,7 @@ from .repeats import check_repeats
 from .rewrite import Program
 
 CHECKED_STEPS = 2
-# The version of the rules, which is recorded in each proof.  Version 2 added rules for handovers, resident chunks and several
-# programs.  Version 3 added the stream of collectives, and also writes and releases.  Version 4 added cycles and jumps.
-# Version 5 added the ring for reads from the SSD, and the waits after a jump.  Version 6 added captured calls.  Version 7
-# added a lane for pulls.  Version 8 added the events in a program.  Version 9 added the ops of prologues and of captured
-# calls, as they are issued.  Version 10 added repeated regions, and regions that take over the values that they are the last
-# to read.  Version 11 added reads as ops, and the ops next to reads.
+# The version of the rules, which is recorded in each proof.  Every change of the rules increases the version.
 VERSION = 11
 
 
@@ -112,7 +107,7 @@ def verify_call(
     call.  Raises FindingError if it does not.
 
     ``keys``: as in :func:`check_data_flow`.  Only the ops of the program and of the call are compared, because the other
-    calls do not change.  The ops of a call determine the order both in its eager and in its captured form.
+    calls do not change.  For both forms of the call, eager and captured, its order on the device follows from these ops.
     """
     violations = _check_place(cycle, call, program, {} if keys is None else keys)
     _raise_violations("The program is not safe in its place in the cycle", violations)
@@ -127,11 +122,11 @@ def _raise_violations(what: str, sentences: Iterable[str]) -> None:
 
 
 def check(program: Program | Cycle, orders: Sequence[HappensBefore] = ()) -> Iterator[str]:
-    """Yield a sentence for each violation of a program or a cycle.  ``orders``: result of :func:`orders_of`, if it has
-    already been computed."""
+    """Yield a sentence for each violation of a program or a cycle.  ``orders``: result of :func:`orders_of`, or empty if it
+    has not been computed yet."""
     cycle = Cycle.of(program)
     orders = orders or orders_of((cycle,), CHECKED_STEPS)
-    order = orders[0]  # the order of eager calls; for borders, reads and collectives, no other needs to be checked
+    order = orders[0]  # the order of eager calls, which is enough to check borders, reads and collectives
     single = len(cycle.calls) == 1
     yield from _check_slots(cycle)
     keys: dict[GraphModule, str] = {}
@@ -271,7 +266,7 @@ def _check_place(
 
 
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
-    if life.step >= order.steps:  # this step is not unrolled; only copies for it are
+    if life.step >= order.steps:  # this step comes after the unrolled steps, which issue only some of its copies
         return
     name, ops = life.plan.name, order.ops
     for chunk, window in enumerate(life.plan.windows):
