@@ -23,7 +23,7 @@ def on_fetched(
 ) -> Any:
     """Run an op on the fetched values of its weights, and copy the new values of the ``written`` weights to host memory.
 
-    ``kind``: the class of the weights.  Raises ChunkflowError if an output that is a weight would be resized.
+    ``kind``: the class of the weights.  Raises ChunkflowError if the op would resize an output that is a weight.
     """
     values: dict[int, torch.Tensor] = {}
     outs = {id(x) for name, value in kwargs.items() if name.startswith("out") for x in pytree.tree_leaves(value)}
