@@ -155,7 +155,7 @@ def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
 
 
 def check_alike(ranks: Sequence[int], said: Sequence[Mapping[str, Any]]) -> None:
-    """Raise the same ChunkflowError on every rank if any rank in ``ranks`` has different arguments from the first.
+    """Raise the same ChunkflowError on every rank if any rank in ``ranks`` has different arguments from the first rank.
 
     ``said``: for each rank, a mapping of argument names to values.
     """
@@ -177,8 +177,8 @@ def _machine() -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the user and the PID namespace.  If both are equal for two processes, each can open the files of the
-    other."""
+    """Return the user id and the PID namespace of this process.  If both are equal for two processes, each process can
+    open the files of the other."""
     try:
         return f"{os.getuid()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -3,8 +3,8 @@
 The shared memory is a sealed memfd: a file without a name, which the kernel removes when the last process that maps it
 has ended, for whatever reason.  The file on the SSD has no name either, and is removed in the same way.  The values of
 a weight are known to be equal on all ranks if all ranks would read them from the same range of the same file.
-Otherwise each rank compares all bytes of its weight with the bytes that the first rank has written, after all weights
-are written.
+Otherwise, after all weights are written, each rank compares all bytes of its weight with the bytes that the first rank
+has written.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _NAMED = 5
 class LoadRequest:
     """A weight to place.
 
-    ``like``: a meta tensor with the final shape, strides and dtype.  ``read_as``: the present dtype.  ``part``: the
-    file range that contains the weight now, or None.
+    ``like``: a meta tensor with the final shape, strides and dtype.  ``read_as``: the present dtype of the values.
+    ``part``: the file range that contains the weight now, or None.
     ``source``: the place where the bytes are to be stored, and their form.  ``stays``: whether the weight keeps its
     present memory or file range.
     ``frees``: the bytes of present memory that are freed after the move.  ``shard``: an id of the part of the weight
@@ -74,8 +74,8 @@ class LoadRequest:
 
     @property
     def takes_temporarily(self) -> int:
-        """Bytes of host memory that the weight takes only while it is moved.  For a packed weight they include the
-        unpacked values of this weight and of the next one."""
+        """Bytes of host memory that the weight takes only while it is moved.  For a weight to pack, they include its
+        unpacked values and the unpacked values of the next weight, which is read ahead."""
         return min(self.nbytes, self.frees) + 2 * self.source.values
 
     @property

@@ -62,7 +62,7 @@ class WeightFile:
         """Read into ``memory`` without using the page cache, if the file system supports that; return the bytes as a
         view of ``memory``.
 
-        ``memory``: uint8, page-aligned, large enough for all blocks of the file that the bytes touch.  Raises the same
+        ``memory``: uint8, page-aligned, large enough for all blocks of the file that contain the bytes.  Raises the same
         errors as :meth:`read`.
         """
         begin = offset % BLOCK
@@ -125,8 +125,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class DriveBytes:
-    """A range of bytes in a file, as a source of copies.  It has the few methods of a flat uint8 tensor that copying
-    needs."""
+    """A range of bytes in a file, as a source of copies.  It has the methods of a flat uint8 tensor that copies use."""
 
     file: WeightFile
     offset: int
