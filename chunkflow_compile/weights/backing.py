@@ -78,9 +78,9 @@ class Backing:
         return view.detach()
 
     def settle(self) -> bool:
-        """Return whether the values may have changed, since the last call of this method, without a change of a version
-        counter.  A write to a tensor of a state_dict is an example.  The base class returns True, because it cannot
-        detect such writes to private memory."""
+        """Return whether the values may have been written since the last call of this method.  This includes writes that
+        no version counter records, such as a write through NumPy to a tensor of a state_dict.  The base class returns
+        True, because it cannot detect these writes in private memory."""
         return True
 
 
@@ -106,7 +106,7 @@ class SharedMemory(Backing):
                 cause = error.strerror or str(error)
         if not lazily:
             raise ChunkflowError(_no_memory(self.host, cause))
-        # Map the shared memory privately (copy-on-write).  All of it then stays allocated as long as the mapping exists.
+        # Map the pages privately (copy-on-write).  All of the shared memory stays allocated as long as the mapping exists.
         # If mmap fails, the pages stay shared, and a later write by one rank changes the values on all ranks.
         map_over(self.host, self._descriptor, self._offset)
         return Backing(self.host)

@@ -19,8 +19,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between host tensors (uint8, equal sizes) on the calling thread alone.
 
-    Tensor.copy_ would also use torch's intra-op threads, and so take them away from compute.  This copy does not, and it
-    does not hold the GIL.
+    Tensor.copy_ would also use torch's intra-op threads, and so take them away from compute.  The copy releases the GIL.
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 

@@ -123,7 +123,7 @@ class CheckpointReader:
         step = BLOCK // size
         flat = target.as_strided((count,), (1,))
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
-        # since the file was mapped, another file may have got its path
+        # check the file, because another file may have been moved to its path since the weight was mapped
         part.file.check()
         # wait for all reads, and raise the first error
         deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)
@@ -150,7 +150,7 @@ class CheckpointReader:
                 return
             # align the values for the cast, because a weight may begin at any byte of a checkpoint
             if values.data_ptr() % dtype.itemsize:
-                # source and target may overlap, because ``copy_host_bytes`` uses memmove
+                # ``copy_host_bytes`` uses memmove, so source and target may overlap
                 copy_host_bytes(buffer[: block.nbytes], values)
                 values = buffer[: block.nbytes]
             cast_on_this_thread(target, values.view(dtype))

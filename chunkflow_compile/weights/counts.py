@@ -17,8 +17,8 @@ class Counts:
     spent on these captures.
     ``row_hits``: calls whose row was in the table of hoisted values.  ``row_misses``: calls whose row had to be
     computed first.  ``row_fill_s``: seconds spent on computing rows.  In a model that is compiled per block type, hits
-    and misses count the calls of blocks.  A miss of one block also computes the rows of the other blocks, so a step
-    that begins without rows counts one miss, and then only hits.
+    and misses count the calls of blocks.  If the row of one block is missing, the rows of all blocks are computed.
+    Therefore a step that begins without rows counts one miss, and after that only hits.
     ``measured``: calls whose time was measured.  The fields after ``measured`` are sums over these calls only, in
     seconds.
     """
@@ -42,7 +42,7 @@ class Counts:
     collective_s: float = 0.0
 
     def add_program(self) -> None:
-        """Count a program of the model that was started."""
+        """Count a program that was started."""
         self.programs += 1
 
     def add_call(self, moved_bytes: int, primed_bytes: int) -> None:

@@ -32,7 +32,7 @@ def on_fetched(
 
     def fetch(weight: Any) -> torch.Tensor:
         if id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor:
-            # a separate tensor, because the op may resize it
+            # pass a separate tensor, because the op may resize it
             value = torch.empty_like(weight.host, device=weight.device)
             values[id(weight)] = value.copy_(weight.fetch()) if id(weight) in read else value
         if id(weight) not in values:

@@ -210,7 +210,7 @@ def ranks_together() -> int:
     group.
     """
 
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # for planning only
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # used for planning only
         return dist.get_world_size()
     group = group_of()
     return local_ranks(1 if group is None else len(group.ranks))
@@ -231,7 +231,7 @@ def _resolved(name: str) -> Any:
     return dist.distributed_c10d.__dict__["_resolve_process_group"](name)
 
 
-@functools.cache  # so that the reason is logged once per process
+@functools.cache  # to log the reason only once per process
 def _say_why_none() -> None:
     """If this machine runs several ranks, log why they do not share weights by default."""
     if (several := local_ranks()) < 2:

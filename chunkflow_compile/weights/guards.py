@@ -2,14 +2,14 @@
 casting.
 
 * ``state_dict`` returns ordinary tensors that share the host memory of the weights, so a write to such a tensor changes
-  the model, even if the weight is on the SSD.  For weights that ranks share in host memory, it returns copies; writes
-  to them do not reach the model.
+  the model, even if the weight is on the SSD.  For weights that ranks share in host memory, ``state_dict`` returns
+  copies, and writes to the copies do not reach the model.
 * ``load_state_dict(assign=True)`` makes the given tensors the host memory of the weights.
 * ``.to()``, ``.half()`` and all other functions that use ``_apply`` leave the values in host memory.  A change of the
   device is only recorded, and converted values are stored in host memory again.
 * In a layer with diffusers' layerwise casting, a hook of diffusers calls ``.to()`` before and after forward.  Forward
-  then uses a cast copy of each weight, and the weight itself is unchanged.  Dynamo can trace the cast, so in a program
-  it runs on the device.
+  then uses a cast copy of each weight, and the weight itself is unchanged.  Dynamo can trace the cast, so a program runs
+  the cast on the device.
 
 :class:`Guards` attaches these hooks to the modules of the model and removes them again.
 """
@@ -51,7 +51,7 @@ class Guards:
         self._store = store
         self._moved = moved
         self._handles: list[RemovableHandle] = []
-        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak, because an adapter module may be removed
+        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak, because adapter modules may be removed
 
     def add(self) -> None:
         """Add the hooks to the modules of the model that do not have them yet."""

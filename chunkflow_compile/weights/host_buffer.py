@@ -7,8 +7,8 @@ Note: where the bytes of a weight are stored
 --------------------------------------------
 The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are of one of four types (:class:`Where`):
 
-* OWN: private pages of this process.  Ops on the weight write to them.  Users of a state_dict may write to them, too;
-  no version counter records these writes.
+* OWN: private pages of this process.  Ops on the weight write to them.  Users may write to them through the tensors of a
+  state_dict, and a version counter does not record all of these writes.
 * SHARED: pages of a memfd that the ranks of a machine map.  Only the loader writes them, before any weight uses them.
 * FILE: a private mapping of a checkpoint, or of a scratch file that the loader has written.  Programs copy from the
   file itself.
@@ -25,8 +25,8 @@ address, so that views remain valid.  ``make_private`` moves the bytes before a 
 mapping are pinned or read by programs, and when a shared weight is restored.  A weight that is given other memory
 (``p.data = ...``) gets a new HostBuffer.
 
-The following copies of the values may exist.  Users may write to the last of them.  Each of the others is written only
-by the code that creates it:
+The following copies of the values may exist.  Users may write to the tensors of a state_dict.  All other copies are
+written only by the code that creates them:
 
 * Pieces on the devices of the ranks of a node, one per rank (``pieces``), until the weight is written on this rank.
   This rank does not read the pieces while the weight may be written through a tensor of a state_dict.
@@ -87,8 +87,8 @@ class HostBuffer:
     ``names``: all names of the weight in the model.  ``origin``: the device of the weight before it was offloaded.
     ``grad``: the gradient of the weight before it was offloaded, or None.
     ``fill``: for a weight whose values a module computes, a function that writes the values before each call of a
-    program; None for other weights.  ``pieces``: the pieces of the weight on the devices of a node, or None.
-    ``keeps_pieces``: whether pieces are kept although a write was counted.  Pieces that were kept are not read until
+    program; None for other weights.  ``pieces``: the pieces of the weight on the devices of the ranks, or None.
+    ``keeps_pieces``: whether pieces are kept although a write was counted.  Kept pieces are not read until
     :meth:`regain_pieces` finds that they still have the values of the weight.
     ``backing``: the storage of the bytes.  ``form``: the form of the bytes.  The pages of a compressible weight contain
     only the bytes of this weight.
@@ -185,7 +185,7 @@ class HostBuffer:
 
     @property
     def version(self) -> int:
-        """A number that changes with every write to the values, through a weight or to the host tensor itself."""
+        """A number that changes with every write to the values, whether to a HostWeight or to the host tensor itself."""
         return self.written + self.host._version + (0 if self._writes is None else self._writes._version)
 
     @property
@@ -351,8 +351,8 @@ class HostBuffer:
         self.pieces = pieces
 
     def regain_pieces(self, same: Callable[[HostBuffer, Pieces], bool] | None) -> None:
-        """Use outdated pieces again if they still have the values of the weight.  They may still have them, because
-        ``settle`` may count a write that changed nothing.
+        """Use outdated pieces again if they still have the values of the weight.  Pieces may be outdated although no value
+        has changed, because ``settle`` may count a write that changed nothing.
 
         The caller makes sure that no tensor of a state_dict shares the memory of the weight any more.  ``same``: a
         function that returns whether the pieces of all ranks have the values of the weight; None if there are no other
@@ -386,11 +386,11 @@ class HostBuffer:
 
     @contextlib.contextmanager
     def write(self, replacing: bool = False) -> Iterator[None]:
-        """A context for a write: pause the model's programs, wait for the copies that read the weight, and move the
+        """A context for a write.  It pauses the model's programs, waits for the copies that read the weight, and moves the
         weight to private memory.
 
-        A packed weight is packed again at the end.  If its values no longer fit in the packed form, the weight stays
-        unpacked, and the programs of the model are ended.
+        At the end of the context, a packed weight is packed again.  If its values no longer fit in the packed form, the
+        weight stays unpacked, and the programs of the model are ended.
         ``replacing``: whether the weight gets other memory instead of new values; its old memory is then left
         unchanged.
         Raises ChunkflowError if the bytes do not fit in host memory, or if the checkpoint has changed.
@@ -443,7 +443,8 @@ class HostBuffer:
         return self.compressed
 
     def unpack(self, leaving: bool = False, lazily: bool = False) -> None:
-        """Unpack the weight permanently, at the same address.  Like :meth:`write`, this pauses the model's programs.
+        """Unpack the weight permanently, without changing its address.  Like :meth:`write`, this pauses the model's
+        programs.
 
         ``leaving``: whether the weight is about to leave the store.  ``lazily``: whether to allocate the memory even if
         host memory is short.
@@ -555,7 +556,7 @@ class HostBuffer:
         self._pins.unpin()
 
     def sync_copies(self) -> None:
-        """Wait for all copies that read the host memory and that earlier steps have enqueued."""
+        """Wait for the copies from the host memory that earlier steps have enqueued."""
         self._pins.sync_copies()
 
 

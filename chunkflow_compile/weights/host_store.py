@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
-    """Do nothing.  This is the default of ``end_programs``, for a model on which no program runs."""
+    """Do nothing.  This is the default of ``end_programs``, for a model without programs."""
 
 
 @dataclass(eq=False)

@@ -30,12 +30,12 @@ from .undeclared import cannot_be_seen, declares, on_copies
 from .unsupported import CompiledViewError, refusal, refuse
 
 _aten = torch.ops.aten
-# Ops that return views without declaring it in their schemas.
+# Ops that return views although their schemas do not declare views.
 _VIEWS = {_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
 # Ops whose results need the conjugate or negative bit, which a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
-# The attributes that a HostWeight itself defines.  Those in STATE are exchanged together with the values of the tensor;
-# "token" stays with the tensor.
+# The attributes that a HostWeight itself defines.  The attributes in STATE are exchanged together with the values of the
+# tensor, whereas "token" stays with the tensor.
 _OWN = {*STATE, "token"}
 
 
@@ -136,8 +136,7 @@ class HostWeight(torch.Tensor):
 
     @property
     def writes(self) -> int:
-        """A number that changes with every write to the values.  It counts the writes of ops to this weight, to its other
-        views and to the host tensor, and the writes of compiled code to this weight."""
+        """A number that changes with every write to the values, including writes by compiled code to this weight."""
         return self.buffer.written + self.host._version + self._version
 
     def fetch(self) -> torch.Tensor:
@@ -242,8 +241,8 @@ class HostWeight(torch.Tensor):
             return {}
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
-    # The methods below replace methods of torch.Tensor that do not call ops, and that would access device memory, which
-    # a HostWeight does not have.
+    # The methods below replace methods of torch.Tensor that do not call ops.  The replaced methods would access the memory
+    # of a tensor on its device, and a HostWeight has no such memory.
 
     @property
     def data(self) -> Any:

@@ -26,13 +26,13 @@ def stream_inside() -> bool:
 
 
 def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each tensor that holds bytes, with its name.  It consists of the weight's name and the attributes on the path
-    to the inner tensor, as in ``weight.qdata``."""
+    """Yield each tensor that holds bytes, with its name.  The name consists of the weight's name and the attributes on the
+    path to the inner tensor, as in ``weight.qdata``."""
     return (part for part in parts(tensor, name) if isinstance(part[1], torch.Tensor))
 
 
 def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the inner objects of a tensor subclass, at any depth.  Some of them may not be tensors, such as the
+    """Yield the inner objects of a tensor subclass, at any depth.  Some inner objects may not be tensors, such as the
     DeviceMesh of a DTensor.  For an ordinary tensor, yield the tensor itself."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         yield name, tensor

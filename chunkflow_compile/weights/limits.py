@@ -55,8 +55,8 @@ class HostMemory:
 
 @dataclass
 class PinAllowance:
-    """``left``: the bytes that may still be pinned, negative after a request did not fit.  ``why``: an explanation of
-    the limit."""
+    """A limit on pinned memory.  ``left``: the bytes that may still be pinned; negative after a request that did not fit.
+    ``why``: an explanation of the limit."""
 
     left: int
     why: str

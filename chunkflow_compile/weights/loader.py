@@ -34,8 +34,8 @@ DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 class WeightLoader:
     """Creates the host tensors for one move of weights to host memory, one weight after the other.
 
-    Each weight gets its own pages, which can be pinned for a GPU and shared.  If no pages are needed, because programs run
-    on the CPU, a weight may keep its present memory instead.
+    Each weight gets its own pages, which can be pinned for a GPU and shared with other ranks.  If no pages are needed,
+    because programs run on the CPU, a weight may keep its present memory instead.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class WeightLoader:
     ) -> None:
         """``device``: the device on which programs run.  ``weights``: all weights of the move, with their names.
         ``dtype_of``: a function that returns the dtype with which to load a weight.  ``pages``: whether each weight
-        gets separate pages.  ``node``: the ranks with which to share the weights, or None; all of them move the weights
-        of the same model.  ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the
+        gets separate pages.  ``node``: the ranks with which to share the weights, or None; all of these ranks move the
+        weights of the same model.  ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the
         weights to pack now.  ``packable``: the names of the weights that may be packed later.
         ``shards``: name -> an id of the part of the weight that this rank has; ranks share a weight only if they have
         the same part.
@@ -242,8 +242,8 @@ class WeightLoader:
             mark_unfit(packed)
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        """Return pages with the values of a weight.  If another weight is to be packed after this one, start to read
-        that weight on a thread."""
+        """Return pages with the values of a weight.  If another weight is to be packed after this weight, start to read
+        the other weight on a separate thread."""
         if self._ahead is not None and self._ahead[0] == weight.name:
             host = self._ahead[1].result()
             self._ahead = None

@@ -86,7 +86,7 @@ def rendezvous(
     """Return the node of this rank, or None if no other rank can share weights with this rank.  All ranks of the group
     must call this.
 
-    ``near``: a text that identifies the NUMA node; only ranks that pass the same text share with each other.  ``asks``:
+    ``near``: a text that identifies the NUMA node; only ranks that pass the same text share weights.  ``asks``:
     arguments of ``offload``, by name, that must be equal on all ranks.  ``model``: the class of the model that is
     placed.  Raises ChunkflowError, which names the ranks, if some ranks do not call this before the timeout, pass
     different ``asks``, or place a model of this class without the other ranks.

@@ -125,7 +125,7 @@ class Packed(Backing):
         that are written become private memory.  Raises ChunkflowError if the values do not fit in host memory, either.
         """
 
-        if self.is_open_here:  # called by a signal handler in the middle of a write
+        if self.is_open_here:  # a signal handler has called this method in the middle of a write
             return self._copied(name)
         with self._lock(), _ordinary_mode():
             memory = None if self._exported is None else self._exported()
@@ -186,8 +186,8 @@ class Packed(Backing):
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[None]:
-        """A context in which the pages are open.  At its end the values are packed again; if they do not fit in the
-        packed form, the pages stay open.
+        """A context in which the pages are open.  At the end of the context, the values are packed again.  If they do not
+        fit in the packed form, the pages stay open.
 
         Raises ChunkflowError if the values do not fit in host memory.
         """

@@ -2,7 +2,7 @@
 pulls the other pieces from the other ranks.
 
 The ranks shard the weights of a program together, when the program is called for the first time on each rank.  Each
-rank reports which weights its plan shards, or why it cannot continue, and all ranks shard the same weights.  After
+rank reports which weights its plan shards, or why it cannot continue.  All ranks then shard the same weights.  After
 that, no rank waits for another rank's weights.  If the ranks run on the CPU, the pieces are in shared memory.  If they
 run on GPUs, torch exports the memory of the pieces to the other processes, and frees it only after all of these
 processes have dropped it.
@@ -176,8 +176,8 @@ class Peers:
     def _chosen(
         self, buffers: Sequence[HostBuffer], found: Sequence[Mapping[str, Sequence[Any]]]
     ) -> tuple[list[HostBuffer], set[str]]:
-        """Return the weights to shard, and the names of the weights that cannot be sharded although all ranks want to.
-        Their sizes differ, because only some ranks have packed them.
+        """Return the weights to shard, and the names of the weights that cannot be sharded although all plans shard them.
+        The sizes of these weights differ, because only some ranks have packed them.
 
         ``found``: for each rank, name -> (bytes of the weight, whether the rank wants to shard it).
         Raises Left on all ranks if the programs of the ranks have no weight in common.

@@ -63,12 +63,15 @@ class Pieces:
         )
 
     def copies(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (target, source) for the copies that move the bytes into ``target``, uint8 of the same size."""
+        """Yield (target, source) for each copy that is needed to fill ``target`` with the bytes of the range.
+
+        ``target``: uint8, as large as the range.
+        """
         for _, where, source in self._sources:
             yield target[where], source
 
     def own(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the (target, source) pairs of :meth:`copies` whose source is in this rank's own piece."""
+        """Yield the pairs from :meth:`copies` whose source is in this rank's own piece."""
         for owner, where, source in self._sources:
             if owner == self.place:
                 yield target[where], source

@@ -67,7 +67,7 @@ class Pins:
             self._unpin = None
 
     def sync_copies(self) -> None:
-        """Wait for all copies that read the host memory and that earlier steps have enqueued."""
+        """Wait for the copies from the host memory that earlier steps have enqueued."""
         for device in self._copied_by:
             device.sync_copies()
 

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 # Seconds between two checks that the processes of missing ranks still run.
 _LIVENESS_S = 0.2
-# The types of a rank's record in a round, and of the decision of a round.
+# The types of a rank's record and of a round's decision.
 _NOTHING, _VALUE, _FAILED, _ENDED, _LEFT, _LATE = "", "value", "failed", "ended", "left", "late"
 # The key in the store under which the decision of a round is written.
 _DECISION = "decision"
@@ -173,8 +173,11 @@ class Rounds:
                     self._store.set(f"busy/{self.rank}", "")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop taking part in rounds.  ``error``: the reason why this rank cannot continue, which the other ranks raise,
-        or None."""
+        """Stop taking part in rounds.
+
+        ``error``: the reason why this rank cannot continue, or None.  If there is a reason, the other ranks raise
+        RankFailed.
+        """
         if error is not None:
             with contextlib.suppress(ChunkflowError):  # the original error is more important
                 self.fail(error)
@@ -238,8 +241,8 @@ class Rounds:
         return records, how, {int(rank): why for rank, why in of.items()}
 
     def _waiting(self, patience_s: float, late: str) -> Callable[[Sequence[int]], Any]:
-        """Return a function that takes the ranks without a record.  While this rank should wait for those ranks, the
-        function returns None, and afterwards a decision."""
+        """Return a function that takes the ranks without a record.  The function returns None while this rank should wait
+        for those ranks.  After that, it returns a decision."""
         began = looked = busy = time.monotonic()
         logged = False
 
@@ -320,8 +323,8 @@ def _possible_decision(records: Mapping[int, Any], absent: Sequence[int]) -> Any
 
 
 def process_of(number: int) -> list[int]:
-    """Return the PID and the start time of a process, which identify it even if its PID is reused; empty if it has
-    ended."""
+    """Return the PID and the start time of a process.  Together they identify the process even if its PID is reused.  The
+    list is empty if the process has ended."""
     with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
         if state not in "ZX":

@@ -144,7 +144,7 @@ class SharedPages:
         """Allocate shared memory on the leader, and map it on all ranks."""
         places = self._places(weights)
         if self._node.leads:
-            # a weight frees its present memory once it is written, so only one weight at a time is in memory twice
+            # each weight frees its present memory once it is written, so only one weight at a time is in memory twice
             check_room(sum(w.takes for w in weights) + max(w.takes_temporarily for w in weights))
         descriptor = self._node.share(memory_file("chunkflow-weights", places[-1]) if self._node.leads else None)
         pages = map_file(descriptor, places[-1], mmap.MAP_SHARED)
@@ -163,8 +163,8 @@ class SharedPages:
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
         own = Scratch.made(places[-1]) if self._node.leads else None
-        # each rank opens the file separately, because the kernel's read-ahead is per open file, and the ranks read
-        # different parts
+        # each rank opens the file separately, because the kernel's read-ahead is per open file, and each rank reads at
+        # another position
         file = self._node.share(None if own is None else own.file.descriptor)
         self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if own is None else own.where)
 
@@ -191,7 +191,7 @@ class SharedPages:
         return frozenset(name for name, writer in writers.items() if writer == self._node.rank)
 
     def backing(self, name: str) -> Backing:
-        """Return the shared pages of a weight, or its part of the scratch file after it was written there."""
+        """Return the shared pages of a weight, or the part of the scratch file to which the weight was written."""
         if name in self._pages:
             return self._pages[name]
         begin, weight = self._on_drive[name]

@@ -26,8 +26,8 @@ _COMPARED = 1 << 22
 class WeightFile:
     """A file with weights, which is opened once for all of them.
 
-    ``name``: the name of the file in error messages.  ``stamp``: the device and inode numbers and the modification time
-    in ns of a checkpoint, which must not change; None for a scratch file.  ``read_bytes``: bytes read so far.
+    ``name``: the name of the file in error messages.  ``stamp``: for a checkpoint, its device and inode numbers and its
+    modification time in ns, which must not change; None for a scratch file.  ``read_bytes``: bytes read so far.
     ``left``: the addresses of pages that were mapped from the file and are private memory now.  Only the first and the
     last page of each moved weight are recorded, because other weights may share them.
     """

@@ -13,7 +13,7 @@ from .bytes import copy_host_bytes, flat_bytes
 from .source import Bytes, take
 
 # Bytes per buffer.  A buffer is large enough that the next copy is launched before the copy of this buffer ends, and
-# small enough that it can be pinned even if weights cannot.
+# small enough that it can be pinned even if weights cannot be pinned.
 PIECE = 16 << 20
 PIECES = 2
 

@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 _DECLARED = frozenset(
     ("aten", "prims", "inductor_prims", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "chunkflow")
 )
-# Ops that write running statistics in training without declaring it.
+# Ops that write running statistics in training although their schemas do not declare these writes.
 _STATISTICS = frozenset(
     (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
 )
