@@ -173,11 +173,11 @@ def group_of(group: Any = None) -> Group | None:
 def group_to_share_in(share: Any, device: torch.device) -> Group | None:
     """Return the group whose ranks share weights that are placed for ``device``, or None.
 
-    ``share``: True, False, a process group, or None.  None selects the default process group if ``device`` is a GPU,
-    and otherwise no group.  If the default process group cannot be used although the machine runs several ranks, the
-    reason is logged.
-    Raises ChunkflowError if ``share`` is True or a process group, but this group cannot be used, or if ``share`` has
-    another type.
+    ``share``: True, False, a process group, or None.  True selects the default process group, False selects no group.
+    None selects the default process group if ``device`` is a GPU, and otherwise no group.  If None selects a group that
+    cannot be used although the machine runs several ranks, the reason is logged.
+    Raises ChunkflowError if True or a process group selects a group that cannot be used, or if ``share`` has another
+    type.
     """
     if share is False or (share is None and device.type != "cuda"):
         return None

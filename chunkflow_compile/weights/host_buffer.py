@@ -7,8 +7,8 @@ Note: where the bytes of a weight are stored
 --------------------------------------------
 The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are of one of four types (:class:`Where`):
 
-* OWN: private pages of this process.  Ops on the weight write to them.  Users may write to them through the tensors of a
-  state_dict, and a version counter does not record all of these writes.
+* OWN: private pages of this process.  Ops on the weight write to them.  Users may also write to them through the tensors
+  of a state_dict, and some of these writes change no version counter.
 * SHARED: pages of a memfd that the ranks of a machine map.  Only the loader writes them, before any weight uses them.
 * FILE: a private mapping of a checkpoint, or of a scratch file that the loader has written.  Programs copy from the
   file itself.
@@ -20,13 +20,12 @@ packed weight is address space without pages; see ``packed.py``.  During a write
 values.  After the write, the new values are packed.  If they do not fit in the packed form, the weight is OWN and
 unpacked from then on.
 
-:class:`WeightLoader` chooses the initial type.  After that, the bytes can only move to OWN pages.  They keep their
-address, so that views remain valid.  ``make_private`` moves the bytes before a write, before the pages of a written
+:class:`WeightLoader` chooses the initial type.  After that, the bytes can only move to OWN pages.  The bytes keep
+their address, so that views remain valid.  ``make_private`` moves the bytes before a write, before the pages of a written
 mapping are pinned or read by programs, and when a shared weight is restored.  A weight that is given other memory
 (``p.data = ...``) gets a new HostBuffer.
 
-The following copies of the values may exist.  Users may write to the tensors of a state_dict.  All other copies are
-written only by the code that creates them:
+The following copies of the values may exist.  Users can write only to the tensors of a state_dict:
 
 * Pieces on the devices of the ranks of a node, one per rank (``pieces``), until the weight is written on this rank.
   This rank does not read the pieces while the weight may be written through a tensor of a state_dict.

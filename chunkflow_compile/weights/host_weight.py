@@ -1,6 +1,6 @@
 """An offloaded weight as a tensor: its bytes are in host memory, and its device is the compute device.
 
-An op outside a program that reads such a weight gets a temporary copy on the device.  An op that writes to the weight
+An op that reads an offloaded weight outside a program gets a temporary copy on the device.  An op that writes to the weight
 changes the host memory, and programs use the new values from their next call on.  A view of the weight is a view of the
 host memory.
 """

@@ -236,8 +236,8 @@ class WeightLoader:
         return packed
 
     def _pack(self, packed: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
-        """Pack a weight that ranks share.  If the values do not fit in the packed form, mark the shared memory, so that
-        the other ranks know."""
+        """Pack a weight that ranks share.  If the values do not fit in the packed form, record this in the shared memory,
+        where the other ranks read it."""
         if not pack_into(packed, self._filled(weight, values), self._cpus):
             mark_unfit(packed)
 

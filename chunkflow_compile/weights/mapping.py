@@ -111,7 +111,7 @@ def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0,
     """Map a file privately over the pages of ``host``, at the same address, so that views of ``host`` remain valid.
 
     ``descriptor``: the file, or None for anonymous memory.  ``access``: the protection of the mapping, as for mmap.
-    Returns False if mmap fails; nothing has changed then.
+    Returns False if mmap fails; the pages are then unchanged.
     """
     kind = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)
     number = -1 if descriptor is None else descriptor.number
@@ -165,7 +165,7 @@ def own_memory(host: torch.Tensor, owned: set[int]) -> None:
     ``owned``: addresses of pages that are already private.  The tensor may share its first and its last page with other
     tensors, so these two pages are added to the set.  A page that is already in the set is left in place, because a
     device may be reading it.
-    Raises OSError if the kernel reports an error; nothing has changed then.
+    Raises OSError if the kernel reports an error; the pages are then unchanged.
     """
     first, last = (address - address % PAGE for address in (host.data_ptr(), host.data_ptr() + host.nbytes - 1))
     begin, end = first + PAGE * (first in owned), last + PAGE * (last not in owned)
@@ -180,7 +180,7 @@ def _replace(begin: int, size: int) -> None:
     copied = system.mmap(None, size, _ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if copied != _FAILED:
         ctypes.memmove(copied, begin, size)
-        # the pages are replaced in one call: a reader sees the old pages or the same bytes in the new ones
+        # replace the pages in one call, so that a reader sees either the old pages or the same bytes in the new pages
         if system.mremap(copied, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, begin) == begin:
             return
         number = ctypes.get_errno()

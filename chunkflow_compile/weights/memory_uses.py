@@ -18,7 +18,7 @@ class MemoryUses:
     def __init__(self) -> None:
         # the arrays from which programs copy
         self._lent = weakref.WeakValueDictionary[int, Any]()
-        self._own = 0  # references to the storage from the buffer and from its weight
+        self._own = 0  # the number of references that the buffer and its weight hold to the storage
 
     def count_own(self, host: torch.Tensor, view: torch.Tensor) -> None:
         """Count the references to the storage from a buffer and from its weight, whose host tensor is ``view``."""
@@ -32,7 +32,7 @@ class MemoryUses:
         return torch.frombuffer(place, dtype=torch.uint8)
 
     def any(self, host: torch.Tensor) -> bool:
-        """Whether a program, a view, or an op of another thread uses the memory, so that its pages must be kept."""
+        """Whether a program, a view, or an op of another thread uses the memory.  If so, its pages must be kept."""
         return core.storage_uses(host) > self._own or bool(self._lent)
 
     def has_views(self, host: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The node: the ranks of a process group that run on this machine and share its memory.
 
-They find each other through the store of the process group, and then exchange values in rounds (``rounds.py``).  A rank
-passes an open file to the others as the path ``/proc/PID/fd/N``, so a file without a name can be passed, too.
+These ranks find each other through the store of the process group, and then exchange values in rounds (``rounds.py``).  A
+rank passes an open file to the other ranks as the path ``/proc/PID/fd/N``, which exists even if the file has no name.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ segmentation fault.
 A reader gets the values in a temporary tensor.  A writer first *opens* the pages, that is, makes them accessible and
 unpacks the values into them, and *closes* them after the write.
 
-``state_dict()`` opens the pages, too, because its tensors share the memory of the weight, as for any module.  The pages
-are then a private mapping of a scratch file, so a page takes no memory until it is written.  The kernel reports which
+``state_dict()`` opens the pages, too, because its tensors share the memory of the weight, as they do in any module.  The
+pages are then a private mapping of a scratch file, so a page takes no memory until it is written.  The kernel reports which
 pages were written, even through a pointer or by NumPy.  :meth:`Packed.settle` detects these writes, and closes the
 pages after the last of the tensors is gone.
 """
@@ -118,8 +118,8 @@ class Packed(Backing):
             return self.host.clone()
 
     def exported(self, name: str) -> torch.Tensor:
-        """Return the values at the address of the weight, for a state_dict.  Writes to the result are writes to the
-        weight; see :meth:`settle`.
+        """Return a tensor for a state_dict, which has the values and the address of the weight.  Writes to this tensor are
+        writes to the weight; see :meth:`settle`.
 
         The values are stored in a scratch file on the SSD, or in host memory if this file cannot be created.  Pages
         that are written become private memory.  Raises ChunkflowError if the values do not fit in host memory, either.

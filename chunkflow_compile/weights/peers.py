@@ -112,7 +112,8 @@ class Peers:
 
         The memory of the pieces is freed when no rank uses them any more.  On a GPU, it is freed when torch next looks
         for memory that no rank uses.
-        ``error``: the reason why this rank could not place the model, or None; the other ranks raise it.
+        ``error``: the reason why this rank could not place the model, or None.  If there is a reason, the other ranks
+        raise RankFailed.
         """
 
         with contextlib.suppress(ChunkflowError):  # raised if a rank has ended

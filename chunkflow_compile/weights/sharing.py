@@ -92,7 +92,7 @@ class LoadRequest:
     @property
     def origin(self) -> list[Any] | None:
         """The file range and dtype from which the weight is read, as JSON, or None if it is not read from a file.  If
-        two ranks have the same origin for a weight, they have the same values."""
+        two ranks have the same origin for a weight, its values are equal on both ranks."""
         if (part := self.part) is None:
             return None
         return [part.file.name, part.file.stamp, part.offset, part.nbytes, str(self.read_as)]
