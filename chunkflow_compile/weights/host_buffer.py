@@ -457,7 +457,7 @@ class HostBuffer:
                 try:
                     backing.open(self.name, lazily)
                 finally:
-                    if backing.is_open:  # also true if ``open`` was interrupted at its end
+                    if backing.is_open:  # also true if ``open`` was interrupted after it had unpacked the values
                         self._become_raw()
                 if self._store is not None and not leaving:
                     self._store.warn_over_bound(self.name, "is no longer packed")

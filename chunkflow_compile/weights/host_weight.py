@@ -252,18 +252,21 @@ class HostWeight(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         """Give the weight other memory.
 
-        =================================  ==========================  =====================
-        ``value``                          the weight's host memory    the weight's buffer
-        =================================  ==========================  =====================
-        the same view (``p.data += x``)    unchanged                   unchanged
-        a tensor of its state_dict         unchanged                   unchanged
-        another view of its memory         that view, made private     unchanged
-        a weight on the same device        the other weight's          the other weight's
-        a tensor on the CPU                the tensor's                a new one
-        a tensor on another device         a copy                      a new one
-        not dense, or an inference tensor  a copy                      a new one
-        another class or layout            raises ChunkflowError       none
-        =================================  ==========================  =====================
+        The table shows the memory and the buffer that the weight has after the assignment.
+
+        ===================================  ==================================  =======================
+        ``value``                            the weight's host memory            the weight's buffer
+        ===================================  ==================================  =======================
+        the same view (``p.data += x``)      unchanged                           unchanged
+        a tensor of the weight's state_dict  unchanged                           unchanged
+        another view of the weight's memory  ``value``, moved to private memory  unchanged
+        a HostWeight on the same device      the memory of ``value``             the buffer of ``value``
+        a tensor on the CPU                  the memory of ``value``             a new buffer
+        a tensor on another device           a copy of ``value``                 a new buffer
+        a tensor that is not dense           a copy of ``value``                 a new buffer
+        an inference tensor                  a copy of ``value``                 a new buffer
+        another class or layout              raises ChunkflowError               unchanged
+        ===================================  ==================================  =======================
         """
         if value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter, HostWeight):
             refuse(self, f"data of type {type(value).__name__} and layout {value.layout}")

@@ -42,7 +42,7 @@ class HostMemory:
 
     @property
     def by(self) -> str:
-        """The source of the limit, in words to append to "are free"."""
+        """The source of the limit, as the words that follow "are free" in a message; empty if the machine sets the limit."""
         if self.limit is None:
             return ""
         return f" by {VARIABLE}" if self.limit == VARIABLE else f" below {self.limit}"
