@@ -25,7 +25,7 @@ their address, so that views remain valid.  ``make_private`` moves the bytes bef
 mapping are pinned or read by programs, and when a shared weight is restored.  A weight that is given other memory
 (``p.data = ...``) gets a new HostBuffer.
 
-The following copies of the values may exist.  Users can write only to the tensors of a state_dict:
+The following copies of the values may exist.  Of these copies, users can write only to the tensors of a state_dict:
 
 * Pieces on the devices of the ranks of a node, one per rank (``pieces``), until the weight is written on this rank.
   This rank does not read the pieces while the weight may be written through a tensor of a state_dict.

@@ -117,7 +117,7 @@ class HostStore:
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight) and names[0] not in loader:
-                buffer = tensor.buffer  # already in this store if ``tensor`` is a view of a weight of this store
+                buffer = tensor.buffer  # already in this store if ``tensor`` is a view of one of its weights
                 if buffer.compressed and not is_same_view(tensor.host, buffer.host):
                     buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)

@@ -91,7 +91,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def local_ranks(otherwise: int = 1) -> int:
-    """Return the number of processes of this job on this machine; ``otherwise`` if no launcher provides it."""
+    """Return the number of processes of this job on this machine, or the value ``otherwise`` if no launcher provides this
+    number."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", otherwise)))
 
 

@@ -50,10 +50,10 @@ def _is_whole(host: torch.Tensor) -> bool:
 
 
 def _own(host: torch.Tensor, view: torch.Tensor) -> int:
-    """Return how many of the references that ``core.storage_uses`` counts are from the buffer and from its weight.
+    """Return how many of the references that ``core.storage_uses`` counts do not show another use of the memory.
 
-    The references are from the two host tensors, from their bases if they are views, and from the storage object that
-    ``core.storage_uses`` itself creates.
+    These references come from the host tensors of the buffer and of its weight, from the bases of these tensors if they
+    are views, and from the storage object that ``core.storage_uses`` itself creates.
     """
     tensors = (host, view, host._base, view._base)
     return 1 + len({id(tensor) for tensor in tensors if tensor is not None})

@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 
 # Seconds that a rank waits for the other ranks in :meth:`Peers.shard`.  Loading and encoding take equally long on each
 # rank, so all ranks usually make their first call at about the same time.  A rank that has not made its first call within
-# this time, and has not reported that it compiles, may have got another request, or no request.  The other ranks then
-# continue without pieces.
+# this time, and has not reported that it compiles, may have received another request, or no request.  The other ranks
+# then continue without pieces.
 _PATIENCE_S = 60.0
 # Maximum bytes of a field that describes GPU memory.  A CUDA handle has 64 bytes, or more for memory in expandable
 # segments.
