@@ -64,22 +64,23 @@ class Backing:
         process."""
 
     def make_private(self, name: str, lazily: bool = False) -> Backing:
-        """Copy the bytes to private memory at the same address, and return the new backing.
+        """Move the bytes to private memory without changing their address, and return the new backing.
 
-        The caller makes sure that nothing reads the weight meanwhile.  ``name``: the weight's name, for error messages.
+        The caller makes sure that nothing reads the weight during the move.  ``name``: the weight's name, for error
+        messages.
         ``lazily``: if host memory is short, allocate each page only when it is written.
         Raises ChunkflowError if the bytes do not fit in host memory.
         """
         return self
 
     def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a view of the values as an ordinary tensor.  Other processes do not see writes to it."""
+        """Return a view of the values as an ordinary tensor.  Other processes do not see writes to this tensor."""
         return view.detach()
 
     def settle(self) -> bool:
-        """Return whether the values may have been changed, since the last call of this method, by writes that no version
-        counter records, such as writes to a tensor of a state_dict.  The base class returns True, because such writes
-        to private memory cannot be detected."""
+        """Return whether the values may have been written since the last call of this method.  This includes writes that
+        no version counter records, such as a write through NumPy to a tensor of a state_dict.  The base class returns
+        True, because it cannot detect these writes in private memory."""
         return True
 
 
@@ -105,16 +106,16 @@ class SharedMemory(Backing):
                 cause = error.strerror or str(error)
         if not lazily:
             raise ChunkflowError(_no_memory(self.host, cause))
-        # The pages become a private mapping of the shared memory, all of which stays allocated as long as the mapping
-        # exists.  If mmap fails, the pages stay shared, and the values are correct only until a rank writes them.
+        # Map the pages privately (copy-on-write).  All of the shared memory stays allocated as long as the mapping exists.
+        # If mmap fails, the pages stay shared, and a later write by one rank changes the values on all ranks.
         map_over(self.host, self._descriptor, self._offset)
         return Backing(self.host)
 
     def view_to_write(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a private copy-on-write view: it takes no memory until it is written, and writes to it reach no other
-        mapping.
+        """Return a private copy-on-write view.  The view takes no memory until it is written, and the writes do not reach
+        other mappings.
 
-        Raises ChunkflowError if the kernel cannot map it.
+        Raises ChunkflowError if the kernel cannot map the view.
         """
         pages = map_file(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset)
         if pages is None:
@@ -123,8 +124,8 @@ class SharedMemory(Backing):
         return pages.view(view.dtype).as_strided(view.shape, view.stride(), begin)
 
     def leave(self) -> None:
-        """Unmap the pages of this weight.  They must not be in use any more.  The pages of other weights in the same
-        mapping stay mapped."""
+        """Unmap the pages of this weight, which must not be in use any more.  The pages of other weights in the mapping
+        stay mapped."""
         map_over(self.host, None)
 
 

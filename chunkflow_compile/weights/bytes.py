@@ -10,7 +10,7 @@ import torch
 
 from chunkflow_compile.private_torch import core
 
-# torch casts up to this many elements on the calling thread alone; for more elements it starts a team of threads.
+# torch casts a tensor of up to this many elements on the calling thread alone, and a larger tensor on several threads.
 _SERIAL = 1 << 15
 # Element size in bytes -> an integer dtype of this size, for bitwise comparisons.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -19,8 +19,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between host tensors (uint8, equal sizes) on the calling thread alone.
 
-    The copy takes no threads away from compute, whereas Tensor.copy_ would also use the intra-op threads.  It runs
-    without the GIL.
+    Tensor.copy_ would also use torch's intra-op threads, and so take them away from compute.  The copy releases the GIL.
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 

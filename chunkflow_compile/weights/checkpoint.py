@@ -72,7 +72,7 @@ class Mappings:
         try:
             status = os.stat(mapping.path)
         except OSError:
-            return None  # the file was deleted or is not visible here; the mapping is still valid
+            return None  # the file was deleted, or this process cannot see its path; the mapping is still valid
         if (status.st_dev, status.st_ino) != mapping.inode and self._as_mapped(mapping.path) != mapping.inode:
             return None
         if status.st_size < offset + nbytes:
@@ -114,16 +114,16 @@ class CheckpointReader:
         self._threads = ThreadPoolExecutor(THREADS, "chunkflow-read", self._begin)
 
     def read(self, part: DriveBytes, target: torch.Tensor, dtype: torch.dtype) -> None:
-        """Read a file range with elements of ``dtype`` into a dense host tensor, and cast them to the dtype of that
-        tensor.
+        """Read the values in a file range into a dense host tensor, and cast them to the dtype of this tensor.
 
+        ``dtype``: the dtype of the values in the file.
         Raises ChunkflowError if the file is replaced, truncated or modified during the read, or if the read fails.
         """
         count, size = target.numel(), dtype.itemsize
         step = BLOCK // size
         flat = target.as_strided((count,), (1,))
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
-        # the path may belong to another file by now
+        # check the file, because another file may have been moved to its path since the weight was mapped
         part.file.check()
         # wait for all reads, and raise the first error
         deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)
@@ -148,9 +148,9 @@ class CheckpointReader:
             if dtype == flat.dtype:
                 copy_host_bytes(flat_bytes(target), values)
                 return
-            # a weight may begin at any byte of a checkpoint
+            # align the values for the cast, because a weight may begin at any byte of a checkpoint
             if values.data_ptr() % dtype.itemsize:
-                # the two ranges may overlap, which is allowed because ``copy_host_bytes`` uses memmove
+                # ``copy_host_bytes`` uses memmove, so source and target may overlap
                 copy_host_bytes(buffer[: block.nbytes], values)
                 values = buffer[: block.nbytes]
             cast_on_this_thread(target, values.view(dtype))
@@ -172,8 +172,10 @@ def _mapped() -> Iterator[_Mapping]:
 
 
 def _written(address: int, nbytes: int) -> bool:
-    """Whether any page of a private mapping was written.  The bytes of such a page may differ from the file.  Also True
-    if the kernel does not report which pages were written."""
+    """Whether any page of a private mapping was written.  The bytes of a written page may differ from the file.
+
+    Also True if the kernel does not report which pages were written.
+    """
     first, last = address // PAGE, (address + nbytes - 1) // PAGE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
@@ -183,5 +185,5 @@ def _written(address: int, nbytes: int) -> bool:
     if len(raw) != 8 * (last - first + 1):
         return True
     entries = torch.frombuffer(raw, dtype=torch.int64)
-    held = (entries < 0) | (entries & _SWAPPED != 0)  # negative if the highest bit is set: the page is present
+    held = (entries < 0) | (entries & _SWAPPED != 0)  # an entry is negative if its highest bit (page present) is set
     return bool((held & (entries & _OF_FILE == 0)).any())

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 class Counts:
     """Sums over all programs of a placed model.  They never decrease, even if programs are replaced.
 
-    ``cold_starts``: calls that began with empty slots or out of cycle order, and so first had to copy the weights that
-    a warm call finds in its slots.  ``off_cycle``: calls out of cycle order.
-    ``moved_bytes``: bytes of all copies issued, including the copies for cold starts.  ``fetched_bytes``: bytes copied
-    for ops outside programs.
+    ``cold_starts``: calls that first had to copy weights into their slots, because the slots were empty or the call was
+    out of cycle order.  ``off_cycle``: calls out of cycle order.
+    ``moved_bytes``: bytes of all copies that programs have issued, including the copies for cold starts.
+    ``fetched_bytes``: bytes copied for ops outside programs.
     ``launches``: calls that ran as one CUDA graph.  ``captures``: captures of CUDA graphs.  ``capture_s``: seconds
     spent on these captures.
     ``row_hits``: calls whose row was in the table of hoisted values.  ``row_misses``: calls whose row had to be
     computed first.  ``row_fill_s``: seconds spent on computing rows.  In a model that is compiled per block type, hits
-    and misses count the calls of blocks.  A miss of one block also computes the rows of the other blocks, so a step
-    that begins without rows counts one miss, and then only hits.
+    and misses count the calls of blocks.  If the row of one block is missing, the rows of all blocks are computed.
+    Therefore a step that begins without rows counts one miss, and after that only hits.
     ``measured``: calls whose time was measured.  The fields after ``measured`` are sums over these calls only, in
     seconds.
     """
@@ -42,11 +42,14 @@ class Counts:
     collective_s: float = 0.0
 
     def add_program(self) -> None:
-        """Count a program that was started for the model."""
+        """Count a program that was started."""
         self.programs += 1
 
     def add_call(self, moved_bytes: int, primed_bytes: int) -> None:
-        """Count a call that has run.  ``primed_bytes``: bytes copied before the call, in addition to ``moved_bytes``."""
+        """Count a call that has run.
+
+        ``moved_bytes``: bytes that the call has copied.  ``primed_bytes``: bytes that were copied before the call.
+        """
         self.calls += 1
         self.moved_bytes += moved_bytes + primed_bytes
         self.cold_starts += primed_bytes > 0
@@ -64,7 +67,7 @@ class Counts:
         self.collective_s += collective_s
 
     def add_fetched(self, nbytes: int) -> None:
-        """Add the bytes of a weight that was fetched by an op outside programs."""
+        """Add the bytes of a weight that an op outside programs has fetched."""
         self.fetched_bytes += nbytes
 
     def add_row_hit(self) -> None:

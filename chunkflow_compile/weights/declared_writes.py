@@ -23,7 +23,7 @@ def on_fetched(
 ) -> Any:
     """Run an op on the fetched values of its weights, and copy the new values of the ``written`` weights to host memory.
 
-    ``kind``: the class of the weights.  Raises ChunkflowError if an output that is a weight would be resized.
+    ``kind``: the class of the weights.  Raises ChunkflowError if the op would resize an output that is a weight.
     """
     values: dict[int, torch.Tensor] = {}
     outs = {id(x) for name, value in kwargs.items() if name.startswith("out") for x in pytree.tree_leaves(value)}
@@ -32,7 +32,7 @@ def on_fetched(
 
     def fetch(weight: Any) -> torch.Tensor:
         if id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor:
-            # a separate tensor, because the op may resize it
+            # pass a separate tensor, because the op may resize it
             value = torch.empty_like(weight.host, device=weight.device)
             values[id(weight)] = value.copy_(weight.fetch()) if id(weight) in read else value
         if id(weight) not in values:

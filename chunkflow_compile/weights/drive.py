@@ -63,8 +63,8 @@ class Scratch:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
     def keep(self, weight: torch.Tensor) -> FileSlice:
-        """Append a dense host tensor to the file, and return its part of the file.  Raises the same errors as
-        :meth:`write`."""
+        """Append a dense host tensor to the file, and return the part of the file that contains the tensor.  Raises the
+        same errors as :meth:`write`."""
         begin, self._end = self._end, self._end + whole_pages(weight.nbytes)
         self.write(begin, weight)
         return self.kept(begin, weight)
@@ -91,7 +91,7 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
     """Choose the weights to leave on the SSD, so that the other weights take at most ``budget`` bytes of host memory.
 
     ``weights``: names and bytes in the order of the model.  The chosen weights are spread evenly over the model,
-    because the SSD is read throughout a step.
+    because programs read the SSD throughout a step.
     """
 
     weights = [(name, nbytes) for name, nbytes in weights if nbytes]  # an empty weight cannot be mapped

@@ -17,12 +17,12 @@ STATE = {"host", "buffer", "kind", "_is_param"}
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange type, values and attributes of two tensors, so that every reference to ``tensor`` sees the content of
-    ``other``.
+    """Exchange the types, the values and the attributes of two tensors, so that every reference to ``tensor`` sees the
+    content of ``other``.
 
-    Works like torch.utils.swap_tensors, but also accepts tensors to which weak references exist in Python, because user
-    code may hold such references.  Attributes that users have set on ``tensor`` stay on ``tensor``.  The exchange is
-    one call into C, so Ctrl-C cannot interrupt it halfway.
+    Works like torch.utils.swap_tensors, but also accepts tensors to which user code holds weak references in Python.
+    Attributes that users have set on ``tensor`` stay on ``tensor``.  The exchange is one call into C, so Ctrl-C cannot
+    interrupt it halfway.
     Raises ChunkflowError if the values cannot be swapped because C++ code, such as torch's profiler, holds a weak
     reference to one of the tensors.
     """
@@ -39,7 +39,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     try:
         try:
             deque(map(partial.__call__, steps), maxlen=0)
-        except RuntimeError:  # the first step failed; an object that is garbage already may hold the weak reference
+        except RuntimeError:  # the first step failed, perhaps because garbage still holds a weak reference
             gc.collect()
             deque(map(partial.__call__, steps), maxlen=0)
     except RuntimeError as error:

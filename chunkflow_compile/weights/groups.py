@@ -22,8 +22,8 @@ from .limits import local_ranks
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two polls for the value of a rank; the value may take minutes to arrive.  The store is polled because
-# no other thread can use it during TCPStore.wait, and Ctrl-C has no effect during such a wait.
+# Seconds between two polls for the value of a rank; the value may take minutes to arrive.  The store is polled, because
+# during TCPStore.wait no other thread could use the store, and Ctrl-C would have no effect.
 _PAUSE_S = 0.02
 # After this many seconds of waiting, the log names the missing ranks, and :meth:`Group.posted` checks whether these
 # ranks will still post a value.
@@ -41,7 +41,7 @@ class StoreEnded(ChunkflowError):
 
 @dataclass(frozen=True)
 class Group:
-    """A process group of several ranks: its store, the number of this rank, the numbers of all ranks, and the timeout."""
+    """A process group of several ranks: its store, the number of this rank, the numbers of its ranks, and its timeout."""
 
     store: Any
     rank: int
@@ -100,8 +100,8 @@ class Group:
         return values
 
     def record_unshared(self, model: str, asks: Mapping[str, Any]) -> None:
-        """Record that this rank places a model of class ``model`` without other ranks, so that ranks that wait for this
-        one stop waiting.
+        """Record that this rank places a model of class ``model`` without other ranks.  Ranks that wait for this rank
+        then stop waiting.
 
         ``asks``: the arguments with which this rank called ``offload``, for error messages on the other ranks.  Errors
         of the store are ignored, because this rank does not need the store.
@@ -115,9 +115,8 @@ class Group:
         """Find the first rank in ``ranks`` with more unshared placements of models of class ``model`` than the calling
         rank.  A placement is unshared if the rank places the model without other ranks.
 
-        Returns None if there is no such rank, and otherwise the rank and the arguments that it passed to ``offload``.
-        The calling rank's count is then set to the count of the returned rank, so that the next call does not find the
-        same placements.
+        Returns the rank and the arguments that it passed to ``offload``, or None if there is no such rank.  Sets the
+        calling rank's count to the count of the returned rank, so that the next call does not find the same placements.
         """
         with reached():
             mine = self._count(_unshared_key(model, self.rank))
@@ -174,10 +173,11 @@ def group_of(group: Any = None) -> Group | None:
 def group_to_share_in(share: Any, device: torch.device) -> Group | None:
     """Return the group whose ranks share weights that are placed for ``device``, or None.
 
-    ``share``: True, False, a process group, or None.  None selects the default process group if ``device`` is a GPU,
-    and otherwise no group.  If the default process group cannot be used although the machine runs several ranks, the
-    reason is logged.
-    Raises ChunkflowError if sharing was requested explicitly and there is no such group.
+    ``share``: True, False, a process group, or None.  True selects the default process group, False selects no group.
+    None selects the default process group if ``device`` is a GPU, and otherwise no group.  If None selects a group that
+    cannot be used although the machine runs several ranks, the reason is logged.
+    Raises ChunkflowError if True or a process group selects a group that cannot be used, or if ``share`` has another
+    type.
     """
     if share is False or (share is None and device.type != "cuda"):
         return None
@@ -205,11 +205,12 @@ def ranks_of(name: str) -> tuple[int, ...]:
 def ranks_together() -> int:
     """Return how many ranks run a model at the same time.
 
-    With a fake process group, these are all ranks that it emulates.  Otherwise they are the ranks on this machine if
-    the launcher provides their number, or else all ranks of the default process group.
+    With a fake process group, the result is the number of ranks that this group emulates.  Otherwise it is the number of
+    ranks on this machine if the launcher provides this number, or else the number of ranks of the default process
+    group.
     """
 
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # for planning only
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake":  # used for planning only
         return dist.get_world_size()
     group = group_of()
     return local_ranks(1 if group is None else len(group.ranks))
@@ -230,7 +231,7 @@ def _resolved(name: str) -> Any:
     return dist.distributed_c10d.__dict__["_resolve_process_group"](name)
 
 
-@functools.cache  # so that the reason is logged once per process
+@functools.cache  # to log the reason only once per process
 def _say_why_none() -> None:
     """If this machine runs several ranks, log why they do not share weights by default."""
     if (several := local_ranks()) < 2:
@@ -242,8 +243,10 @@ def _say_why_none() -> None:
 
 
 def _real_backend(group: Any) -> Any:
-    """Return a backend of a process group that connects real ranks (see ``_REAL``), or None.  A group may have one
-    backend per device type."""
+    """Return a backend of a process group that connects real ranks (see ``_REAL``), or None.
+
+    A group may have one backend per device type.
+    """
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError):  # the group has no backend for this device
             backend = group._get_backend(torch.device(device))

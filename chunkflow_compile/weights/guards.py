@@ -2,14 +2,14 @@
 casting.
 
 * ``state_dict`` returns ordinary tensors that share the host memory of the weights, so a write to such a tensor changes
-  the model, even if the weight is on the SSD.  For weights that ranks share in host memory, it returns copies; writes
-  to them do not reach the model.
-* ``load_state_dict(assign=True)`` adopts the given tensors as host memory.
+  the model, even if the weight is on the SSD.  For weights that ranks share in host memory, ``state_dict`` returns
+  copies, and writes to the copies do not reach the model.
+* ``load_state_dict(assign=True)`` makes the given tensors the host memory of the weights.
 * ``.to()``, ``.half()`` and all other functions that use ``_apply`` leave the values in host memory.  A change of the
   device is only recorded, and converted values are stored in host memory again.
-* In a layer with diffusers' layerwise casting, a hook calls ``.to()`` before and after forward.  Forward then uses a
-  cast copy of the weight, and the weight itself is unchanged.  Dynamo can trace how the copy replaces the weight; in a
-  program, the cast runs on the device.
+* In a layer with diffusers' layerwise casting, a hook of diffusers calls ``.to()`` before and after forward.  Forward
+  then uses a cast copy of each weight, and the weight itself is unchanged.  Dynamo can trace the cast, so a program runs
+  the cast on the device.
 
 :class:`Guards` attaches these hooks to the modules of the model and removes them again.
 """
@@ -51,10 +51,10 @@ class Guards:
         self._store = store
         self._moved = moved
         self._handles: list[RemovableHandle] = []
-        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak, because an adapter module may be removed
+        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # weak, because adapter modules may be removed
 
     def add(self) -> None:
-        """Guard the modules of the model that are not guarded yet."""
+        """Add the hooks to the modules of the model that do not have them yet."""
         for module in self._root.modules():
             if module not in self._guarded:
                 self._guarded.add(module)
@@ -63,8 +63,8 @@ class Guards:
                 self._handles.append(module.register_load_state_dict_pre_hook(_assign_host_copies))
 
     def watch_calls(self) -> None:
-        """Check, while Dynamo traces, that inputs are on the device of the model, because Dynamo's own error would be
-        less clear."""
+        """Add a hook that checks, while Dynamo traces, that the inputs are on the device of the model.  Dynamo's own error
+        would be less clear."""
         check = partial(_check_inputs, self._store.device)
         self._handles.append(self._root.register_forward_pre_hook(check, with_kwargs=True))
 
@@ -93,7 +93,7 @@ class _Apply:
         self._reads_meant = reads_meant
         # the weights that are replaced by cast copies while forward runs
         self._stored: dict[str, torch.Tensor] = {}
-        # the version of each copy when it was created
+        # the version of each cast copy when the copy was created
         self._cast_versions: dict[str, int] = {}
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -145,8 +145,8 @@ class _Apply:
         return True
 
     def _keep_writes(self, hook: Any) -> None:
-        """If the user has changed a cast copy, store its values in the weight.  Convert the other weights to the
-        storage dtype of the hook."""
+        """For each cast copy that the user has changed, store the values of the copy in the weight.  Convert the other
+        weights to the storage dtype of the hook."""
         for name, weight in self._stored.items():
             copied: Any = self._module._parameters[name]
             if self._cast_versions.get(name) != _version(copied):
@@ -170,8 +170,8 @@ def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 class _Conversions(TorchDispatchMode):
-    """A dispatch mode that is active while ``_apply`` converts a weight.  A copy of the weight to another device shares
-    the host memory of the weight until the next op runs.
+    """A dispatch mode that is active while ``_apply`` converts a weight.  If an op copies the weight to another device,
+    the copy shares the host memory of the weight until the next op runs.
 
     ``device``: the device that the model is placed for.
     """
@@ -191,7 +191,7 @@ class _Conversions(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def finish(self, applied: torch.Tensor | None = None) -> None:
-        """Give each copy separate memory, except ``applied``, which replaces the weight."""
+        """Give each copy separate memory, except the copy ``applied``, which replaces the weight."""
         while self._copies:
             copied = self._copies.pop()
             if copied is not applied:

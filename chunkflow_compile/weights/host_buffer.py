@@ -7,24 +7,25 @@ Note: where the bytes of a weight are stored
 --------------------------------------------
 The values are in ``HostBuffer.host``, a tensor on the CPU.  Its pages are of one of four types (:class:`Where`):
 
-* OWN: private pages of this process.  Ops on the weight write to them.  Users of a state_dict may write to them, too;
-  no version counter records these writes.
+* OWN: private pages of this process.  Ops on the weight write to them.  Users may also write to them through the tensors
+  of a state_dict, and some of these writes change no version counter.
 * SHARED: pages of a memfd that the ranks of a machine map.  Only the loader writes them, before any weight uses them.
 * FILE: a private mapping of a checkpoint, or of a scratch file that the loader has written.  Programs copy from the
   file itself.
-* FILE_WRITTEN: the same mapping after a write through a tensor of a state_dict; the written pages are private to this
-  process.
+* FILE_WRITTEN: a mapping as for FILE, after a write through a tensor of a state_dict; the written pages are private to
+  this process.
 
 The bytes of a packed weight are in ``HostBuffer.stored``, in pages of one of the first three types.  The ``host`` of a
-packed weight is address space without pages; see ``packed.py``.  A write opens the pages of ``host`` and packs the new
-values.  If the new values do not fit in the packed form, the weight is OWN and unpacked from then on.
+packed weight is address space without pages; see ``packed.py``.  During a write, ``host`` has pages with the unpacked
+values.  After the write, the new values are packed.  If they do not fit in the packed form, the weight is OWN and
+unpacked from then on.
 
-:class:`WeightLoader` chooses the initial type.  After that, the bytes can only move to OWN pages.  They keep their
-address, so that views remain valid.  ``make_private`` moves the bytes before a write, before the pages of a written
+:class:`WeightLoader` chooses the initial type.  After that, the bytes can only move to OWN pages.  The bytes keep
+their address, so that views remain valid.  ``make_private`` moves the bytes before a write, before the pages of a written
 mapping are pinned or read by programs, and when a shared weight is restored.  A weight that is given other memory
 (``p.data = ...``) gets a new HostBuffer.
 
-The following copies of the values may exist.  Each copy is written only by the code that creates it:
+The following copies of the values may exist.  Of these copies, users can write only to the tensors of a state_dict:
 
 * Pieces on the devices of the ranks of a node, one per rank (``pieces``), until the weight is written on this rank.
   This rank does not read the pieces while the weight may be written through a tensor of a state_dict.
@@ -80,16 +81,16 @@ class Form(Enum):
 class HostBuffer:
     """The host memory of one weight.
 
-    ``host``: the values, on the CPU.  ``written``: the number of writes through weights; ``host._version`` counts
+    ``host``: the values, on the CPU.  ``written``: the number of writes through HostWeights; ``host._version`` counts
     writes to the host tensor itself.
     ``names``: all names of the weight in the model.  ``origin``: the device of the weight before it was offloaded.
     ``grad``: the gradient of the weight before it was offloaded, or None.
-    ``fill``: a function that computes the values and writes them before each call of a program; None for a weight whose
-    values are not computed.  ``pieces``: the pieces of the weight on the devices of a node, or None.  ``keeps_pieces``:
-    whether pieces are kept although a write was counted.  Such pieces are not read until :meth:`regain_pieces` finds
-    that they still have the values of the weight.
+    ``fill``: for a weight whose values a module computes, a function that writes the values before each call of a
+    program; None for other weights.  ``pieces``: the pieces of the weight on the devices of the ranks, or None.
+    ``keeps_pieces``: whether pieces are kept although a write was counted.  Kept pieces are not read until
+    :meth:`regain_pieces` finds that they still have the values of the weight.
     ``backing``: the storage of the bytes.  ``form``: the form of the bytes.  The pages of a compressible weight contain
-    no other data.
+    only the bytes of this weight.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class HostBuffer:
         self._uses.count_own(self.host, weight.host)
 
     def is_only_used_by(self, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage, whose only users are this buffer and the weight with the host tensor
+        """Whether the memory is a whole storage that nothing uses except this buffer and the weight whose host tensor is
         ``view``."""
         return self._uses.is_only(self.host, view)
 
@@ -157,15 +158,15 @@ class HostBuffer:
 
     @property
     def store(self) -> Store:
-        """The store of the placed model.  Use this only for a buffer from :func:`buffer_of`, which returns only buffers
-        that have a store."""
+        """The store of the placed model.  Use this property only for a buffer from :func:`buffer_of`, because every buffer
+        that this function returns has a store."""
         assert self._store is not None
         return self._store
 
     @property
     def order(self) -> tuple[int, int]:
-        """A sort key for locks: an op that writes several weights locks their models, and the weights in each model, in
-        this order, so that two threads never deadlock."""
+        """A sort key for locks.  An op that writes several weights locks the models, and the weights of each model, in the
+        order of this key, so that two threads never deadlock."""
         return id(self._store), id(self)
 
     @property
@@ -183,7 +184,7 @@ class HostBuffer:
 
     @property
     def version(self) -> int:
-        """A number that changes with every write to the values, through a weight or to the host tensor itself."""
+        """A number that changes with every write to the values, whether to a HostWeight or to the host tensor itself."""
         return self.written + self.host._version + (0 if self._writes is None else self._writes._version)
 
     @property
@@ -206,15 +207,15 @@ class HostBuffer:
 
     @property
     def bytes(self) -> Bytes:
-        """The bytes that programs copy.  If the weight is on the SSD and its mapping was written, it is first moved to
-        private memory; if the move fails, raises the same errors as :meth:`write`."""
+        """The bytes that programs copy.  If the weight is on the SSD and its mapping was written, the weight is first moved
+        to private memory.  If the move fails, raises the same errors as :meth:`write`."""
         if self.backing.where is Where.FILE_WRITTEN:
             self.make_private()
         return self.bytes_now
 
     @property
     def bytes_now(self) -> Bytes:
-        """The bytes that programs copy.  Unlike ``bytes``, this property never moves the weight.  Drops outdated
+        """The bytes that programs copy.  Unlike ``bytes``, this property never moves the weight.  It drops outdated
         pieces, unless ``keeps_pieces`` is set."""
         if (pieces := self.pieces) is not None and pieces.version == self.version:
             return pieces
@@ -260,7 +261,7 @@ class HostBuffer:
         self.backing.check()
 
     def read(self, nbytes: int) -> None:
-        """Check that the weight can be read, and count the bytes, before an op outside programs reads the values."""
+        """Check that the weight can be read, and count its bytes, before an op outside programs reads the values."""
         if self._store is not None:
             self.check()
             self._store.count(self.name, nbytes)
@@ -272,7 +273,8 @@ class HostBuffer:
             self._store.warn_of_compiler(self.name, backend)
 
     def values(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a view of the host tensor as an ordinary tensor for reading; for a packed weight, return a copy.
+        """Return ``view``, a view of the host tensor, as an ordinary tensor for reading.  For a packed weight, return a copy
+        of its values instead.
 
         Raises ChunkflowError if a copy does not fit in host memory, or if the tensor maps a file that has changed.
         """
@@ -295,8 +297,8 @@ class HostBuffer:
         """Return a view of the values for a state_dict.  Writes to the view are writes to the weight; see
         :meth:`settle`.
 
-        If other ranks read the memory, return a copy instead.  Raises ChunkflowError if the copy does not fit in host
-        memory.
+        If other ranks read the memory, return a copy instead; writes to the copy do not reach the weight.  Raises
+        ChunkflowError if the copy does not fit in host memory.
         """
         self.check()
         backing = self.backing
@@ -344,22 +346,24 @@ class HostBuffer:
             self._changed()
 
     def shard_into(self, pieces: Pieces) -> None:
-        """Let programs read these pieces on the devices of the ranks, until the weight is written."""
+        """Let programs read the weight from ``pieces``, on the devices of the ranks, until the weight is written."""
         self.pieces = pieces
 
     def regain_pieces(self, same: Callable[[HostBuffer, Pieces], bool] | None) -> None:
-        """Use outdated pieces again if they still have the values of the weight.  That is possible because ``settle``
-        may count a write that changed nothing.
+        """Use outdated pieces again if they still have the values of the weight.  Pieces may be outdated although no value
+        has changed, because ``settle`` may count a write that changed nothing.
 
-        The caller makes sure that from now on only the model can write the weight.  ``same``: a function that returns
-        whether the pieces of all ranks have the values of the weight; None if there are no other ranks.
+        The caller makes sure that no tensor of a state_dict shares the memory of the weight any more.  ``same``: a
+        function that returns whether the pieces of all ranks have the values of the weight; None if there are no other
+        ranks.
         """
         self.keeps_pieces, pieces = False, self.pieces
         if same is not None and pieces is not None and pieces.version != self.version and same(self, pieces):
             self.pieces = replace(pieces, version=self.version)
 
     def settle(self) -> bool:
-        """If tensors of a state_dict may have been written since the last call, count that as one write to the weight.
+        """If tensors of a state_dict may have been written since the last call of this method, count one write to the
+        weight.
 
         Pieces are kept until :meth:`regain_pieces`, because the values may turn out to be unchanged.
         Returns whether programs may have copied outdated values.  Raises the same errors as :meth:`write`.
@@ -381,11 +385,11 @@ class HostBuffer:
 
     @contextlib.contextmanager
     def write(self, replacing: bool = False) -> Iterator[None]:
-        """A context for a write: pause the model's programs, wait for the copies that read the weight, and move the
+        """A context for a write.  It pauses the model's programs, waits for the copies that read the weight, and moves the
         weight to private memory.
 
-        A packed weight is packed again at the end.  If its values no longer fit in the packed form, the weight stays
-        unpacked, and the programs of the model are ended.
+        At the end of the context, a packed weight is packed again.  If its values no longer fit in the packed form, the
+        weight stays unpacked, and the programs of the model are ended.
         ``replacing``: whether the weight gets other memory instead of new values; its old memory is then left
         unchanged.
         Raises ChunkflowError if the bytes do not fit in host memory, or if the checkpoint has changed.
@@ -438,7 +442,8 @@ class HostBuffer:
         return self.compressed
 
     def unpack(self, leaving: bool = False, lazily: bool = False) -> None:
-        """Unpack the weight permanently, at the same address.  Like :meth:`write`, this pauses the model's programs.
+        """Unpack the weight permanently, without changing its address.  Like :meth:`write`, this pauses the model's
+        programs.
 
         ``leaving``: whether the weight is about to leave the store.  ``lazily``: whether to allocate the memory even if
         host memory is short.
@@ -452,21 +457,21 @@ class HostBuffer:
                 try:
                     backing.open(self.name, lazily)
                 finally:
-                    if backing.is_open:  # also true if ``open`` was interrupted at its end
+                    if backing.is_open:  # also true if ``open`` was interrupted after it had unpacked the values
                         self._become_raw()
                 if self._store is not None and not leaving:
                     self._store.warn_over_bound(self.name, "is no longer packed")
             self._set_form(Form.RAW)
 
     def _become_raw(self) -> None:
-        """Turn a packed weight into an unpacked one, whose pages stay open."""
+        """Record that a packed weight is unpacked from now on.  Its pages stay open."""
         if isinstance(self.backing, Packed):
             self.backing.own()
         self._set_backing(Backing(self.host))
         self.unpin()
 
     def _set_backing(self, backing: Backing) -> None:
-        """Set the storage of the bytes and, accordingly, their form."""
+        """Set the storage of the bytes, and the form that they have in this storage."""
         with self._lock():
             if self.compressed != backing.compressed:
                 self._set_form(Form.COMPRESSED if backing.compressed else Form.RAW)
@@ -484,14 +489,16 @@ class HostBuffer:
         return not self.compressed and self._uses.has_views(self.host)
 
     def on_storage_replaced(self) -> None:
-        """Warn if the weight leaves the SSD, and the weights of the model then exceed their limit on host memory.  Call
-        this before the weight gets a tensor in host memory as its new storage."""
+        """Warn if the weight leaves the SSD and the weights of the model then exceed the limit on host memory.
+
+        Call this method before the weight gets a tensor in host memory as its new storage.
+        """
         if self._store is not None and self.backing.file_bytes is not None:
             how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
             self._store.warn_over_bound(self.name, f"{how}, and is no longer on the drive", self.nbytes)
 
     def make_private(self, lazily: bool = False) -> None:
-        """Move the weight to private memory at the same address.  No copy may read the weight during the move.
+        """Move the weight to private memory without changing its address.  No copy may read the weight during the move.
 
         ``lazily``: if host memory is short, allocate each page only when it is written.  Raises the same errors as
         :meth:`write`.
@@ -502,7 +509,7 @@ class HostBuffer:
         if before is Where.SHARED:
             # a device would go on reading the pages that were at this address when the memory was pinned
             self.unpin()
-            # this makes programs pin the weight again, even if the move below fails
+            # the counted write makes programs pin the weight again, even if the move below fails
             self.count_write()
         self._set_backing(self.backing.make_private(self.name, lazily))
         if before is not Where.SHARED and self._store is not None:
@@ -548,7 +555,7 @@ class HostBuffer:
         self._pins.unpin()
 
     def sync_copies(self) -> None:
-        """Wait for all copies that read the host memory and that earlier steps have enqueued."""
+        """Wait for the copies from the host memory that earlier steps have enqueued."""
         self._pins.sync_copies()
 
 

@@ -1,7 +1,7 @@
 """Host memory from which a GPU can copy directly: whole pages for each weight, on the NUMA node of the GPU.
 
-torch's pinned allocator rounds sizes up to powers of two.  Here the size of a weight is rounded up to a page only, and no
-two weights share a page, so each can be pinned and unpinned separately.
+torch's pinned allocator rounds sizes up to powers of two.  This module rounds the size of a weight up to whole pages only.
+No two weights share a page, so each weight can be pinned and unpinned separately.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fill(target: torch.Tensor, values: torch.Tensor, cpus: frozenset[int], stagi
     ``cpus``: the CPUs of the NUMA node on which to allocate the pages, from :func:`near_cpus`; empty for any node.
     """
 
-    with running_on(cpus):  # the thread that first writes a page determines its NUMA node
+    with running_on(cpus):  # the kernel allocates a page on the NUMA node of the thread that first writes to it
         _fill(target, values, stagings)
 
 
@@ -49,7 +49,7 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
     if not target.numel():
         return
     if target.dtype != values.dtype:
-        # in pieces, because casting a whole tensor on a GPU would allocate GPU memory for all of it
+        # cast in pieces, because casting a whole tensor on a GPU would allocate GPU memory for all of its values
         target, source = target.as_strided((target.numel(),), (1,)), values.as_strided((values.numel(),), (1,))
         for part, piece in zip(target.split(_CAST), source.split(_CAST), strict=True):
             if piece.device.type == "cpu":
@@ -63,15 +63,15 @@ def _fill(target: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> 
 
 
 def give_free_memory_back() -> None:
-    """Return freed memory from the allocator to the system.  After a model was loaded, the freed memory that the
-    allocator holds may be half as large as the model."""
+    """Return freed memory from the C library's allocator to the system.  After a model was loaded, the freed memory that
+    the allocator holds may be half as large as the model."""
 
     with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def near_cpus(device: torch.device) -> frozenset[int]:
-    """Return the CPUs on the NUMA node of a GPU; empty if the node is unknown, or if the machine has a single node."""
+    """Return the CPUs on the NUMA node of a GPU; empty if this node is unknown, or if the machine has a single node."""
     if device.type != "cuda" or len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return frozenset()
     properties: Any = torch.cuda.get_device_properties(device)

@@ -36,13 +36,12 @@ _log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
-    """Do nothing.  This is the default of ``end_programs``, for a model on which no program runs."""
+    """Do nothing.  This is the default of ``end_programs``, for a model without programs."""
 
 
 @dataclass(eq=False)
 class HostStore:
-    """The offloaded weights of the model ``root``, whose programs run on ``device``.  The store lives as long as the
-    model.
+    """The offloaded weights of the model ``root``, whose programs run on ``device``.
 
     ``quiet``: a function that returns a context for writes to weights; while the context is active, no program of the
     model runs.  ``end_programs``: a function that ends the programs; their next calls start them again.  ``pins``:
@@ -50,8 +49,8 @@ class HostStore:
     ``exported``: tensors of state_dicts, or their storages, that share the memory of weights.
     ``bound``: the limit on host memory for the weights, in bytes, or None.
     ``rank_and_count``: the index of this rank among the ranks that share the weights, and the number of these ranks;
-    None if the weights are not shared.  ``agreed_pin_bytes``: the bytes that each of the ranks that share the weights
-    may pin, or None.  ``peers``: the ranks that keep pieces of weights for each other, or None.
+    None if the weights are not shared.  ``agreed_pin_bytes``: the bytes that each of these ranks may pin, or None.
+    ``peers``: the ranks that keep pieces of weights for each other, or None.
     """
 
     _root: weakref.ref[nn.Module]
@@ -78,7 +77,7 @@ class HostStore:
 
     @property
     def root(self) -> nn.Module | None:
-        """The model, or None if the model was freed and something else still uses some of its weights."""
+        """The model, or None if the model was freed while something else still uses some of its weights."""
         return self._root()
 
     @property
@@ -118,7 +117,7 @@ class HostStore:
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight) and names[0] not in loader:
-                buffer = tensor.buffer  # in the store already if ``tensor`` is a view of a weight of this store
+                buffer = tensor.buffer  # already in this store if ``tensor`` is a view of one of its weights
                 if buffer.compressed and not is_same_view(tensor.host, buffer.host):
                     buffer.unpack()
                 self._adopt(names, tensor, tensor.host, buffer.origin if buffer in self._buffers else self.device)
@@ -172,9 +171,9 @@ class HostStore:
         """Restore every parameter on ``device``, or by default on the device that the parameter came from.  Weights
         that are no longer part of the model stay in host memory.
 
-        ``error``: the reason why the move to host memory has failed, or None.  After a failure, shared memory that
-        cannot be made private stays shared until it is written.
-        Raises ChunkflowError if a parameter does not fit; that parameter and all others that are not yet restored stay
+        ``error``: the reason why the move to host memory has failed, or None.  If it has failed and private memory is too
+        short for a shared weight, the weight becomes a copy-on-write mapping of the shared memory.
+        Raises ChunkflowError if a parameter does not fit.  This parameter and all others that are not restored yet stay
         in the store.
         """
         self._pending.clear()
@@ -213,10 +212,10 @@ class HostStore:
         call of this method.
 
         Such a weight may have been written through a pointer, a NumPy array or a collective.  No version counter
-        records such writes.  A weight is not counted if the kernel reports that its pages were not written; see
-        :meth:`HostBuffer.settle`.  Warns once if such tensors are still in use.  When no tensor shares the memory of a
-        weight any more (usually after the model was saved), programs read the pieces of the weight again, provided that
-        the pieces have the values of the weight.
+        records these writes.  A weight is not counted if the kernel reports that its pages were not written; see
+        :meth:`HostBuffer.settle`.  Warns once if tensors of a state_dict are still in use and make calls slow.  When no
+        tensor shares the memory of a weight any more (usually after the model was saved), programs read the pieces of the
+        weight again, if the pieces still have its values.
         Raises ChunkflowError if there is not enough memory for the written values.
         """
 
@@ -256,8 +255,8 @@ class HostStore:
 
     @contextlib.contextmanager
     def reads_meant(self) -> Iterator[None]:
-        """A context for conversions of weights by the user.  In this context, ops outside programs read weights without
-        a warning."""
+        """A context in which the user converts weights.  In this context, ops outside programs read weights without a
+        warning."""
         warned, fetched, self.warned = self.warned, self.counts.fetched_bytes, True
         try:
             yield
@@ -297,8 +296,7 @@ class HostStore:
             warnings.warn(said, stacklevel=2)
 
     def warn_of_compiler(self, name: str, backend: str) -> None:
-        """Warn once that another backend compiles code that reads a weight.  Also disables the warning about eager
-        ops."""
+        """Warn once that another backend compiles code that reads a weight.  Also disable the warning about eager ops."""
         if self._warned_of_compiler:
             return
         self._warned_of_compiler = self.warned = True
@@ -348,8 +346,10 @@ class HostStore:
             )
 
     def pin_allowance(self, budget: int | None) -> PinAllowance:
-        """Return how many bytes may still be pinned.  ``budget``: the limit for this store in bytes; None for as much as
-        the machine allows."""
+        """Return how many bytes may still be pinned.
+
+        ``budget``: the limit for this store in bytes; None for as much as the machine allows.
+        """
         if budget is not None:
             return PinAllowance(budget - self.pinned_bytes, f"the budget is {size(budget)}, see the option pin_memory")
         if self.agreed_pin_bytes is not None:
@@ -367,8 +367,8 @@ class HostStore:
     def _pinnable(self, memory: HostMemory) -> int:
         """Return how many bytes of the weights this rank may pin.
 
-        Pinning a weight takes no further host memory, so the bytes of the weights, which occupy host memory already, are
-        added to this rank's share of the free memory.
+        Pinning takes no additional host memory.  Therefore the result is the sum of two numbers: the bytes of the weights,
+        which are in host memory already, and this rank's share of the free memory.
         """
         ranks = max(local_ranks(), self.rank_and_count[1] if self.rank_and_count else 1)
         return max(0, self.held_bytes + (memory.free - memory.reserve) // ranks)

@@ -1,6 +1,6 @@
 """An offloaded weight as a tensor: its bytes are in host memory, and its device is the compute device.
 
-An op outside a program that reads such a weight gets a temporary copy on the device.  An op that writes to the weight
+An op that reads an offloaded weight outside a program gets a temporary copy on the device.  An op that writes to the weight
 changes the host memory, and programs use the new values from their next call on.  A view of the weight is a view of the
 host memory.
 """
@@ -30,12 +30,12 @@ from .undeclared import cannot_be_seen, declares, on_copies
 from .unsupported import CompiledViewError, refusal, refuse
 
 _aten = torch.ops.aten
-# Ops that return views without declaring it in their schemas.
+# Ops that return views although their schemas do not declare views.
 _VIEWS = {_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
 # Ops whose results need the conjugate or negative bit, which a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
-# The attributes that a HostWeight itself defines.  Those in STATE are exchanged together with the values of the tensor;
-# "token" stays with the tensor.
+# The attributes that a HostWeight itself defines.  The attributes in STATE are exchanged together with the values of the
+# tensor, whereas "token" stays with the tensor.
 _OWN = {*STATE, "token"}
 
 
@@ -103,7 +103,7 @@ class HostWeight(torch.Tensor):
         return HostWeight(host, device)
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would trace this function as a separate frame if a model runs in parts
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # after a graph break, Dynamo would trace this function as a separate frame
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -124,7 +124,7 @@ class HostWeight(torch.Tensor):
             return on_copies(cls, func, args, kwargs)
         written = [x for x in written_by(func, args, kwargs) if isinstance(x, HostWeight)]
         with contextlib.ExitStack() as held:
-            # the weights are locked in this order, so that two threads never deadlock
+            # lock the weights in a fixed order, so that two threads never deadlock
             for weight in sorted(written, key=lambda w: w.buffer.order):
                 held.enter_context(weight.buffer.write())
             if written and func is _aten.copy_.default:
@@ -136,8 +136,7 @@ class HostWeight(torch.Tensor):
 
     @property
     def writes(self) -> int:
-        """A number that changes with every write to the values, whether an op writes to this weight, to another view of
-        it or to the host tensor, or compiled code writes to the weight."""
+        """A number that changes with every write to the values, including writes by compiled code to this weight."""
         return self.buffer.written + self.host._version + self._version
 
     def fetch(self) -> torch.Tensor:
@@ -163,16 +162,16 @@ class HostWeight(torch.Tensor):
 
     @property
     def raw_host(self) -> torch.Tensor:
-        """The host memory, for code compiled by other backends.  Such code may write to the memory without calling an
-        op, so a packed weight is first unpacked permanently.  During tracing, it stays packed."""
+        """The host memory, for code compiled by other backends.  This code may write to the memory without calling an op,
+        so a packed weight is first unpacked permanently.  Only during tracing does a packed weight stay packed."""
         self.buffer.expose()
         if self.buffer.compressed and detect_fake_mode() is None:
             self.buffer.unpack()
         return self.host
 
     def _alias(self, host: torch.Tensor) -> Any:
-        """Wrap ``host``, the result of a view op, as a weight.  If ``host`` is a view of the memory of ``self``, the
-        new weight has the buffer of ``self``.  If the op has copied the values, as some view ops do, it has a new buffer."""
+        """Wrap ``host``, the result of a view op, as a weight.  If ``host`` is a view of the memory of ``self``, the new
+        weight has the buffer of ``self``.  If the op has copied the values, the new weight has a new buffer."""
         same = share_storage(host, self.host)
         return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
@@ -218,8 +217,8 @@ class HostWeight(torch.Tensor):
         return self.plain(read(self.host)).__reduce_ex__(protocol)
 
     def plain(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``values`` as an ordinary tensor that has the class of the tensor that this weight has replaced, and the
-        attributes that :meth:`_state` returns."""
+        """Return ``values`` as an ordinary tensor.  The result has the class of the tensor that this weight has replaced,
+        and the attributes that :meth:`_state` returns."""
         kind = nn.Parameter if self.kind is torch.Tensor and isinstance(self, nn.Parameter) else self.kind
         if kind is torch.Tensor:
             return values
@@ -234,14 +233,16 @@ class HostWeight(torch.Tensor):
 
     def _state(self) -> dict[str, Any]:
         """Return the attributes to set on a copy of this weight: all attributes that HostWeight itself does not define.
-        If this weight replaces an ordinary parameter, there are none, because copies of a parameter do not keep its
-        attributes, either."""
+
+        If this weight replaces an ordinary parameter, the result is empty, because a copy of an ordinary parameter does
+        not keep the parameter's attributes, either.
+        """
         if self.kind in (torch.Tensor, nn.Parameter, nn.Buffer):
             return {}
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
-    # Methods that torch does not implement by ops.  The methods of torch.Tensor would access memory that this tensor
-    # does not have.
+    # The methods below replace methods of torch.Tensor that do not call ops.  The replaced methods would access the memory
+    # of a tensor on its device, and a HostWeight has no such memory.
 
     @property
     def data(self) -> Any:
@@ -251,18 +252,21 @@ class HostWeight(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         """Give the weight other memory.
 
-        =================================  ==========================  =====================
-        ``value``                          its host memory             its buffer
-        =================================  ==========================  =====================
-        the same view (``p.data += x``)    unchanged                   unchanged
-        a tensor of its state_dict         unchanged                   unchanged
-        another view of its memory         that view, made private     unchanged
-        a weight on the same device        the other weight's          the other weight's
-        a tensor on the CPU                the tensor's                a new one
-        a tensor on another device         a copy                      a new one
-        not dense, or an inference tensor  a copy                      a new one
-        another class or layout            raises ChunkflowError       none
-        =================================  ==========================  =====================
+        The table shows the memory and the buffer that the weight has after the assignment.
+
+        ===================================  ==================================  =======================
+        ``value``                            the weight's host memory            the weight's buffer
+        ===================================  ==================================  =======================
+        the same view (``p.data += x``)      unchanged                           unchanged
+        a tensor of the weight's state_dict  unchanged                           unchanged
+        another view of the weight's memory  ``value``, moved to private memory  unchanged
+        a HostWeight on the same device      the memory of ``value``             the buffer of ``value``
+        a tensor on the CPU                  the memory of ``value``             a new buffer
+        a tensor on another device           a copy of ``value``                 a new buffer
+        a tensor that is not dense           a copy of ``value``                 a new buffer
+        an inference tensor                  a copy of ``value``                 a new buffer
+        another class or layout              raises ChunkflowError               unchanged
+        ===================================  ==================================  =======================
         """
         if value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter, HostWeight):
             refuse(self, f"data of type {type(value).__name__} and layout {value.layout}")
@@ -367,7 +371,8 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def like(tensor: torch.Tensor, weight: HostWeight) -> Any:
-    """Return ``weight``, as a parameter if ``tensor`` is one, with the class of ``tensor`` recorded in ``kind``."""
+    """Return ``weight`` as a replacement of ``tensor``: as a parameter if ``tensor`` is a parameter, and with the class of
+    ``tensor`` in its attribute ``kind``."""
     replacement: Any = weight
     if isinstance(tensor, nn.Parameter):
         replacement = nn.Parameter(weight, tensor.requires_grad)
@@ -382,7 +387,7 @@ def _traced(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _tracked() -> Iterator[None]:
-    """A context in which new views share the version counter of their base.  Inside ``__torch_dispatch__``, views
-    normally do not."""
+    """A context in which new views share the version counter of their base.  Inside ``__torch_dispatch__``, torch would
+    otherwise give each view a separate counter."""
     with torch.inference_mode(False), core.view_tracking(True):
         yield

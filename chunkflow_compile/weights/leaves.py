@@ -19,20 +19,20 @@ from .host_weight import HostWeight
 def stream_inside() -> bool:
     """Whether the inner tensors of a tensor subclass can be offloaded.
 
-    False before torch 2.13.  When compiled code is called, AOTAutograd should unwrap the inputs that were subclasses
-    during tracing, but earlier versions unwrap the inputs that are subclasses in that call.
+    A call of compiled code must unwrap the inputs that were tensor subclasses during tracing.  Before torch 2.13,
+    AOTAutograd instead unwraps the inputs that are tensor subclasses at the time of the call, so the result is False.
     """
     return TorchVersion(torch.__version__) >= "2.13"
 
 
 def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each tensor that holds bytes, with its name: the name of the weight, followed by the attributes on the
-    path, as in ``weight.qdata``."""
+    """Yield each tensor that holds bytes, with its name.  The name consists of the weight's name and the attributes on the
+    path to the inner tensor, as in ``weight.qdata``."""
     return (part for part in parts(tensor, name) if isinstance(part[1], torch.Tensor))
 
 
 def parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the inner objects of a tensor subclass, at any depth.  Some of them may not be tensors, such as the
+    """Yield the inner objects of a tensor subclass, at any depth.  Some inner objects may not be tensors, such as the
     DeviceMesh of a DTensor.  For an ordinary tensor, yield the tensor itself."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
@@ -67,16 +67,16 @@ def align(root: nn.Module) -> None:
                 copied = with_leaves(tensor, lambda leaf: leaf)
                 if not moved and copied.storage_offset() == tensor.storage_offset():
                     continue
-                if isinstance(tensor, nn.Parameter):  # nn.Parameter(copied) would detach, which copies the leaves
+                if isinstance(tensor, nn.Parameter):  # nn.Parameter(copied) would call detach, which copies the leaves
                     copied.requires_grad_(tensor.requires_grad)._is_param = True
                 become(tensor, copied)
 
 
 def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of a model with their names, and the quantization state of its parameters.  A tied
-    tensor is yielded once per name.
+    """Yield the parameters and buffers of a model with their names, and the tensors in the quantization states of its
+    parameters.  A tied tensor is yielded once per name.
 
-    Skips the modules that are listed in a module's ``chunkflow_aside``, because no program reads their weights.
+    Skips the weights of the modules that a module lists in ``chunkflow_aside``, because no program reads them.
     """
     aside: list[nn.Module] = [
         part for m in root.modules() if hasattr(type(m), "chunkflow_aside") for part in cast("Any", m).chunkflow_aside
@@ -102,10 +102,8 @@ def named_leaves(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def quant_state_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for the quantization state that bitsandbytes attaches to a parameter.
-
-    An example of a name is ``weight.quant_state.absmax``.
-    """
+    """Yield (name, tensor) for each tensor in the quantization state that bitsandbytes attaches to a parameter.  An example
+    of a name is ``weight.quant_state.absmax``."""
     state = tensor.__dict__.get("quant_state")
     if state is not None:
         yield from _held_by(state, f"{name}.quant_state")

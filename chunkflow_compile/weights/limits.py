@@ -14,15 +14,15 @@ from pathlib import Path, PurePosixPath
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import parse_bytes, size
 
-# The environment variable that states the memory of the machine.  Set it on a virtual machine whose memory grows as it
-# is used: /proc/meminfo there shows less memory than the machine can get.
+# The environment variable that states the memory of the machine.  Users set it on a virtual machine whose memory grows
+# when it is used, because /proc/meminfo then shows less memory than the machine can get.
 VARIABLE = "CHUNKFLOW_HOST_MEMORY"
 
 # Host memory to leave free for the kernel, the page cache, and the rest of the pipeline: RESERVED_SHARE of the total,
 # but at least LEAST_RESERVED bytes.
 RESERVED_SHARE = 0.05
 LEAST_RESERVED = 1 << 30
-# A cgroup v1 without a limit reports a number near 2**63.
+# A reported limit of this size or more means that there is no limit: cgroup v1 then reports a number near 2**63.
 _NO_LIMIT = 1 << 60
 
 
@@ -30,11 +30,11 @@ _NO_LIMIT = 1 << 60
 class HostMemory:
     """The host memory of this process.
 
-    ``total``: in bytes, either the memory of the machine or the limit of a control group of this process.  Among these,
-    it is the one that leaves the smallest amount of memory free.
+    ``total``: the limit under which this process has the smallest amount of free memory, in bytes.  It is the memory of
+    the machine, or the limit of a control group of this process.
     ``free``: bytes that this process may still take, including page cache that can be dropped.
-    ``limit``: the file that contains the limit of that group, or the environment variable that states ``total``; None
-    if ``total`` is the memory that the machine reports."""
+    ``limit``: the file from which the limit of the control group was read, or the name of the environment variable that
+    states ``total``; None if ``total`` is the memory that the machine reports."""
 
     total: int
     free: int
@@ -42,38 +42,37 @@ class HostMemory:
 
     @property
     def by(self) -> str:
-        """The source of the limit, in words to append to "are free"."""
+        """The source of the limit, as the words that follow "are free" in a message; empty if the machine sets the limit."""
         if self.limit is None:
             return ""
         return f" by {VARIABLE}" if self.limit == VARIABLE else f" below {self.limit}"
 
     @property
     def reserve(self) -> int:
-        """Bytes that must stay free, so that they are neither pinned nor filled with weights."""
+        """Bytes of host memory that must stay free: they are neither pinned nor filled with weights."""
         return max(LEAST_RESERVED, int(RESERVED_SHARE * self.total))
 
 
 @dataclass
 class PinAllowance:
-    """``left``: the bytes that may still be pinned, negative after a request did not fit.  ``why``: an explanation of
-    the limit."""
+    """A limit on pinned memory.  ``left``: the bytes that may still be pinned; negative after a request that did not fit.
+    ``why``: an explanation of the limit."""
 
     left: int
     why: str
 
     def take(self, nbytes: int) -> bool:
-        """Reserve ``nbytes`` if they fit, and return whether they did.  After a request that did not fit, no later
-        request fits."""
+        """Reserve ``nbytes`` if they fit, and return whether they fit.  After a request that did not fit, no later request
+        fits, either."""
         self.left = self.left - nbytes if nbytes <= self.left else -1
         return self.left >= 0
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the limit that leaves the least free memory: the limit of the machine, or of a control group of this
-    process.
+    """Return the host memory of this process.  Several limits may apply: the memory of the machine, and the limits of
+    control groups.  The result describes the limit under which the smallest amount of memory is free.
 
     ``root``: the folder that contains ``proc`` and ``sys``; only tests set it.
-
     Raises ChunkflowError if the environment variable is set to something that is not a size.
     """
     machine = meminfo(root)
@@ -84,7 +83,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     for group in _groups(root):
         try:
             limit, used = _limit(group), _used(group)
-        except (OSError, ValueError):  # the root group has no such files, and a group may vanish
+        except (OSError, ValueError):  # the root group has no file with its usage, and a group may vanish
             continue
         if limit is not None and limit[1] - used < memory.free:
             memory = HostMemory(limit[1], max(0, limit[1] - used), limit[0])
@@ -92,7 +91,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def local_ranks(otherwise: int = 1) -> int:
-    """Return the number of processes of this job on this machine; ``otherwise`` if no launcher provides it."""
+    """Return the number of processes of this job on this machine, or the value ``otherwise`` if no launcher provides this
+    number."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", otherwise)))
 
 
@@ -152,8 +152,8 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _below(path: str, mounted: str) -> PurePosixPath:
-    """Return the path of a group relative to the mounted group; empty if the group is not below it, as in a container
-    that sees only its own group."""
+    """Return the path of a group relative to the mounted group.  The path is empty if the group is not below the mounted
+    group, as in a container that sees only its own group."""
     try:
         return PurePosixPath(path).relative_to(mounted)
     except ValueError:

@@ -34,8 +34,8 @@ DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 class WeightLoader:
     """Creates the host tensors for one move of weights to host memory, one weight after the other.
 
-    Each weight gets its own pages, which can be pinned for a GPU and shared.  On the CPU, a weight may keep its present
-    memory instead.
+    Each weight gets its own pages, which can be pinned for a GPU and shared with other ranks.  If no pages are needed,
+    because programs run on the CPU, a weight may keep its present memory instead.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class WeightLoader:
     ) -> None:
         """``device``: the device on which programs run.  ``weights``: all weights of the move, with their names.
         ``dtype_of``: a function that returns the dtype with which to load a weight.  ``pages``: whether each weight
-        gets separate pages.  ``node``: the ranks with which to share the weights, or None; all of them move the weights
-        of the same model.  ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the
+        gets separate pages.  ``node``: the ranks with which to share the weights, or None; all of these ranks move the
+        weights of the same model.  ``on_drive``: the names of the weights to leave on the SSD.  ``packs``: the names of the
         weights to pack now.  ``packable``: the names of the weights that may be packed later.
         ``shards``: name -> an id of the part of the weight that this rank has; ranks share a weight only if they have
         the same part.
@@ -142,9 +142,9 @@ class WeightLoader:
 
     def placed(self, name: str, tensor: torch.Tensor) -> HostBuffer:
         """Return the host memory of a shared weight after all ranks have written their weights.  If the values on this
-        rank differ from the values that were written, this rank gets private memory.
+        rank differ from the values that were written, return private memory.
 
-        Raises ChunkflowError if private memory does not fit.
+        Raises ChunkflowError if the weight does not fit in private memory.
         """
         assert self._shared is not None
         weight, values = self._weights[name], alias(tensor)
@@ -177,7 +177,7 @@ class WeightLoader:
         return self._private(weight, values)
 
     def _private(self, weight: LoadRequest, values: torch.Tensor) -> HostBuffer:
-        """Store the values of a weight in private memory or in this rank's scratch file, and return the new buffer."""
+        """Store the values of a weight in private memory or in a scratch file of this rank, and return the new buffer."""
         filled = self._filled(weight, values)
         packed = empty_pages(weight.stored) if weight.source.compressed else None
         if packed is None or not pack_into(packed, filled, self._cpus):
@@ -236,14 +236,14 @@ class WeightLoader:
         return packed
 
     def _pack(self, packed: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
-        """Pack a weight that ranks share.  If the values do not fit in the packed form, mark the shared memory, so that
-        the other ranks know."""
+        """Pack a weight that ranks share.  If the values do not fit in the packed form, record this in the shared memory,
+        where the other ranks read it."""
         if not pack_into(packed, self._filled(weight, values), self._cpus):
             mark_unfit(packed)
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        """Return pages with the values of a weight.  If another weight is to be packed after this one, start to read
-        that weight on a thread."""
+        """Return pages with the values of a weight.  If another weight is to be packed after this weight, start to read
+        the other weight on a separate thread."""
         if self._ahead is not None and self._ahead[0] == weight.name:
             host = self._ahead[1].result()
             self._ahead = None
@@ -254,10 +254,9 @@ class WeightLoader:
         return host
 
     def _pages_with(self, weight: LoadRequest, values: torch.Tensor | None = None) -> torch.Tensor:
-        """Return new pages with the values of a weight.  ``values``: the values; not needed if the weight is in a
-        file."""
+        """Return new pages with the values of a weight.  ``values``: the values, or None if the weight is in a file."""
 
-        # ``_thread`` does not inherit the modes of its caller
+        # set the modes here, because ``_thread`` does not inherit the modes of the thread that submits the work
         with torch.inference_mode(False), torch.no_grad():
             host = empty_pages(weight.like)
             self._fill(host, weight, values)

@@ -13,9 +13,9 @@ import torch
 
 class ProcessLock:
     """A reentrant lock, used as ``with lock():``.  A forked child gets a new lock, because the thread that holds the old
-    one may not exist there.
+    lock may not exist in the child.
 
-    The call returns an RLock, whose ``__enter__`` is implemented in C.  In an ``__enter__`` that is written in Python,
+    ``lock()`` returns an RLock, whose ``__enter__`` is implemented in C.  In an ``__enter__`` that is written in Python,
     Ctrl-C between two lines could leave the lock held.
     """
 

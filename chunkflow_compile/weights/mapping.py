@@ -23,7 +23,7 @@ _FAILED = 2**64 - 1
 # arguments of madvise
 _DONTFORK, _HUGE = 10, 14
 # Since this Linux version, a fork gives the child copies of the pages that are pinned for a device.  In older versions,
-# the parent's next write to such a page moved the parent to a copy, while the device went on reading the old page.
+# the parent's next write to a pinned page gave the parent a copy, while the device went on reading the old page.
 _FORKS_COPY_PINNED = [5, 12]
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
@@ -46,8 +46,10 @@ def memory_file(name: str, nbytes: int) -> Descriptor:
 
 
 def reopened(path: str, identity: tuple[int, int]) -> Descriptor:
-    """Open the file at a path for reading and writing.  Raises OSError if the file cannot be opened, or if its
-    ``identity`` (device and inode number) differs."""
+    """Open the file at a path for reading and writing.
+
+    Raises OSError if the file cannot be opened, or if its device and inode numbers differ from ``identity``.
+    """
 
     # check before opening, because opening an unknown pipe or terminal may have side effects
     if identity_of(os.stat(path)) != identity:
@@ -71,7 +73,7 @@ def prefer_huge_pages(pages: torch.Tensor) -> None:
 
 
 def advise_for_copies(pages: torch.Tensor) -> None:
-    """Advise the kernel about private memory from which a GPU is going to copy."""
+    """Advise the kernel how to manage private memory from which a GPU is going to copy."""
     prefer_huge_pages(pages)
     if [int(part) for part in re.findall(r"\d+", platform.release())[:2]] < _FORKS_COPY_PINNED:
         _libc().madvise(pages.data_ptr(), pages.nbytes, _DONTFORK)
@@ -109,7 +111,7 @@ def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0,
     """Map a file privately over the pages of ``host``, at the same address, so that views of ``host`` remain valid.
 
     ``descriptor``: the file, or None for anonymous memory.  ``access``: the protection of the mapping, as for mmap.
-    Returns False if mmap fails; nothing has changed then.
+    Returns False if mmap fails; the pages are then unchanged.
     """
     kind = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)
     number = -1 if descriptor is None else descriptor.number
@@ -117,7 +119,7 @@ def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0,
 
 
 def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the parts of a private file mapping that are on pages to which this process has written in any way.
+    """Return the parts of a private file mapping whose pages this process has written, even through a pointer.
 
     ``host``: a flat tensor (uint8) in the mapping.  Each part is returned as (begin, end), byte offsets in the tensor.
     If the kernel does not report written pages, the whole tensor is one part.
@@ -142,7 +144,7 @@ def written_pages(host: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def close_pages(host: torch.Tensor) -> None:
-    """Free the memory of a tensor whose pages contain no other data.  Its addresses stay reserved; accessing them kills
+    """Free the memory of a tensor whose pages contain no other data.  The addresses stay reserved; accessing them kills
     the process."""
     map_over(host, None, access=0)
 
@@ -159,10 +161,11 @@ def own_memory(host: torch.Tensor, owned: set[int]) -> None:
     """Move a tensor in a mapping to private memory, with the same bytes at the same address, so that views remain valid.
 
     A private mapping of a file must be moved, too, because the kernel drops the written pages of the mapping when the
-    file is truncated.  ``owned``: addresses of pages that are already private.  The tensor's first and last page, which
-    it may share with other tensors, are added to the set.  If the first or the last page is already in the set, it is
-    left in place, because a device may be reading it.  Raises OSError if the kernel reports an error; nothing has
-    changed then.
+    file is truncated.
+    ``owned``: addresses of pages that are already private.  The tensor may share its first and its last page with other
+    tensors, so these two pages are added to the set.  A page that is already in the set is left in place, because a
+    device may be reading it.
+    Raises OSError if the kernel reports an error; the pages are then unchanged.
     """
     first, last = (address - address % PAGE for address in (host.data_ptr(), host.data_ptr() + host.nbytes - 1))
     begin, end = first + PAGE * (first in owned), last + PAGE * (last not in owned)
@@ -177,7 +180,7 @@ def _replace(begin: int, size: int) -> None:
     copied = system.mmap(None, size, _ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if copied != _FAILED:
         ctypes.memmove(copied, begin, size)
-        # the pages are replaced in one call: a reader sees the old pages or the same bytes in the new ones
+        # replace the pages in one call, so that a reader sees either the old pages or the same bytes in the new pages
         if system.mremap(copied, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, begin) == begin:
             return
         number = ctypes.get_errno()

@@ -18,21 +18,21 @@ class MemoryUses:
     def __init__(self) -> None:
         # the arrays from which programs copy
         self._lent = weakref.WeakValueDictionary[int, Any]()
-        self._own = 0  # references to the storage from the buffer and from its weight
+        self._own = 0  # the number of references that the buffer and its weight hold to the storage
 
     def count_own(self, host: torch.Tensor, view: torch.Tensor) -> None:
         """Count the references to the storage from a buffer and from its weight, whose host tensor is ``view``."""
         self._own = _own(host, view)
 
     def lend(self, host: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of ``host`` for programs (uint8), in a separate storage, so that the result does not count
-        as a view of the memory."""
+        """Return the bytes of ``host`` (uint8), for programs to copy from.  The result has a separate storage, so that it
+        does not count as a view of the memory."""
         place = as_array(host)
         self._lent[id(place)] = place
         return torch.frombuffer(place, dtype=torch.uint8)
 
     def any(self, host: torch.Tensor) -> bool:
-        """Whether a program, a view, or an op of another thread uses the memory, so that its pages must be kept."""
+        """Whether a program, a view, or an op of another thread uses the memory.  If so, its pages must be kept."""
         return core.storage_uses(host) > self._own or bool(self._lent)
 
     def has_views(self, host: torch.Tensor) -> bool:
@@ -40,7 +40,7 @@ class MemoryUses:
         return _is_whole(host) and core.storage_uses(host) > self._own
 
     def is_only(self, host: torch.Tensor, view: torch.Tensor) -> bool:
-        """Whether the memory is a whole storage, whose only users are the buffer and the weight with the host tensor
+        """Whether the memory is a whole storage that nothing uses except the buffer and the weight whose host tensor is
         ``view``."""
         return _is_whole(host) and core.storage_uses(host) <= _own(host, view) and not self._lent
 
@@ -50,10 +50,10 @@ def _is_whole(host: torch.Tensor) -> bool:
 
 
 def _own(host: torch.Tensor, view: torch.Tensor) -> int:
-    """Return how many of the references that ``core.storage_uses`` counts are from the buffer and from its weight.
+    """Return how many of the references that ``core.storage_uses`` counts do not show another use of the memory.
 
-    They are the references from the two host tensors, from the tensors of which these are views, and from the storage
-    object that ``core.storage_uses`` itself creates.
+    These references come from the host tensors of the buffer and of its weight, from the bases of these tensors if they
+    are views, and from the storage object that ``core.storage_uses`` itself creates.
     """
     tensors = (host, view, host._base, view._base)
     return 1 + len({id(tensor) for tensor in tensors if tensor is not None})

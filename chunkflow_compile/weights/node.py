@@ -1,7 +1,7 @@
 """The node: the ranks of a process group that run on this machine and share its memory.
 
-They find each other through the store of the process group, and then exchange values in rounds (``rounds.py``).  A rank
-passes an open file to the others as the path ``/proc/PID/fd/N``, so a file without a name can be passed, too.
+These ranks find each other through the store of the process group, and then exchange values in rounds (``rounds.py``).  A
+rank passes an open file to the other ranks as the path ``/proc/PID/fd/N``, which exists even if the file has no name.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def rendezvous(
     """Return the node of this rank, or None if no other rank can share weights with this rank.  All ranks of the group
     must call this.
 
-    ``near``: a text that identifies the NUMA node; only ranks that pass the same text share with each other.  ``asks``:
+    ``near``: a text that identifies the NUMA node; only ranks that pass the same text share weights.  ``asks``:
     arguments of ``offload``, by name, that must be equal on all ranks.  ``model``: the class of the model that is
     placed.  Raises ChunkflowError, which names the ranks, if some ranks do not call this before the timeout, pass
     different ``asks``, or place a model of this class without the other ranks.
@@ -155,7 +155,7 @@ def _sharing(group: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
 
 
 def check_alike(ranks: Sequence[int], said: Sequence[Mapping[str, Any]]) -> None:
-    """Raise the same ChunkflowError on every rank if any rank in ``ranks`` has different arguments from the first.
+    """Raise the same ChunkflowError on every rank if any rank in ``ranks`` has different arguments from the first rank.
 
     ``said``: for each rank, a mapping of argument names to values.
     """
@@ -177,8 +177,8 @@ def _machine() -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the user and the PID namespace.  If both are equal for two processes, each can open the files of the
-    other."""
+    """Return the user id and the PID namespace of this process.  If both are equal for two processes, each process can
+    open the files of the other."""
     try:
         return f"{os.getuid()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

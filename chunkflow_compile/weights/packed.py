@@ -1,13 +1,13 @@
 """Weights whose bytes are packed without loss, in about twelve bits per value; see ``passes/packing.py``.
 
-The host tensor of such a weight is *address space without pages*.  It has the shape, the strides, the storage and the
-version of the values, so that a view of it is a view of the weight, but accessing its memory causes a segmentation
-fault.
+The host tensor of a packed weight is *address space without pages*.  It has the shape, the strides, the storage and the
+version counter of the values, so a view of the host tensor is a view of the weight.  Accessing its memory causes a
+segmentation fault.
 A reader gets the values in a temporary tensor.  A writer first *opens* the pages, that is, makes them accessible and
-unpacks the values into them, and *closes* them afterwards.
+unpacks the values into them, and *closes* them after the write.
 
-``state_dict()`` opens the pages, too, because its tensors share the memory of the weight, as for any module.  The pages
-are then a private mapping of a scratch file, so a page takes no memory until it is written.  The kernel reports which
+``state_dict()`` opens the pages, too, because its tensors share the memory of the weight, as they do in any module.  The
+pages are then a private mapping of a scratch file, so a page takes no memory until it is written.  The kernel reports which
 pages were written, even through a pointer or by NumPy.  :meth:`Packed.settle` detects these writes, and closes the
 pages after the last of the tensors is gone.
 """
@@ -51,9 +51,9 @@ _SERIAL = 1 << 20
 class Packed(Backing):
     """Packed values, whose bytes are stored in ``inner``.  ``host``: the address space of the values.
 
-    ``is_open``: whether a write has opened the pages.  Then the pages hold the values, and the packed bytes are outdated.
-    Only one write may run at a time: the callers of :meth:`open`, :meth:`opened` and :meth:`exported` exclude other
-    threads.
+    ``is_open``: whether a write has opened the pages.  If so, the pages contain the values, and the packed bytes are
+    outdated.  Only one write may run at a time: the callers of :meth:`open`, :meth:`opened` and :meth:`exported` exclude
+    other threads.
     """
 
     compressed = True
@@ -68,7 +68,7 @@ class Packed(Backing):
         self._lock = ProcessLock()
         # False while values are packed, and after the packing was interrupted
         self._whole = True
-        # the storage that the tensors of a state_dict share; its memory is the open pages
+        # the storage that the tensors of a state_dict share; its memory consists of the open pages
         self._exported: weakref.ref[torch.UntypedStorage] | None = None
 
     @staticmethod
@@ -93,7 +93,7 @@ class Packed(Backing):
 
     @property
     def is_open_here(self) -> bool:
-        """Whether this thread has opened the pages.  Ops of other threads still read the packed values meanwhile."""
+        """Whether this thread has opened the pages.  Until it closes them, ops of other threads read the packed values."""
         return self._writer == _this_thread()
 
     def check(self) -> None:
@@ -118,14 +118,14 @@ class Packed(Backing):
             return self.host.clone()
 
     def exported(self, name: str) -> torch.Tensor:
-        """Return the values at the address of the weight, for a state_dict.  Writes to the result are writes to the
-        weight; see :meth:`settle`.
+        """Return a tensor for a state_dict, which has the values and the address of the weight.  Writes to this tensor are
+        writes to the weight; see :meth:`settle`.
 
-        The values are stored in a scratch file on the SSD, or in host memory if that file cannot be created.  Pages
-        that are written become private memory.  Raises ChunkflowError if the values do not fit in host memory either.
+        The values are stored in a scratch file on the SSD, or in host memory if this file cannot be created.  Pages
+        that are written become private memory.  Raises ChunkflowError if the values do not fit in host memory, either.
         """
 
-        if self.is_open_here:  # called by a signal handler in the middle of a write
+        if self.is_open_here:  # a signal handler has called this method in the middle of a write
             return self._copied(name)
         with self._lock(), _ordinary_mode():
             memory = None if self._exported is None else self._exported()
@@ -175,7 +175,7 @@ class Packed(Backing):
         with _ordinary_mode():
             if not written_pages(flat_bytes(self.host)):
                 return False
-            # if there is too little memory to compare the values, they count as changed, and are packed again
+            # if host memory is too short to compare the values, they count as changed, and are packed again
             if no_room(self.host.nbytes) is not None:
                 return True
             return not same_bits(unpacked("a weight", self.stored, self.host), self.host)
@@ -186,8 +186,8 @@ class Packed(Backing):
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[None]:
-        """A context in which the pages are open.  At its end the values are packed again; if they do not fit in the
-        packed form, the pages stay open.
+        """A context in which the pages are open.  At the end of the context, the values are packed again.  If they do not
+        fit in the packed form, the pages stay open.
 
         Raises ChunkflowError if the values do not fit in host memory.
         """
@@ -206,11 +206,12 @@ class Packed(Backing):
     def open(self, name: str, lazily: bool = False) -> None:
         """Open the pages, for a write or to unpack the weight permanently.
 
-        Raises ChunkflowError if they do not fit in host memory; with ``lazily``, only if the kernel reports an error.
+        Raises ChunkflowError if the pages do not fit in host memory; with ``lazily``, only if the kernel reports an
+        error.
         """
 
-        # the pages already contain the values: they were opened for a state_dict, or a fork has interrupted the packing
-        # (then ``_whole`` is False)
+        # the pages already contain the values, because they were opened for a state_dict, or because a fork has
+        # interrupted the packing (in this case, ``_whole`` is False)
         if self._exported is not None or not self._whole:
             self._writer = _this_thread()
             return
@@ -233,8 +234,8 @@ class Packed(Backing):
                 close_pages(self.host)
 
     def own(self) -> None:
-        """Turn the open pages into private memory of this process, at the same address, when the weight is unpacked
-        permanently."""
+        """Turn the open pages into private memory of this process, because the weight is unpacked permanently.  The
+        address of the pages does not change."""
         if self._exported is not None:
             # if memory is short, the pages stay mapped to the scratch file, which no other process can change
             with contextlib.suppress(OSError):
@@ -303,7 +304,7 @@ def pack_into(packed: torch.Tensor, values: torch.Tensor, cpus: frozenset[int] =
 @contextlib.contextmanager
 def _threads(numel: int, cpus: frozenset[int] = frozenset()) -> Iterator[Run]:
     """A context that yields a function like ``map``, for packing or unpacking ``numel`` values.  The yielded function
-    uses several threads, or only the calling thread if there are few values."""
+    uses several threads, or only the calling thread if ``numel`` is small."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), -(-numel // _SERIAL))
     with _ordinary_mode():
         if threads < 2:

@@ -1,8 +1,8 @@
 """The pieces of a weight, as a source of copies.  Each rank of a node keeps one piece on its device.
 
 A piece never changes after the weight was sharded, so any rank may pull from it at any time, without synchronization.
-The memory of a piece lasts as long as any rank uses the piece: it is shared memory on a CPU, and on a GPU torch counts
-its users.
+The memory of a piece lasts as long as any rank uses the piece: on a CPU, it is shared memory, and on a GPU, torch counts
+the processes that use it.
 """
 
 from __future__ import annotations
@@ -63,19 +63,22 @@ class Pieces:
         )
 
     def copies(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (target, source) for the copies that move the bytes into ``target``, uint8 of the same size."""
+        """Yield (target, source) for each copy that is needed to fill ``target`` with the bytes of the range.
+
+        ``target``: uint8, as large as the range.
+        """
         for _, where, source in self._sources:
             yield target[where], source
 
     def own(self, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the (target, source) pairs of :meth:`copies` whose source is in this rank's own piece."""
+        """Yield the pairs from :meth:`copies` whose source is in this rank's own piece."""
         for owner, where, source in self._sources:
             if owner == self.place:
                 yield target[where], source
 
     @cached_property
     def pulls(self) -> tuple[list[int], list[int], list[int]]:
-        """The copies from other ranks as three lists of numbers: offsets in the target, source addresses, and sizes in
+        """The copies from other ranks, as three lists: offsets in the target in bytes, source addresses, and sizes in
         bytes."""
         others = [(where.start, source) for owner, where, source in self._sources if owner != self.place]
         return [at for at, _ in others], [s.data_ptr() for _, s in others], [s.numel() for _, s in others]

@@ -2,7 +2,7 @@
 pulls the other pieces from the other ranks.
 
 The ranks shard the weights of a program together, when the program is called for the first time on each rank.  Each
-rank reports which weights its plan shards, or why it cannot continue, and all ranks shard the same weights.  After
+rank reports which weights its plan shards, or why it cannot continue.  All ranks then shard the same weights.  After
 that, no rank waits for another rank's weights.  If the ranks run on the CPU, the pieces are in shared memory.  If they
 run on GPUs, torch exports the memory of the pieces to the other processes, and frees it only after all of these
 processes have dropped it.
@@ -40,10 +40,10 @@ from .rounds import Left
 
 _log = logging.getLogger(__name__)
 
-# Seconds that a rank waits for the others in :meth:`Peers.shard`.  Loading and encoding take equally long on each rank,
-# so all ranks usually make their first call at about the same time.  A rank that has not made its first call by then,
-# and has not reported that it compiles, may be processing another request or none; the other ranks then continue
-# without pieces.
+# Seconds that a rank waits for the other ranks in :meth:`Peers.shard`.  Loading and encoding take equally long on each
+# rank, so all ranks usually make their first call at about the same time.  A rank that has not made its first call within
+# this time, and has not reported that it compiles, may have received another request, or no request.  The other ranks
+# then continue without pieces.
 _PATIENCE_S = 60.0
 # Maximum bytes of a field that describes GPU memory.  A CUDA handle has 64 bytes, or more for memory in expandable
 # segments.
@@ -112,7 +112,8 @@ class Peers:
 
         The memory of the pieces is freed when no rank uses them any more.  On a GPU, it is freed when torch next looks
         for memory that no rank uses.
-        ``error``: the reason why this rank could not place the model, or None; the other ranks raise it.
+        ``error``: the reason why this rank could not place the model, or None.  If there is a reason, the other ranks
+        raise RankFailed.
         """
 
         with contextlib.suppress(ChunkflowError):  # raised if a rank has ended
@@ -129,8 +130,8 @@ class Peers:
         return self._node.busy() if self.pending else contextlib.nullcontext()
 
     def shard(self, buffers: Sequence[HostBuffer], wanted: Collection[HostBuffer]) -> None:
-        """Shard the weights that the plans of all ranks shard: each rank copies its piece of each weight to its device,
-        and maps the other pieces.
+        """Shard the weights that every rank's plan shards: each rank copies its piece of each weight to its device, and
+        maps the other pieces.
 
         All ranks call this with the weights of the same program.  ``wanted``: the weights that the plan of this rank
         shards.
@@ -176,8 +177,8 @@ class Peers:
     def _chosen(
         self, buffers: Sequence[HostBuffer], found: Sequence[Mapping[str, Sequence[Any]]]
     ) -> tuple[list[HostBuffer], set[str]]:
-        """Return the weights to shard, and the names of the weights that all ranks want to shard but that differ in
-        size, because only some ranks have packed them.
+        """Return the weights to shard, and the names of the weights that cannot be sharded although all plans shard them.
+        The sizes of these weights differ, because only some ranks have packed them.
 
         ``found``: for each rank, name -> (bytes of the weight, whether the rank wants to shard it).
         Raises Left on all ranks if the programs of the ranks have no weight in common.
@@ -303,8 +304,8 @@ class Peers:
             yield part, values.narrow(0, part.begin, part.nbytes)
 
     def _check_access(self) -> None:
-        """Raise ChunkflowError, on all ranks, if the GPU of one rank cannot read the memory of another rank's GPU, or if
-        that other GPU is not visible to the first rank under the same index."""
+        """Raise ChunkflowError on all ranks if the GPU of any rank cannot read the memory of another rank's GPU, or if two
+        ranks see a GPU under different indices."""
         here = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
         own, error = self._device.index, None
         for rank, (uuid, index) in zip(self._node.ranks, self._node.gather([here[own], own]), strict=True):
@@ -381,7 +382,7 @@ def _checked_handle(handle: Any, nbytes: int) -> dict[str, Any]:
 
 
 def _check_weights(ranks: Sequence[int], found: Sequence[Mapping[str, str]]) -> None:
-    """Raise the same ChunkflowError on every rank if any rank places different weights from the first.
+    """Raise the same ChunkflowError on every rank if any rank places different weights from the first rank.
 
     ``found``: for each rank, name -> dtype and shape.
     """

@@ -1,4 +1,4 @@
-"""Pinning of many weights: which of them fit the limit on pinned memory, and in which order they are pinned."""
+"""Pinning of many weights: choosing the weights that fit the limit on pinned memory, and the order of pinning."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | Non
             buffer.pin(device, buffer not in without)
             pinned(buffer.nbytes)
     for buffer in todo:
-        if buffer in without and buffer.store.pins:  # True once per store: the next line sets ``pins`` to False
+        if buffer in without and buffer.store.pins:  # true once per store, because the next line sets ``pins`` to False
             buffer.store.disable_pinning(buffer, allowances[buffer.store].why)
     return all(buffer.pinned or isinstance(buffer.bytes_now, Pieces) for buffer in buffers)

@@ -58,7 +58,7 @@ class Pins:
         rank was pinning the same pages at that moment.
         """
 
-        # a finalizer, so that pages are unpinned before they are unmapped even if a model is dropped without restore
+        # a finalizer, so that a model that is dropped without a restore unpins its pages before they are unmapped
         self._unpin = when_collected(owner, _unpin, self._copied_by, _pinned(host, device, again))
 
     def unpin(self) -> None:
@@ -67,7 +67,7 @@ class Pins:
             self._unpin = None
 
     def sync_copies(self) -> None:
-        """Wait for all copies that read the host memory and that earlier steps have enqueued."""
+        """Wait for the copies from the host memory that earlier steps have enqueued."""
         for device in self._copied_by:
             device.sync_copies()
 
@@ -82,7 +82,7 @@ def _pinned(host: torch.Tensor, device: HostReader, again: bool) -> Callable[[],
         return device.pin(host)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it in any thread
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the garbage collector may run it in any thread
 def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
     """Unpin the memory after all copies from it have finished.  Errors of a failed device are ignored, so that the
     model can be restored."""

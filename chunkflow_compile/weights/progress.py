@@ -1,7 +1,6 @@
 """Progress on stderr: for moving a model's weights, for planning and compiling, and for the phases of a command.
 
-``CHUNKFLOW_PROGRESS=0`` in the environment disables it.  Bars are shown on a terminal only; everything that belongs in a
-log is logged at INFO.
+``CHUNKFLOW_PROGRESS=0`` in the environment disables all progress.  Bars are shown on a terminal only.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ def off() -> bool:
 def _on_stderr() -> dict[str, Any]:
     """Return arguments for tqdm.
 
-    ``disable``: True if progress is disabled; otherwise None, with which tqdm shows a bar only if stderr is a
-    terminal.  ``ncols``, ``nrows``: a default size for
-    a terminal that reports none, as in a container or a script; without a size, tqdm would draw nothing.
+    ``disable``: True if the user has disabled progress; otherwise None, with which tqdm shows a bar only if stderr is a
+    terminal.  ``ncols``, ``nrows``: a default size for a terminal that does not report its size, as in a container or a
+    script; without a size, tqdm would draw nothing.
     """
     given: dict[str, Any] = {"disable": True if off() else None}
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be any object with a write method
@@ -46,8 +45,8 @@ def _on_stderr() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def moving(what: str, nbytes: int, expected: str = "") -> Iterator[Callable[[int], object]]:
-    """Show a progress bar for a move of ``nbytes``, once the move has taken DELAY_S.  The context yields a function;
-    call it with the size in bytes of each weight once that weight has been moved.
+    """Show a progress bar for a move of ``nbytes``, once the move has taken DELAY_S seconds.  The context yields a
+    function.  After each weight was moved, call this function with the weight's size in bytes.
 
     ``expected``: the expected duration in words; if it is given, the bar is shown at once.
     """
@@ -77,7 +76,7 @@ def line(text: str = "") -> tqdm[Any]:
 
 
 class _Line(tqdm):  # type: ignore[type-arg]
-    """A bar that is redrawn every TICK_S until it is closed."""
+    """A bar that is redrawn every TICK_S seconds until it is closed."""
 
     def __init__(self, **given: Any) -> None:
         self._until_closed = contextlib.ExitStack()
@@ -92,7 +91,7 @@ class _Line(tqdm):  # type: ignore[type-arg]
 
 @contextlib.contextmanager
 def _ticking(tick: Callable[[], object]) -> Iterator[None]:
-    """Call ``tick`` every TICK_S on a thread, while the context is active."""
+    """A context in which a thread calls ``tick`` every TICK_S seconds."""
     over = threading.Event()
 
     def run() -> None:
@@ -143,7 +142,7 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Show ``what`` during the phase.  The elapsed time is updated during the phase."""
+        """Show ``what`` during the phase, and keep the elapsed time up to date."""
         self._bar.set_description_str(what)
         if self._lines is not None:
             self._lines.begin(what)

@@ -50,7 +50,7 @@ def restore_weight(weight: HostWeight, device: torch.device, stagings: GpuStagin
                     "weights not restored yet stay where they are. Free host memory and call restore again."
                 )
         with no_room_for(buffer.name, weight.host.nbytes, device):
-            # an ordinary tensor may outlive the placement, and must not depend on a scratch file
+            # an ordinary tensor may outlive the placement, so it must not depend on a scratch file
             values = weight.host if device.type == "cpu" else weight.values_on_host
             plain = stagings.copied_to(values, device, copy=buffer.backing.in_scratch_file)
         grad = buffer.grad if buffer.backs(weight) else None

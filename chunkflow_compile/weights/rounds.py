@@ -8,7 +8,7 @@ rank that can decide the round writes the decision, once, with an atomic operati
 * A rank left, or is late: there are no further rounds, see :meth:`Rounds.agree`.
 
 A rank that fails or leaves does not wait for the others, which find its record when they reach the round.  Records are
-JSON.  A forked child cannot take part in rounds, but may drop the :class:`Rounds`, which own no thread and no
+JSON.  A forked child cannot take part in rounds, but it may drop its :class:`Rounds` object, which owns no thread and no
 connection.
 """
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 # Seconds between two checks that the processes of missing ranks still run.
 _LIVENESS_S = 0.2
-# The types of a rank's record in a round, and of the decision of a round.
+# The types of a rank's record and of a round's decision.
 _NOTHING, _VALUE, _FAILED, _ENDED, _LEFT, _LATE = "", "value", "failed", "ended", "left", "late"
 # The key in the store under which the decision of a round is written.
 _DECISION = "decision"
@@ -81,13 +81,13 @@ class Rounds:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank takes part in rounds.  False if this rank has left or knows that another rank has ended or
-        left, and in a forked child."""
+        """Whether this rank takes part in rounds.  False in a forked child, and if this rank has left, or knows that
+        another rank has ended or left."""
         return self._open and not self.forked
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from a rank, and is not a rank itself."""
+        """Whether this process was forked from a rank, and therefore is not a rank itself."""
         return os.getpid() != self._process
 
     @property
@@ -103,7 +103,7 @@ class Rounds:
     def gather(self, value: Any, error: Exception | None = None) -> list[Any]:
         """All-gather: return the values of all ranks on every rank.  The values must be serialisable as JSON.
 
-        ``error``: the reason why this rank cannot continue, or None.  If one rank has an error, all ranks raise
+        ``error``: the reason why this rank cannot continue, or None.  If one rank passes an error, all ranks raise
         RankFailed, and can begin another round afterwards.
         """
         if error is not None:
@@ -158,7 +158,7 @@ class Rounds:
             with self._reached():
                 self._store.set(f"busy/{self.rank}", "1")
             yield
-            # withdraw the failure of an earlier call, because this call needed no round and succeeded
+            # withdraw the failure of an earlier call, because the present call needed no round and succeeded
             if self._record_type == _FAILED and self.takes_part:
                 self._set_record(_NOTHING, "")
         except BaseException as error:
@@ -173,8 +173,11 @@ class Rounds:
                     self._store.set(f"busy/{self.rank}", "")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop taking part in rounds.  ``error``: the reason why this rank cannot continue, or None.  The other ranks
-        raise it."""
+        """Stop taking part in rounds.
+
+        ``error``: the reason why this rank cannot continue, or None.  If there is a reason, the other ranks raise
+        RankFailed.
+        """
         if error is not None:
             with contextlib.suppress(ChunkflowError):  # the original error is more important
                 self.fail(error)
@@ -238,8 +241,8 @@ class Rounds:
         return records, how, {int(rank): why for rank, why in of.items()}
 
     def _waiting(self, patience_s: float, late: str) -> Callable[[Sequence[int]], Any]:
-        """Return a function that takes the ranks without a record.  The function returns None while this rank should
-        wait for those ranks, and a decision after that."""
+        """Return a function that takes the ranks without a record.  The function returns None while this rank should wait
+        for those ranks.  After that, it returns a decision."""
         began = looked = busy = time.monotonic()
         logged = False
 
@@ -320,8 +323,8 @@ def _possible_decision(records: Mapping[int, Any], absent: Sequence[int]) -> Any
 
 
 def process_of(number: int) -> list[int]:
-    """Return the PID and the start time of a process, which identify it even if its PID is reused; empty if it has
-    ended."""
+    """Return the PID and the start time of a process.  Together they identify the process even if its PID is reused.  The
+    list is empty if the process has ended."""
     with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
         if state not in "ZX":

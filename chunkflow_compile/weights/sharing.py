@@ -3,8 +3,8 @@
 The shared memory is a sealed memfd: a file without a name, which the kernel removes when the last process that maps it
 has ended, for whatever reason.  The file on the SSD has no name either, and is removed in the same way.  The values of
 a weight are known to be equal on all ranks if all ranks would read them from the same range of the same file.
-Otherwise each rank compares all bytes of its weight with the bytes that the first rank has written, after all weights
-are written.
+Otherwise, after all weights are written, each rank compares all bytes of its weight with the bytes that the first rank
+has written.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _NAMED = 5
 class LoadRequest:
     """A weight to place.
 
-    ``like``: a meta tensor with the final shape, strides and dtype.  ``read_as``: the present dtype.  ``part``: the
-    file range that contains the weight now, or None.
+    ``like``: a meta tensor with the final shape, strides and dtype.  ``read_as``: the present dtype of the values.
+    ``part``: the file range that contains the weight now, or None.
     ``source``: the place where the bytes are to be stored, and their form.  ``stays``: whether the weight keeps its
     present memory or file range.
     ``frees``: the bytes of present memory that are freed after the move.  ``shard``: an id of the part of the weight
@@ -74,8 +74,8 @@ class LoadRequest:
 
     @property
     def takes_temporarily(self) -> int:
-        """Bytes of host memory that the weight takes only while it is moved.  For a packed weight they include the
-        unpacked values of this weight and of the next one."""
+        """Bytes of host memory that the weight takes only while it is moved.  For a weight to pack, they include its
+        unpacked values and the unpacked values of the next weight, which is read ahead."""
         return min(self.nbytes, self.frees) + 2 * self.source.values
 
     @property
@@ -92,7 +92,7 @@ class LoadRequest:
     @property
     def origin(self) -> list[Any] | None:
         """The file range and dtype from which the weight is read, as JSON, or None if it is not read from a file.  If
-        two ranks have the same origin for a weight, they have the same values."""
+        two ranks have the same origin for a weight, its values are equal on both ranks."""
         if (part := self.part) is None:
             return None
         return [part.file.name, part.file.stamp, part.offset, part.nbytes, str(self.read_as)]
@@ -144,7 +144,7 @@ class SharedPages:
         """Allocate shared memory on the leader, and map it on all ranks."""
         places = self._places(weights)
         if self._node.leads:
-            # a weight frees its present memory once it is written, so only one weight at a time is in memory twice
+            # each weight frees its present memory once it is written, so only one weight at a time is in memory twice
             check_room(sum(w.takes for w in weights) + max(w.takes_temporarily for w in weights))
         descriptor = self._node.share(memory_file("chunkflow-weights", places[-1]) if self._node.leads else None)
         pages = map_file(descriptor, places[-1], mmap.MAP_SHARED)
@@ -163,8 +163,8 @@ class SharedPages:
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
         own = Scratch.made(places[-1]) if self._node.leads else None
-        # each rank opens the file separately, because the kernel's read-ahead is per open file, and the ranks read
-        # different parts
+        # each rank opens the file separately, because the kernel's read-ahead is per open file, and each rank reads at
+        # another position
         file = self._node.share(None if own is None else own.file.descriptor)
         self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if own is None else own.where)
 
@@ -191,7 +191,7 @@ class SharedPages:
         return frozenset(name for name, writer in writers.items() if writer == self._node.rank)
 
     def backing(self, name: str) -> Backing:
-        """Return the shared pages of a weight, or its part of the scratch file after it was written there."""
+        """Return the shared pages of a weight, or the part of the scratch file to which the weight was written."""
         if name in self._pages:
             return self._pages[name]
         begin, weight = self._on_drive[name]

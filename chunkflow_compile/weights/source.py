@@ -26,8 +26,8 @@ _COMPARED = 1 << 22
 class WeightFile:
     """A file with weights, which is opened once for all of them.
 
-    ``name``: the name of the file in error messages.  ``stamp``: the device and inode numbers and the modification time
-    in ns of a checkpoint, which must not change; None for a scratch file.  ``read_bytes``: bytes read so far.
+    ``name``: the name of the file in error messages.  ``stamp``: for a checkpoint, its device and inode numbers and its
+    modification time in ns, which must not change; None for a scratch file.  ``read_bytes``: bytes read so far.
     ``left``: the addresses of pages that were mapped from the file and are private memory now.  Only the first and the
     last page of each moved weight are recorded, because other weights may share them.
     """
@@ -62,7 +62,7 @@ class WeightFile:
         """Read into ``memory`` without using the page cache, if the file system supports that; return the bytes as a
         view of ``memory``.
 
-        ``memory``: uint8, page-aligned, large enough for all blocks of the file that the bytes touch.  Raises the same
+        ``memory``: uint8, page-aligned, large enough for all blocks of the file that contain the bytes.  Raises the same
         errors as :meth:`read`.
         """
         begin = offset % BLOCK
@@ -125,8 +125,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class DriveBytes:
-    """A range of bytes in a file, as a source of copies.  It has the few methods of a flat uint8 tensor that copying
-    needs."""
+    """A range of bytes in a file, as a source of copies.  It has the methods of a flat uint8 tensor that copies use."""
 
     file: WeightFile
     offset: int

@@ -1,5 +1,5 @@
-"""Copies between pageable host memory and a GPU through two pinned buffers: the host fills one while the GPU reads the
-other."""
+"""Copies between pageable host memory and a GPU through two pinned buffers.  The host accesses one buffer while the GPU
+accesses the other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from .bytes import copy_host_bytes, flat_bytes
 from .source import Bytes, take
 
-# Bytes per buffer: large enough that the next copy is launched while one buffer is copied, and small enough that
-# pinning succeeds even if weights cannot be pinned.
+# Bytes per buffer.  A buffer is large enough that the next copy is launched before the copy of this buffer ends, and
+# small enough that it can be pinned even if weights cannot be pinned.
 PIECE = 16 << 20
 PIECES = 2
 
@@ -30,10 +30,11 @@ class Staging:
     def __init__(
         self, allocate: Callable[[int], torch.Tensor], event: Callable[[], Any], copy: Copy, record: Record
     ) -> None:
-        """``allocate``: returns pinned memory of the given size, uint8; raises RuntimeError if it cannot be pinned.
+        """``allocate``: a function that returns pinned memory of a given size, uint8; it raises RuntimeError if the memory
+        cannot be pinned.
 
-        ``event``: creates an event.  ``copy``: enqueues a copy on the stream for copies.  ``record``: records an event
-        on this stream.
+        ``event``: a function that creates an event.  ``copy``: a function that enqueues a copy on the stream for copies.
+        ``record``: a function that records an event on this stream.
         """
         self._copy = copy
         self._record = record

@@ -24,8 +24,8 @@ class Export:
 class Store(Protocol):
     """The parts of a placed model that its weights use.
 
-    ``buffer`` is a HostBuffer, and ``peers`` are Peers.  Their types here are Any, because their modules import this
-    one.
+    Parameters that are called ``buffer`` are HostBuffers, and ``peers`` is a Peers object.  Their types here are Any,
+    because the modules that define these classes import this module.
     """
 
     device: torch.device

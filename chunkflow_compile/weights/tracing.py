@@ -1,5 +1,5 @@
-"""Traces of code that reads offloaded weights: the backend for which Dynamo traces, and the op by which other backends
-copy a weight."""
+"""Tracing of code that reads offloaded weights: the backend for which Dynamo traces, and the op that copies a weight in
+the graphs of other backends."""
 
 from __future__ import annotations
 

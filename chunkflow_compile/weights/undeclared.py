@@ -24,12 +24,12 @@ _aten = torch.ops.aten
 _DECLARED = frozenset(
     ("aten", "prims", "inductor_prims", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "chunkflow")
 )
-# Ops that write running statistics in training without declaring it.
+# Ops that write running statistics in training although their schemas do not declare these writes.
 _STATISTICS = frozenset(
     (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
 )
-# Ops that let other ranks access the memory of a tensor, or write to a tensor when another rank sends data.  Waiting
-# for the other rank might deadlock.
+# Ops that write to a tensor when another rank sends data, or that resize the memory of a tensor.  Waiting for the other
+# rank might deadlock.
 _UNSEEN = frozenset(
     (
         "c10d::recv_",
@@ -65,8 +65,8 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
     """Run an op on copies of its weight arguments, and write values that the op has changed back to the weights.
 
     ``kind``: the class of the weights.  Raises ChunkflowError if the op returns a view of a copy, because a later write
-    to the view would go unnoticed, or if the op is part of a batch of collectives, because it then finishes only when
-    the whole batch does.
+    to the view would go unnoticed.  Raises ChunkflowError also if the op is part of a batch of collectives, because it
+    then finishes only together with the whole batch.
     """
     weights: dict[int, Any] = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
     sends = func.name().partition(".")[0] in _SENDS
@@ -110,7 +110,7 @@ def _take(weight: Any, copy: torch.Tensor) -> None:
 
 
 def _copy(weight: Any) -> torch.Tensor:
-    """Return the values on the device, in separate memory."""
+    """Return the values of a weight on the device, in separate memory."""
     values: torch.Tensor = weight.fetch()
     return values.clone() if share_storage(values, weight.host) else values
 
@@ -124,8 +124,8 @@ def _is_a(name: str, value: Any) -> bool:
 
 
 def _coalesces(value: Any) -> bool:
-    """Whether an argument is a process group in which collectives are being batched, so that a single collective cannot
-    be waited for."""
+    """Whether an argument is a process group that is batching collectives.  Nothing can wait for a single collective of a
+    batch."""
     if not _is_a("ProcessGroup", value):
         return False
     return dist.ProcessGroup.unbox(value) in dist.distributed_c10d._world.pg_coalesce_state
