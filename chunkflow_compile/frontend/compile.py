@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 # With these values of the option cudagraphs, the whole model is compiled as one graph.
 _WHOLE = (True, "collectives")
 
-# The maximum number of compilations per code object.  After these compilations, Dynamo runs the code eagerly.  Dynamo's default
-# of 8 is too low for blocks whose code reads a block index: they share one code object, which is compiled once per block.
+# The maximum number of compilations per code object, after which Dynamo runs the code eagerly.  Dynamo's default of 8 is too
+# low for blocks whose code reads a block index: they share one code object, which is compiled once per block.
 _RECOMPILE_LIMIT = 256
 
 
