@@ -12,7 +12,7 @@ import torch
 from chunkflow_compile.private_torch.dynamo import GuardFilterEntry
 from chunkflow_compile.weights.host_weight import HostWeight
 
-# The types of guards that check only the class of a tensor.  The guard of type TENSOR_MATCH on the same tensor also checks its
+# The types of guards that check only the class of a tensor.  A guard of type TENSOR_MATCH on the same tensor also checks the
 # class.
 _OF_CLASS = ("TENSOR_SUBCLASS_METADATA_MATCH", "TYPE_MATCH")
 _INSIDE = (".host", ".__tensor_flatten__()[0]")
