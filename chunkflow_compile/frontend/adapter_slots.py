@@ -1,9 +1,9 @@
 """Adds adapter slots to layers.  A slot is memory of fixed size in a layer, into which the weights of a LoRA adapter are
 copied.  It exists before any adapter is loaded.
 
-PEFT and diffusers store the weights of loaded adapters in dictionaries of PEFT's layers; slots leave them there, in host
-memory.  Before a program runs, each layer copies its active adapters from these dictionaries into its slots.  Switching
-adapters therefore changes only the values in the slots, and nothing is recompiled.
+PEFT and diffusers store the weights of loaded adapters in dictionaries of PEFT's layers.  If a layer has slots, these weights
+stay in host memory.  Before a program runs, each layer copies its active adapters from the dictionaries into its slots.
+Switching adapters therefore changes only the values in the slots, and nothing is recompiled.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ class Slotted(nn.Module):
     def mark_stale(self) -> None:
         """Make the next call of the layer fill the slots again.
 
-        Otherwise :meth:`fill` would not notice a hotswap of adapters: PEFT overwrites the weights of an adapter in place, and
-        the version counters of these weights stay the same.
+        This is needed after a hotswap of adapters: PEFT overwrites the weights of an adapter in place without changing their
+        version counters, so :meth:`fill` does not notice the new values.
         """
         self._held = ((),) * len(self.scale)
 
@@ -246,8 +246,8 @@ class Slotted(nn.Module):
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Move an adapter to ``device``.
 
-        If ``device`` is None, the adapter is moved to host memory, from which slots are filled.  If the layer runs PEFT's own
-        forward, it is moved to the device of the base layer instead.
+        If ``device`` is None, the adapter is moved to host memory, from which slots are filled.  But if the layer runs PEFT's
+        own forward, the adapter is moved to the device of the base layer.
         """
         if device is None and not self.own:
             device = torch.device("cpu")

@@ -219,7 +219,8 @@ def tuned_layers(model: nn.Module) -> Iterable[Any]:
 
 
 def _lora_layers(model: nn.Module) -> list[Any]:
-    """Return the LoRA layers of a model that have no slots yet and can get slots: those around an ``nn.Linear``."""
+    """Return the LoRA layers of a model that wrap an ``nn.Linear`` and have no slots yet.  Only an ``nn.Linear`` can get
+    slots."""
     from peft.tuners.lora import LoraLayer
 
     layers = [m for m in tuned_layers(model) if isinstance(m, LoraLayer) and not isinstance(m, Slotted)]
@@ -256,7 +257,7 @@ def _discarding_exports(model: nn.Module) -> Iterator[None]:
 
     While diffusers loads an adapter, it calls ``state_dict()`` on the model, and each offloaded weight makes an export.
     Host stores check later whether user code has written to exports.  diffusers reads only the names in this state_dict, so
-    these checks are not needed.  The stores still check exports that something refers to when the context ends.
+    these checks are not needed.  The stores still check the exports that are in use when the context ends.
     """
     before = [(placement.store, {*placement.store.exported}) for placement in placements_of(model)]
     try:

@@ -270,7 +270,7 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 
 
 def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer | None]) -> int:
-    """Return the bytes that this rank stores for the sharded weights of a model, without the weights in ``buffers``.
+    """Return how many bytes this rank stores for the sharded weights of a model, not counting the weights in ``buffers``.
 
     The rank stores one shard (*piece*) of each weight.  Returns 0 unless all weights of the model are sharded.
     """
@@ -281,8 +281,10 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer 
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
-    """Return the problem and the plan of each program of a model whose settings are like ``settings``, that is, equal to them
-    in all fields that :func:`without_call_fields` keeps."""
+    """Return the problem and the plan of each program that runs on a placed model and has settings like ``settings``.
+
+    Settings are alike if they are equal in all fields that :func:`without_call_fields` keeps.
+    """
     if placement is None or settings.goal.policy != "chunkflow" or settings.timings is not None:
         return ()
     running = [p for p in placement.programs if not p.closed]
@@ -294,7 +296,7 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
 
 
 def _is_first_compilation() -> bool:
-    """Whether Dynamo compiles the current function for the first time, and not again.
+    """Whether Dynamo compiles the current function for the first time.
 
     Dynamo creates the guards of a compilation after the backend has returned.  In the first compilation, the backend moves
     the weights before it returns, so the guards describe moved weights and hold in all later calls.

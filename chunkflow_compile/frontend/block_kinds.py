@@ -83,8 +83,8 @@ def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats
 def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> dict[str, nn.Module]:
     """Return the parts of a model outside its blocks, by their names.
 
-    A part is a module that has a forward method, and that contains large weights, but no block.  Only the outermost of such
-    modules are returned.
+    A part is a module that has a forward method and that contains large weights, but no block.  If a part contains another
+    part, only the outer one is returned.
     """
     inside = {id(block) for block in blocks}
 
@@ -194,8 +194,8 @@ def structure_of(module: nn.Module) -> object:
 def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """Return the names of the attributes that the modules' methods read and whose values differ from module to module.
 
-    An attribute is returned only if it has more different values than half the number of modules.  If there are fewer than
-    three modules, no attribute is returned.
+    An attribute is returned only if there are at least three modules, and if the number of its different values is greater
+    than half the number of modules.
     """
     read = {name for m in modules[0].modules() for name in names_read(type(m))}
     attributes = [dict(_attributes(m)) for m in modules]

@@ -154,8 +154,8 @@ def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
     if not hoist or (isinstance(hoist, bool | str) and _hoists_by_kind(model)):
         return ""
     # Only a trace of the whole model shows whether hoisting is worth it.  This trace takes most of the time of compiling the
-    # model as one graph, so compiling block by block after the trace would save little.  Therefore "auto" compiles the model
-    # as one graph as well.
+    # model as one graph, so compiling block by block after the trace would save little.  Therefore the model is compiled as
+    # one graph for hoist="auto", as for hoist=True.
     return "may have hoisted weights" if hoist == "auto" else "has hoisted weights"
 
 
@@ -168,7 +168,7 @@ def _hoists_by_kind(model: nn.Module) -> bool:
     prompt.  In this case, only a graph of the whole model can compute the rows of all steps in advance.
 
     Whether pooled text is an input is guessed from the argument names of the model's forward.  The argument ``guidance`` does
-    not matter: some models never read it, and users of the others usually keep its value.  A wrong guess only costs time.
+    not matter: some models never read it, and users of the other models rarely change it.  A wrong guess only costs time.
 
     The result is always True for a model with a step cache, because its blocks have to be compiled separately: the cache runs
     eager code between them.
@@ -193,7 +193,7 @@ def compile_by_kind(
     In three cases, the model is compiled as one graph instead: it has no repeated blocks, each of its calls has to be one
     CUDA graph, or hoisting needs a graph of the whole model.
 
-    ``options``: options of the backend.  ``dynamic``: as in torch.compile.  ``name``: the name of the model in progress
+    ``options``: options of the backend.  ``dynamic``: see torch.compile.  ``name``: the name of the model in progress
     displays; by default the name of its class.  ``levels``: whether blocks are called with several input sizes within one
     call of the model, as in the decoder of a VAE.
     """
@@ -296,8 +296,8 @@ def _compile_module(
         return
     module.compile(**more)
     if type(module).forward.__module__.startswith("torch.nn."):
-        # Dynamo does not compile the forward of torch's own modules, such as Linear.  It only traces such a forward when
-        # other code calls it.
+        # Dynamo does not compile the forward of torch's own modules, such as Linear.  It only traces such a forward as a part
+        # of other code that calls the module.
         module._compiled_call_impl = torch.compile(_function_that_calls(module), **more)
     call = module._compiled_call_impl
     assert call is not None

@@ -58,7 +58,7 @@ class EagerForNested:
 
 
 class CallWithDynamicSizes:
-    """Calls a compiled block, and makes an input size of the block dynamic if it differs from the first call of the block.
+    """Calls a compiled block, and makes an input size dynamic if this size differs from the first call of the block.
 
     By default, torch makes a size dynamic if it changes between two calls of the same code.  But the blocks on different
     levels of a model, such as the decoder of a VAE, run the same code at different sizes within one call of the model.  This
@@ -84,8 +84,8 @@ class CallWithDynamicSizes:
 def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
     """Return the dimensions in which two shapes differ.
 
-    The height and width of images and videos are always included, because a later call may change the one that is still the
-    same in this call.
+    The height and width of images and videos are always included.  If only one of them differs in this call, the other one
+    may differ in a later call.
     """
     plane = range(len(sizes) - 2, len(sizes)) if len(sizes) >= 4 else ()
     return [d for d in range(len(sizes)) if d in plane or sizes[d : d + 1] != first[d : d + 1]]
@@ -102,7 +102,7 @@ class CallWithProgress:
     def __init__(self, model: nn.Module, progress: CompileProgress, whole: bool = False) -> None:
         """``whole``: whether the model is compiled as one graph."""
         self._called, self._progress, self._whole = model._compiled_call_impl, progress, whole
-        self._model = weakref.ref(model)  # the model refers to this object; a strong reference would be a cycle
+        self._model = weakref.ref(model)  # the model refers to this object; a strong reference would close a cycle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()

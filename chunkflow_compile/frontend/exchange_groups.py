@@ -41,9 +41,9 @@ _ROUNDS = 2
 
 @dataclass(frozen=True)
 class _Choice:
-    """The number of groups of heads that this rank chooses.
+    """What this rank chooses for the exchanges of a graph.
 
-    ``groups``: this number.  ``note``: a note for the user.  ``traced``: the graph; its exchanges are already divided if the
+    ``groups``: the number of groups of heads.  ``note``: a note for the user.  ``traced``: the graph; its exchanges are already divided if the
     user has passed the number of groups.  ``error``: the error because of which the rank cannot choose, or None.
     """
 
@@ -144,7 +144,9 @@ def _agreed(groups: Sequence[Group], wanted: ExchangeGroups, mine: _Choice) -> i
             chosen = min(chosen, _smallest(group, values))
         except ChunkflowError as found:
             error = found
-        if group.missing(values):  # posted() has withdrawn this rank's record: post it again, for ranks that come later
+        if group.missing(
+            values
+        ):  # posted() has withdrawn this rank's record: post it again for ranks that read it later
             post(group)
     if error is not None:
         raise error

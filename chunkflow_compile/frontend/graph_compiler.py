@@ -244,7 +244,7 @@ def _lower_again(
     """Lower the regions of a new program for a graph that was compiled before.  Return the code of each region by name.
 
     Call this function only while Dynamo is not compiling.
-    ``lowered``: the code of all regions that earlier programs of the graph contain, by region key.  This code is reused.
+    ``lowered``: the code of all regions that were already lowered for this graph, by region key.  This code is reused.
     """
     missing = {name: region for name, region in program.regions.items() if region.info.key not in lowered}
     modes = (mode for region in missing.values() if (mode := _fake_mode(region.module)) is not None)
@@ -254,7 +254,8 @@ def _lower_again(
 
 
 def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
-    """Return the goal that replan or a pipeline has set for the model that contains these weights, or None."""
+    """Return the goal that replan or a pipeline has set for the model that contains ``parameters``, or None if no goal was
+    set."""
     return next((p.goal for p in placements_around(parameters.values()) if p.goal is not None), None)
 
 

@@ -57,8 +57,8 @@ def lower_without_weights(
 def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: int) -> tuple[list[Any], list[nn.Module]]:
     """Return the weights among the inputs of a Dynamo graph, and the modules from which Dynamo read inputs.
 
-    The weights are the parameters.  If the graph has no parameters, the weights are the buffers of these modules that have at
-    least ``min_bytes`` bytes.
+    The weights are the parameters.  If the graph has no parameters, the weights are all buffers of the returned modules that
+    have at least ``min_bytes`` bytes.
     """
     modules = _read_from(graph)
     weights = [v for v in inputs if isinstance(v, (nn.Parameter, HostWeight))]
@@ -116,7 +116,7 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
 
 def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
     """Warn if no weight of a module streams, and if the module may be a block of a larger model that the search for modules
-    has not found.  The block was then planned by itself.
+    has not found.  If so, the block was planned without the rest of the model.
 
     ``made``: the programs that were compiled for the module.
     """
@@ -154,7 +154,9 @@ def guard_hooks() -> None:
     By default, Dynamo omits these guards for speed.  Without these guards, a block with hooks could run code that was
     compiled for a block without hooks.
     """
-    if not config.skip_nnmodule_hook_guards:  # the guards are on already, as in the second backend call of a compilation
+    if (
+        not config.skip_nnmodule_hook_guards
+    ):  # the guards are on already, as in the second backend call of a compilation
         return
     guarded = contextlib.ExitStack()
     guarded.enter_context(config.patch(skip_nnmodule_hook_guards=False))
@@ -218,7 +220,7 @@ def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: 
 
 
 def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_bytes: int, part: bool) -> int:
-    """Return the total bytes of the weights of a model that are on the device and that a frame does not read.
+    """Return the total bytes of the weights on the device that belong to a model, but that a frame does not read.
 
     ``read``: the weights that the frame reads.  ``part``: whether the frame is only a part of the model.  If so, large
     weights are not counted, because they will move to host memory when other frames are compiled.
@@ -259,7 +261,7 @@ def _is_exchange(node: Node) -> bool:
 def refuse_gradient_buckets(graph: GraphModule) -> None:
     """Raise ChunkflowError if torch has split the model's graph into the gradient buckets of DistributedDataParallel.
 
-    torch passes weights without values to the backend for each part of such a graph, and expects that the compiled part
+    When torch has split a graph in this way, it passes weights without values to the backend, and expects that a compiled part
     returns its outputs in another type than usual.
     """
     reason = getattr(graph, "compile_subgraph_reason", None)
@@ -304,7 +306,7 @@ def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
 
 def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection[int] | None) -> list[Any]:
     """Specialize the sizes of the slow inputs of a Dynamo graph, because rows of hoisted products have a fixed size.  Return
-    all inputs of the graph, in which the specialized sizes are numbers.
+    all inputs of the graph; in their shapes, the specialized sizes are numbers instead of symbols.
 
     If the graph is called with another batch size, torch recompiles it.  The image size stays symbolic.
     ``slow``: the positions of the slow inputs that the user has named, or None if the user has named none.  Then all inputs

@@ -29,8 +29,8 @@ class Survey(FakeTensorMode):
     """The FakeTensorMode for a call of a model in which each part is planned, but no part runs.
 
     ``largest``: the error of the part that needs the most memory, among the parts that did not fit the budget so far.
-    ``whole``: whether a graph with dynamic shapes fails at once if it does not fit the budget.  If False, the graph is
-    compiled again for fixed sizes, at which blocks can be split, and fails only if it then does not fit either.
+    ``whole``: whether the compilation fails at once if a graph with dynamic shapes does not fit the budget.  If False, the
+    graph is compiled again for fixed sizes, at which blocks can be split.
     """
 
     def __init__(self, first: BudgetError, whole: bool) -> None:

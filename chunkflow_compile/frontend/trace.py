@@ -167,7 +167,7 @@ def as_on_device(inputs: Sequence[Any]) -> list[Any]:
     """Return the inputs of a Dynamo graph, with each offloaded weight replaced by a fake tensor on the device.
 
     In the traced graph, each weight is then an ordinary input.  When a program calls the compiled graph, it passes the device
-    memory that contains the weight at this time.
+    memory that currently contains the weight as this input.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
@@ -222,7 +222,7 @@ def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int
 
 
 def slow_inputs(graph: GraphModule, hoist: bool | str | Collection[str]) -> frozenset[int] | None:
-    """Return the positions of the graph inputs that ``hoist`` names, or None if ``hoist`` is a bool or "auto".
+    """Return the positions of the graph inputs whose names are in ``hoist``, or None if ``hoist`` is a bool or "auto".
 
     Raises ChunkflowError if a name is not the name of an input.
     """
