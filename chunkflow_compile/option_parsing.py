@@ -15,7 +15,7 @@ from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import is_size, parse_bytes
 
-# Options in bytes that may also be given as strings such as "64MiB".
+# The options in bytes that may also be given as strings such as "64MiB".
 _SIZES = ("min_bytes", "chunk_bytes", "group_bytes")
 
 # The settings of torch that ChunkFlow does not support, each with the reason that the error message gives.  If one of these
@@ -69,7 +69,7 @@ def parse_options(
 
 
 def refuse_positional(caller: Callable[..., Any], given: Sequence[object]) -> None:
-    """Raise ChunkflowError if ``caller`` got positional arguments.  The message suggests the names that were meant.
+    """Raise ChunkflowError if ``caller`` got positional arguments.  The message suggests names for these arguments.
 
     ``given``: the positional arguments after the first one.
     """
@@ -98,7 +98,7 @@ def _check_settings() -> None:
     """Raise ChunkflowError if a setting of torch that ChunkFlow does not support is on."""
     for setting, why in _REFUSED_SETTINGS.items():
         module, _, name = setting.rpartition(".")
-        if getattr(import_module(module), name, False):  # some releases of torch do not have it
+        if getattr(import_module(module), name, False):  # some releases of torch do not have this setting
             raise ChunkflowError(f"{setting} {why}: set it to False, its default.")
 
 

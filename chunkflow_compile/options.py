@@ -78,7 +78,7 @@ class BackendOptions(PipelineOptions, total=False):
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class Options:
-    """The options of the backend.  All sizes are in bytes."""
+    """The options of the backend.  Sizes are in bytes unless they are given with a unit."""
 
     memory: Size | None = None
     """The budget for weights and activations on the device together, as a number of bytes or as "8GiB".  The planner picks

@@ -41,10 +41,11 @@ _ROUNDS = 2
 
 @dataclass(frozen=True)
 class _Choice:
-    """What this rank chooses for the exchanges of a graph.
+    """The choice of this rank for the exchanges of a graph.
 
-    ``groups``: the number of groups of heads.  ``note``: a note for the user.  ``traced``: the graph; its exchanges are already divided if the
-    user has passed the number of groups.  ``error``: the error because of which the rank cannot choose, or None.
+    ``groups``: the number of groups of heads.  ``note``: a note for the user.  ``traced``: the graph; its exchanges are
+    already divided if the user has passed the number of groups.  ``error``: the error because of which this rank cannot
+    choose, or None.
     """
 
     groups: int

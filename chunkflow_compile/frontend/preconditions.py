@@ -261,8 +261,8 @@ def _is_exchange(node: Node) -> bool:
 def refuse_gradient_buckets(graph: GraphModule) -> None:
     """Raise ChunkflowError if torch has split the model's graph into the gradient buckets of DistributedDataParallel.
 
-    When torch has split a graph in this way, it passes weights without values to the backend, and expects that a compiled part
-    returns its outputs in another type than usual.
+    If torch has split a graph in this way, it passes weights without values to the backend, and expects that each compiled
+    part returns its outputs in another type than usual.
     """
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and reason.reason.startswith("DDPOptimizer"):
