@@ -219,7 +219,7 @@ def tuned_layers(model: nn.Module) -> Iterable[Any]:
 
 
 def _lora_layers(model: nn.Module) -> list[Any]:
-    """Return the LoRA layers of a model that wrap an ``nn.Linear`` and have no slots yet.  Only an ``nn.Linear`` can get
+    """Return the LoRA layers of a model that wrap an ``nn.Linear`` and have no slots yet.  Other LoRA layers do not support
     slots."""
     from peft.tuners.lora import LoraLayer
 

@@ -161,7 +161,8 @@ def _compile_frame(
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in offloaded]
         if part and wanted:
-            # Also move the weights of the other blocks.  Dynamo's guards for this block then hold for the other blocks, too.
+            # Also move the weights of the other blocks.  Otherwise Dynamo's guards for this block, which expect offloaded
+            # weights, would fail for the other blocks.
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
         move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
@@ -227,8 +228,8 @@ def _compile_with_dynamic_shapes(
 
     If Inductor fails on dynamic shapes, the graph is compiled only for the input sizes of the current call.  The same happens
     if whole blocks do not fit in the budget, because blocks can be split into slices only at fixed sizes.
-    ``fixed``: for each graph that is compiled at fixed sizes, a tuple with the names of its weights.  If this function
-    compiles ``graph`` at fixed sizes, it adds the tuple for ``graph``.
+    ``fixed``: a set that identifies the graphs that are compiled at fixed sizes, each by a tuple with the names of its
+    weights.  If this function compiles ``graph`` at fixed sizes, it adds the tuple for ``graph``.
     """
     names = tuple(p.name for p in compiler.parameters)
     if names not in fixed:

@@ -141,8 +141,8 @@ def _hooks_inside(module: nn.Module) -> bool:
 def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
     """Return the modules to compile in ``blocks``, by their names.
 
-    If no module inside a block has a caching hook, the whole block is compiled.  Otherwise the modules with caching hooks are
-    compiled separately, and so are the parts of the block between them (:func:`parts_of`).
+    If no module inside a block has a caching hook (:func:`caching_hook`), the whole block is compiled.  Otherwise the modules
+    with caching hooks are compiled separately, and so are the parts of the block between these modules (:func:`parts_of`).
     """
     compiled = dict[str, nn.Module]()
     for name, block in blocks.items():

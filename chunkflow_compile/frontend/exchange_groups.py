@@ -41,7 +41,7 @@ _ROUNDS = 2
 
 @dataclass(frozen=True)
 class _Choice:
-    """The choice of this rank for the exchanges of a graph.
+    """The choice of this rank for the exchanges (all-to-alls around attention) of a graph.
 
     ``groups``: the number of groups of heads.  ``note``: a note for the user.  ``traced``: the graph; its exchanges are
     already divided if the user has passed the number of groups.  ``error``: the error because of which this rank cannot
@@ -55,8 +55,8 @@ class _Choice:
 
 
 def agreed_groups(traced: Traced, settings: Settings, alone: bool = False) -> tuple[Traced, tuple[str, ...]]:
-    """Divide the exchanges of a graph into the number of groups that all ranks use; return the graph, and notes for the
-    user.
+    """Divide the exchanges (all-to-alls around attention) of a graph into groups of heads, after the ranks have agreed on the
+    number of groups.  Return the graph, and notes for the user.
 
     If the option exchange_groups is "auto", each rank chooses a number, and all ranks use the smallest of these numbers.
     ``alone``: whether only this rank compiles the graph, as in a survey (survey.py).  If so, the rank uses the number that it
@@ -81,7 +81,7 @@ def agreed_groups(traced: Traced, settings: Settings, alone: bool = False) -> tu
 
 
 def _choice(traced: Traced, settings: Settings) -> _Choice:
-    """Choose the number of groups for this rank."""
+    """Choose the number of groups of heads for this rank."""
     wanted = settings.goal.exchange_groups
     try:
         if wanted == "auto":
@@ -116,7 +116,7 @@ def _rounds(groups: Sequence[Group]) -> Iterator[Group]:
 
 
 def _post_none(groups: Sequence[Group], traced: Traced) -> None:
-    """Post records which say that this rank does not divide exchanges.  Do not wait for other ranks.
+    """Post records which say that this rank does not divide exchanges into groups of heads.  Do not wait for other ranks.
 
     If another rank divides exchanges, it reads these records and raises an error.
     """

@@ -70,7 +70,7 @@ _NO_GOAL = (
 class GraphCompiler:
     """Plans, verifies and lowers the ATen graph that AOTAutograd makes from a Dynamo graph.
 
-    ``weights``: the weights by their parameter names.  ``index``: the index of the model that contains the weights.
+    ``weights``: the weights by their parameter names.  ``index``: the ModelIndex of the model that contains them.
     ``report``: a function that is called with the name of each stage of the compilation.  ``expected``: the goal that the
     owner of the model's placement expects to set, or None (see :class:`Placement`).  ``pieces``: the bytes that this rank
     stores for the sharded weights which only other parts of the model read; it stores one shard (*piece*) of each such

@@ -27,7 +27,7 @@ from chunkflow_compile.weights.leaves import leaves
 def index_of(
     weights: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
 ) -> tuple[ModelIndex, int | None]:
-    """Return the index of the model that contains ``weights``, and the ``min_bytes`` with which the model was placed.
+    """Return the ModelIndex of the model that contains ``weights``, and the ``min_bytes`` with which the model was placed.
 
     The second value is None if the model is not placed.
     ``near``: the modules from which Dynamo read the inputs of a graph.  ``min_bytes``: the size in bytes below which weights

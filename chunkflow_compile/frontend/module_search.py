@@ -24,10 +24,10 @@ from chunkflow_compile.weights.leaves import leaves, quant_state_tensors
 
 
 def index_around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = (), min_bytes: int = 0) -> ModelIndex:
-    """Return the index of the module that contains the parameters.
+    """Return the ModelIndex of the module that contains the parameters.
 
-    Parameters that no module contains are ignored.  If no module contains all remaining parameters, return the index of a
-    module that contains the large ones among them, that is, the parameters of at least ``min_bytes`` bytes.
+    Parameters that no module contains are ignored.  If no module contains all remaining parameters, return the ModelIndex of
+    a module that contains the large ones among them, that is, the parameters of at least ``min_bytes`` bytes.
     ``near``: modules to search in addition to those that the garbage collector tracks.
     Raises ChunkflowError if several modules contain large parameters, but no module contains all large parameters.
     """

@@ -1,7 +1,6 @@
-"""Checks that run before a frame is compiled.
+"""Checks that run before a Dynamo graph is compiled.
 
-A frame is the code that Dynamo compiles with one call of the backend: a whole model, or the part of a model between two graph
-breaks.
+A Dynamo graph covers a whole model, or the part of a model between two graph breaks.  Dynamo calls the backend once per graph.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
 def lower_without_weights(
     graph: GraphModule, inputs: Sequence[Any], lowering: Lowering, inductor: Mapping[str, Any]
 ) -> Any:
-    """Lower the graph of a frame that reads no weight.  The graph is not rewritten, because there is nothing to stream."""
+    """Lower a Dynamo graph that reads no weight.  The graph is not rewritten, because there is nothing to stream."""
     if lowering == "eager":
         return graph.forward
     return compile_fx(graph, list(inputs), config_patches=dict(inductor))
@@ -90,9 +89,7 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
             name = source_name(source)
             if name not in values:
                 try:
-                    values[name] = eval(
-                        name, scope
-                    )  # The name is a Python expression.  Dynamo's guards evaluate it, too.
+                    values[name] = eval(name, scope)  # Dynamo's guards evaluate this expression, too
                 except _NO_VALUE:
                     values[name] = None
             source = getattr(source, "base", None)
@@ -170,7 +167,7 @@ def guard_hooks() -> None:
 
 
 def note_graph_break(graph: GraphModule) -> None:
-    """If a graph break ended the frame, log the break and explain how it slows the model down."""
+    """If ``graph`` ends at a graph break, log the break and explain how it slows the model down."""
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         where = "".join(f" at {f.filename}:{f.lineno}" for f in reason.user_stack[-1:])
@@ -205,10 +202,11 @@ def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
 
 
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:
-    """Whether a frame is only a part of a model, so that a call of the model runs other frames, too.
+    """Whether a Dynamo graph covers only a part of a model, so that a call of the model runs other graphs, too.
 
-    A frame counts as a part if it reads at most half of the bytes of the model's large weights.  A frame that reads more of
-    them, but not all, may still be the whole model, because a model may contain weights that its forward never reads.
+    This is assumed if ``weights``, the weights that the graph reads, have at most half of the bytes of the model's large
+    weights.  A graph that reads more than half of these bytes, but not all, may still cover the whole model, because a model
+    may contain weights that its forward never reads.
     """
     if root is None:
         return False
@@ -220,10 +218,10 @@ def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: 
 
 
 def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_bytes: int, part: bool) -> int:
-    """Return the total bytes of the weights on the device that belong to a model, but that a frame does not read.
+    """Return the total bytes of the weights on the device that belong to a model, but that a Dynamo graph does not read.
 
-    ``read``: the weights that the frame reads.  ``part``: whether the frame is only a part of the model.  If so, large
-    weights are not counted, because they will move to host memory when other frames are compiled.
+    ``read``: the weights that the graph reads.  ``part``: whether the graph covers only a part of the model.  If so, large
+    weights are not counted, because they will move to host memory when the other parts are compiled.
     """
     if root is None:
         return 0
@@ -309,9 +307,8 @@ def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection
     all inputs of the graph; in their shapes, the specialized sizes are numbers instead of symbols.
 
     If the graph is called with another batch size, torch recompiles it.  The image size stays symbolic.
-    ``slow``: the positions of the slow inputs that the user has named, or None if the user has named none.  Then all inputs
-    with one value per sample (such as the timestep) or one vector per sample (such as the timestep embedding that blocks
-    receive) count as slow.
+    ``slow``: the positions of the slow inputs that the user has named, or None.  If it is None, all inputs with one value per
+    sample (such as the timestep) or one vector per sample (such as the timestep embedding that blocks receive) count as slow.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     fakes = [node.meta.get("example_value") for node in nodes]
