@@ -186,8 +186,8 @@ class Slotted(nn.Module):
     # set these attributes when adapters are loaded or activated, that is, before the guards of the next call run.
 
     def choose_forward(self) -> None:
-        """Choose between PEFT's own forward and the forward with slots, depending on the active adapters.  If the adapters
-        do not fit the slots, replace the slots by larger ones."""
+        """Choose between PEFT's own forward and the forward with slots, depending on the active adapters.  If the active
+        adapters do not fit the slots, replace the slots by larger ones."""
         peft: Any = self
         active = [name for name in peft.active_adapters if name in peft.lora_A]
         kinds = {name: _kind(peft, name) for name in active}

@@ -147,7 +147,7 @@ def _agreed(groups: Sequence[Group], wanted: ExchangeGroups, mine: _Choice) -> i
             error = found
         if group.missing(
             values
-        ):  # posted() has withdrawn this rank's record: post it again for ranks that read it later
+        ):  # posted() has withdrawn this rank's record: post it again, a missing rank may read it
             post(group)
     if error is not None:
         raise error

@@ -145,9 +145,7 @@ def _holder(
             candidates[id(module)] = module
             todo.extend(parents.get(id(module), ()))
     around = [module for module in candidates.values() if wanted <= held_by([module])]
-    if (
-        not around
-    ):  # no module contains all parameters: some small layers are outside the model, as happens with adapters
+    if not around:  # no module contains all parameters: some layers are outside the model, as happens with adapters
         wanted &= {id(p) for p in parameters if p.nbytes >= min_bytes}
         around = [module for module in candidates.values() if wanted <= held_by([module])]
     if candidates and not around:

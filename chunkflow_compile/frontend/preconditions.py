@@ -1,6 +1,7 @@
 """Checks that run before a Dynamo graph is compiled.
 
-A Dynamo graph covers a whole model, or the part of a model between two graph breaks.  Dynamo calls the backend once per graph.
+A Dynamo graph covers a whole model, or the part of a model between two graph breaks.  Dynamo calls the backend once for each
+graph.
 """
 
 from __future__ import annotations
@@ -151,9 +152,7 @@ def guard_hooks() -> None:
     By default, Dynamo omits these guards for speed.  Without these guards, a block with hooks could run code that was
     compiled for a block without hooks.
     """
-    if (
-        not config.skip_nnmodule_hook_guards
-    ):  # the guards are on already, as in the second backend call of a compilation
+    if not config.skip_nnmodule_hook_guards:  # the guards are already on, for example since an earlier call
         return
     guarded = contextlib.ExitStack()
     guarded.enter_context(config.patch(skip_nnmodule_hook_guards=False))
@@ -204,9 +203,9 @@ def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:
     """Whether a Dynamo graph covers only a part of a model, so that a call of the model runs other graphs, too.
 
-    This is assumed if ``weights``, the weights that the graph reads, have at most half of the bytes of the model's large
-    weights.  A graph that reads more than half of these bytes, but not all, may still cover the whole model, because a model
-    may contain weights that its forward never reads.
+    A graph counts as a part if ``weights``, the weights that it reads, have at most half of the bytes of the model's large
+    weights.  Even a graph of a whole model may not read all bytes, because a model may contain weights that its forward never
+    uses.
     """
     if root is None:
         return False
