@@ -228,8 +228,8 @@ def _compile_with_dynamic_shapes(
 
     If Inductor fails on dynamic shapes, the graph is compiled only for the input sizes of the current call.  The same happens
     if whole blocks do not fit in the budget, because blocks can be split into slices only at fixed sizes.
-    ``fixed``: a set that identifies the graphs that are compiled at fixed sizes, each by a tuple with the names of its
-    weights.  If this function compiles ``graph`` at fixed sizes, it adds the tuple for ``graph``.
+    ``fixed``: a set with one tuple for each graph that is compiled at fixed sizes; the tuple contains the names of the
+    graph's weights.  If this function compiles ``graph`` at fixed sizes, it adds the tuple for ``graph``.
     """
     names = tuple(p.name for p in compiler.parameters)
     if names not in fixed:

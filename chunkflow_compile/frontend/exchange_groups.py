@@ -145,10 +145,8 @@ def _agreed(groups: Sequence[Group], wanted: ExchangeGroups, mine: _Choice) -> i
             chosen = min(chosen, _smallest(group, values))
         except ChunkflowError as found:
             error = found
-        if group.missing(
-            values
-        ):  # posted() has withdrawn this rank's record: post it again, a missing rank may read it
-            post(group)
+        if group.missing(values):
+            post(group)  # posted() has withdrawn the record of this rank: post it again for ranks that read it later
     if error is not None:
         raise error
     return chosen

@@ -89,9 +89,8 @@ def start_program(
             loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
             _refuse_copies(loose)
             warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)
-        if (
-            not around
-        ):  # no module was found: store the program in a weight, so that freeing the weight ends the program
+        if not around:
+            # no module was found: store the program in a weight, so that the program ends when the weight is freed
             program = start(Arena(device))
             next(iter(parameters.values()))._chunkflow_program = program  # type: ignore[attr-defined]
             return program
