@@ -284,8 +284,8 @@ def _updating_slots(load: Callable[..., Any]) -> Callable[..., Any]:
 def unload(model: Any) -> None:
     """Unload all adapters, as diffusers' ``unload_lora`` does, but keep the slots that :func:`enable_adapters` has added.
 
-    All layers of PEFT without such slots become ordinary layers again.  (diffusers expects ordinary layers where it has
-    widened layers for an adapter, see :func:`let_widen`.)  Fused adapters stay in the base weights.
+    All layers of PEFT without such slots become ordinary layers again.  (diffusers requires this for the layers that it has
+    widened for an adapter, see :func:`let_widen`.)  Fused adapters stay in the base weights.
     """
     tuned = [*tuned_layers(model)]
     stay: list[Any] = [layer for layer in tuned if isinstance(layer, Slotted) and not layer.late]

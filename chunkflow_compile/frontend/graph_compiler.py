@@ -76,10 +76,10 @@ class GraphCompiler:
     stores for the sharded weights which only other parts of the model read; it stores one shard (*piece*) of each such
     weight.  ``slow``: see :class:`Traced`.  ``root``: a function that returns the model, or None.  ``by_kind``: see
     :func:`chunkflow`.  ``notes``: notes for the user on decisions that were made before planning.  ``survey``: the survey
-    (survey.py) during which the graph is compiled, or None if the graph is compiled for an ordinary call.  ``agreed``: the
-    number of groups of heads that all ranks use (exchange_groups.py), and the notes about this number, as a list with one
-    pair; an empty list before the ranks have agreed.  If the graph is compiled again at fixed sizes, the pair is used again,
-    and the ranks need not agree again.
+    (survey.py) during which the graph is compiled, or None if the graph is compiled for an ordinary call.  ``agreed``: an
+    empty list before the ranks have agreed on the number of groups of heads (exchange_groups.py), and afterwards a list with
+    one pair: this number, and notes about it.  If this rank compiles the graph again at fixed sizes, it uses the same number
+    without asking the other ranks again.
     """
 
     chosen: Options
@@ -140,7 +140,7 @@ class GraphCompiler:
 
     @property
     def _expected_goal(self) -> Goal:
-        """The goal of the settings.  If it has neither a budget nor a slowdown, it gets the budget or slowdown and the policy
+        """The goal in ``settings``.  If this goal has neither a budget nor a slowdown, it gets the budget or slowdown and the policy
         of ``expected`` (:meth:`Goal.aimed_at`)."""
         goal = self.settings.goal
         return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal

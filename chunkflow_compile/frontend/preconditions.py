@@ -204,8 +204,8 @@ def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: 
     """Whether a Dynamo graph covers only a part of a model, so that a call of the model runs other graphs, too.
 
     A graph counts as a part if ``weights``, the weights that it reads, have at most half of the bytes of the model's large
-    weights.  Even a graph of a whole model may not read all bytes, because a model may contain weights that its forward never
-    uses.
+    weights.  Even a graph of a whole model can leave some of these bytes unread, because a model may contain weights that its
+    forward never uses.
     """
     if root is None:
         return False
