@@ -140,8 +140,8 @@ class GraphCompiler:
 
     @property
     def _expected_goal(self) -> Goal:
-        """The goal in ``settings``.  If this goal has neither a budget nor a slowdown, it gets the budget or slowdown and the policy
-        of ``expected`` (:meth:`Goal.aimed_at`)."""
+        """The goal in ``settings``.  If this goal has neither a budget nor a slowdown, it gets the budget or slowdown and the
+        policy of ``expected`` (:meth:`Goal.aimed_at`)."""
         goal = self.settings.goal
         return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal
 
