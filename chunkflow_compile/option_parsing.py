@@ -1,4 +1,4 @@
-"""Parsing of options: from the arguments of the public functions and of torch.compile to :class:`Options`."""
+"""Parses the arguments of the public functions and the options of torch.compile into :class:`Options`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.units import is_size, parse_bytes
 
-# Options in bytes that may also be given as strings such as "64MiB".
+# The options in bytes that may also be given as strings such as "64MiB".
 _SIZES = ("min_bytes", "chunk_bytes", "group_bytes")
 
-# Settings of torch that ChunkFlow does not support -> the reason, which is part of the error message.  If one of them is on,
-# weights are not inputs of the graph, or the inputs cannot be matched to weights and blocks.
+# The settings of torch that ChunkFlow does not support, each with the reason that the error message gives.  If one of these
+# settings is on, weights are not inputs of the graph, or ChunkFlow cannot match the inputs to weights and blocks.
 _REFUSED_SETTINGS: Mapping[str, str] = {
     "torch._dynamo.config.install_free_tensors": "makes weights attributes of the graph, where they cannot be streamed",
     "torch._dynamo.config.use_graph_deduplication": "makes equal parts of the graph calls of one function, in which blocks "
@@ -38,10 +38,9 @@ def parse_options(
     """Check the options of the backend and return them.
 
     ``mode``: the mode of torch.compile; its Inductor settings apply to all regions.  ``caller``: the function that takes the
-    options as ``**options``.  Errors about misspelt options also suggest its named arguments.  ``refused``: options that the
-    caller does not support.
-    Raises ChunkflowError for an unknown option, whose message suggests the nearest known one, and for a setting of torch that
-    ChunkFlow does not support.
+    options as ``**options``, or None.  ``refused``: the names of options that ``caller`` does not support.
+    Raises ChunkflowError for an unknown option, and for a setting of torch that ChunkFlow does not support.  For an unknown
+    option, the message suggests the most similar option, or the most similar named argument of ``caller``.
     """
     _check_settings()
     given = dict(options or {})
@@ -70,7 +69,7 @@ def parse_options(
 
 
 def refuse_positional(caller: Callable[..., Any], given: Sequence[object]) -> None:
-    """Raise ChunkflowError if ``caller`` got positional arguments.  The message suggests the names that were meant.
+    """Raise ChunkflowError if ``caller`` got positional arguments.  The message suggests names for these arguments.
 
     ``given``: the positional arguments after the first one.
     """
@@ -86,9 +85,10 @@ def refuse_positional(caller: Callable[..., Any], given: Sequence[object]) -> No
 
 
 def for_backend(options: Mapping[str, Any], chosen: Options) -> dict[str, Any]:
-    """Convert the options of ``compile`` to options for the backend, to which no mode is passed.
+    """Convert the options of ``compile`` to options for the backend.  The backend gets no mode, so this function adds the
+    settings of the mode to the options.
 
-    ``chosen``: the same options, parsed together with the mode.
+    ``chosen``: the result of :func:`parse_options` for ``options`` and the mode.
     """
     of_mode = {"inductor": chosen.inductor, "cudagraphs": chosen.cudagraphs}
     return {**options, **{name: value for name, value in of_mode.items() if value}}
@@ -98,7 +98,7 @@ def _check_settings() -> None:
     """Raise ChunkflowError if a setting of torch that ChunkFlow does not support is on."""
     for setting, why in _REFUSED_SETTINGS.items():
         module, _, name = setting.rpartition(".")
-        if getattr(import_module(module), name, False):  # some releases of torch do not have it
+        if getattr(import_module(module), name, False):  # some releases of torch do not have this setting
             raise ChunkflowError(f"{setting} {why}: set it to False, its default.")
 
 
@@ -114,7 +114,7 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def _check_inductor(inductor: Mapping[str, Any]) -> None:
-    # imported here because it takes a second, and only compilation needs it
+    # imported here because the import takes a second, and only compilation needs it
     from chunkflow_compile.private_torch.inductor import config
 
     settings = config.get_config_copy()

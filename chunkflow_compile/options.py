@@ -35,7 +35,7 @@ from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import Size, parse_bytes, whole_number
 
 DEBUG = ("poison", "threads")
-# Field of Options -> name of the option, for an option whose name is a Python keyword.
+# A mapping from fields of Options to names of options, for the options whose names are Python keywords.
 ALIASES = {"yields": "yield"}
 
 _Parsed = TypeVar("_Parsed")
@@ -78,119 +78,125 @@ class BackendOptions(PipelineOptions, total=False):
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class Options:
-    """The options of the backend.  All sizes are in bytes."""
+    """The options of the backend.  Sizes are in bytes unless they are given with a unit."""
 
     memory: Size | None = None
-    """Budget for weights and activations on the device together, as a number of bytes or as "8GiB".  The planner picks the
-    fastest plan within it.  Activations are predicted for the sizes of the inputs."""
+    """The budget for weights and activations on the device together, as a number of bytes or as "8GiB".  The planner picks
+    the fastest plan within this budget.  The memory of activations is predicted for the sizes of the inputs."""
 
     weight_memory: Size | None = None
-    """Budget for the weights on the device alone (arena and resident weights).  Set either this or memory, not both."""
+    """The budget for the weights on the device alone (arena and resident weights).  Set either weight_memory or memory, not
+    both."""
 
     slowdown: float | None = None
-    """The longest predicted step that is allowed, as a multiple of the step with all weights resident.  Of the plans with
-    such a step, the planner picks the plan with the least device memory.  The default is 1.02 if no budget is set either."""
+    """The maximum predicted step time, as a multiple of the step time with all weights resident.  Among the plans that are
+    predicted to stay below this maximum, the planner picks the plan with the least device memory.  If neither slowdown nor a
+    budget is set, the maximum is 1.02."""
 
     hardware: str | Path | None = None
-    """The machine to plan for: the name of a built-in profile, a JSON file, or "measured" after chunkflow calibrate.  The
-    default is "cpu" on the CPU.  On a GPU it is the profile that calibrate measured, or else the built-in profile of this
-    GPU."""
+    """The hardware profile to plan for: the name of a built-in profile, a JSON file, or "measured" for the profile that
+    chunkflow calibrate has measured.  On a GPU, the default is the measured profile, or the built-in profile of this GPU if
+    nothing was measured.  On the CPU, the default is "cpu"."""
 
     yields: Yield = "auto"
-    """The option "yield": how copies avoid collectives that use the same link.  "soft": windows open after a collective, and
-    the cost model decides how many copies each window gets.  "hard": compute also waits for the copies in flight before each
-    collective.  "auto": whichever is predicted to be faster."""
+    """The option "yield": how copies avoid overlap with collectives.  "soft": a window contains only the copies that are
+    predicted to arrive before the next collective.  "hard": in addition, before each collective, compute waits for all copies
+    issued so far.  "auto": "soft" or "hard", whichever is predicted to be faster."""
 
     policy: Policy = "chunkflow"
-    """The way in which copies are scheduled.  "chunkflow" uses the cost model.  The other policies are for comparison; they
-    use the same regions and the same executor.  "layerwise" prefetches the whole next block.  "layerwise-barrier" also waits
-    for this copy before the collectives.  "layerwise-prefix" keeps as many of the first blocks resident as fit in memory.
-    "resident" streams nothing."""
+    """The way in which copies are scheduled.  "chunkflow" uses the cost model.  The other policies are for comparison with
+    it; they use the same regions and the same executor.  "layerwise" prefetches all weights of the next block while a block
+    computes.  With "layerwise-barrier", compute also waits for these weights before the first collective of the block.
+    "layerwise-prefix" keeps as many of the first blocks resident as fit in the budget, and schedules the other blocks like
+    "layerwise".  "resident" streams nothing."""
 
     arena: Arena | None = None
-    """An arena to share with other models, when the models run one after the other: chunkflow_compile.Arena(device).  The
-    programs of one model always share an arena."""
+    """An arena, chunkflow_compile.Arena(device), to share with other models that run before or after this model.  The
+    programs of one model share an arena in any case."""
 
     min_bytes: int = DEFAULT_MIN_BYTES
-    """Parameters with fewer bytes than this stay on the device.  A model that offload() has placed keeps the value that was
-    passed to offload()."""
+    """The size in bytes below which parameters stay on the device.  A model that offload() has placed keeps the value that
+    was passed to offload()."""
 
     timings: str | Path | None = None
-    """Measured times to plan with instead of the profile's rates: measured.json from the dump of an earlier run.  A run of
-    another model, with other sizes or with another Ulysses degree raises an error."""
-
-    replan_after: int = 0
-    """The number of warm steps after which the model is planned again, from the measured times of these steps.  The new plan
-    is used from the next step on.  It helps if the profile does not describe the machine well.  Nothing is recompiled and no
-    output changes.  0: never."""
-
-    plan: str | Path | None = None
-    """A plan to use instead of planning: a file that chunkflow plan --json wrote for the same model, sizes and Ulysses
+    """The file measured.json from the dump of an earlier run.  Plans are made from its measured times instead of the rates of
+    the hardware profile.  An error is raised if the run was of another model, or had other input sizes or another Ulysses
     degree."""
 
+    replan_after: int = 0
+    """The number of warm steps after which the model is planned again, from the measured times of these steps; 0 for never.
+    The new plan is used from the next step on.  It is better than the first plan if the hardware profile does not describe
+    the machine well.  Nothing is recompiled and no output changes."""
+
+    plan: str | Path | None = None
+    """A file with the plan to use, so that no plan is made.  chunkflow plan --json must have written this file for the same
+    model, input sizes and Ulysses degree."""
+
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    """Bytes per chunk, the unit in which weights are planned and copied; a multiple of 256."""
+    """The bytes per chunk, which is the unit in which weights are planned and copied; a multiple of 256."""
 
     group_bytes: int | None = None
     """The maximum bytes of streamed weights that one region reads; a region that would read more is cut.  By default, each
-    block is cut into as few regions as possible, as long as the predicted step is at most 0.5 % longer than with regions of
-    64 MiB."""
+    block is cut into the fewest regions with which the predicted step is at most 0.5 % longer than with regions of 64 MiB."""
 
     lowering: Lowering = "inductor"
-    """How regions are compiled.  "inductor" compiles them; "eager" runs their ATen ops one by one.  "tensorrt" builds a
-    TensorRT engine for each region, with its weights as inputs.  Inductor compiles what TensorRT does not support.
-    "tensorrt" is experimental and not yet tested on a GPU; it needs a GPU and torch-tensorrt."""
+    """How regions are compiled.  "inductor": Inductor compiles them.  "eager": the ATen ops of a region run one by one.
+    "tensorrt": each region becomes a TensorRT engine, and the region's weights are inputs of the engine.  Inductor compiles
+    the ops that TensorRT does not support.  "tensorrt" is experimental and not yet tested on a GPU; it needs a GPU and
+    torch-tensorrt."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor settings for all regions, with the names of torch._inductor.config."""
 
     cudagraphs: CudaGraphsWanted = False
-    """Whether a call, with its copies, is captured as one CUDA graph and launched as one graph from its fourth pass on.  This
-    reduces the CPU launch overhead, but the memory of the activations stays allocated between calls.  "auto": only if the CPU
-    is busy for most of a step, and if waiting for all copies at the end of a call is predicted to cost less than 1 %.
-    "collectives": also calls with collectives of several ranks (experimental).  A call that cannot be captured is issued op
-    by op, and a warning says why.  mode="reduce-overhead" and "max-autotune" set this to True."""
+    """Whether a call, including its copies, is captured as one CUDA graph, which is launched from the fourth pass on.  The
+    CUDA graph reduces the CPU launch overhead, but keeps the memory of the activations allocated between calls.  "auto": only
+    if the CPU is busy for most of a step, and if waiting for all copies at the end of a call is predicted to take less than
+    1 % of the step.  "collectives": also if the call contains collectives of several ranks (experimental).  If a call cannot
+    be captured, its ops are issued one by one, and a warning says why.  mode="reduce-overhead" and mode="max-autotune" set
+    this option to True."""
 
     pack: Pack = False
     """Whether bfloat16 weights are packed, that is, compressed without loss to three quarters of their bytes.  The region
-    that reads them unpacks them on the device.  True: all weights that can be packed.  "auto": the weights whose packing is
-    predicted to shorten the step within the budget.  None are packed if copies are hidden anyway.  A model that
-    offload(pack=True) has placed stays packed in any case."""
+    that reads a packed weight unpacks it on the device.  True: all weights that can be packed.  "auto": the weights whose
+    packing is predicted to shorten the step within the budget; no weight if compute hides all copies without packing.  A
+    model that offload(pack=True) has placed stays packed in any case."""
 
     hoist: Hoist | Sequence[str] = False
-    """Whether matrix products that do not depend on the latent, such as modulations, are computed once for many steps, so
-    that their weights are not copied in every step.  True: all such products.  "auto": if this is predicted to shorten the
-    step within the budget.  A tuple of names of inputs of forward: the products that depend on no other inputs.  The results
-    are kept on the device, in at most a sixteenth of the budget."""
+    """Whether matrix products that do not depend on the latent, such as modulations, are computed once for many steps.  Their
+    weights are then not copied in every step.  True: all such products.  "auto": all such products, if this is predicted to
+    shorten the step within the budget.  A tuple of argument names of forward: the products that depend on these inputs alone.
+    The results are kept on the device, and take at most a sixteenth of the budget."""
 
     split: Split = "auto"
     """The number of slices into which the tokens of a block are split.  The slices are computed one after the other, so that
     fewer bytes of activations are on the device at a time.  1: no split.  Other numbers are rounded down to a power of two,
-    at most 16.  "auto": as few slices as the budget needs, from 1 to 16."""
+    at most 16.  "auto": the smallest number, from 1 to 16, with which weights and activations fit in the budget."""
 
     exchange_groups: ExchangeGroups = False
-    """The number of groups of heads into which the all-to-alls around attention are divided under Ulysses, so that one group
-    is exchanged while another computes attention.  A number must divide the attention heads of each rank.  "auto": the number
-    with the shortest predicted step.  If the step gets less than 3 % shorter, as is usual with NVLink, the all-to-alls are
-    not divided.  All ranks need the same value."""
+    """The number of groups of heads into which Ulysses' all-to-alls around attention are divided, so that one group is
+    exchanged while another group computes attention.  The number of attention heads per rank must be a multiple of this
+    number.  "auto": the number with the shortest predicted step.  If the step would be less than 3 % shorter, as is usual
+    with NVLink, the all-to-alls are not divided.  All ranks must pass the same value."""
 
     disable: Sequence[str] = ()
-    """Names of passes to skip, to find the pass that causes a problem: "rotary", "recompute", "views", "sharing", "verify",
-    "cycle"."""
+    """The names of passes to skip, in order to find out which pass causes a problem: "rotary", "recompute", "views",
+    "sharing", "verify", "cycle"."""
 
     pin_memory: Size | None = None
-    """The maximum host memory to pin for the model, as a number of bytes or as "64GB".  Weights beyond it are copied from
-    pageable memory, which is slower.  It applies to GPUs only.  The default is the memory that the weights already use, plus
-    this rank's share (1 / LOCAL_WORLD_SIZE) of the free host memory.  Free is what the machine and the control groups of the
-    process allow, minus a reserve of 5 %."""
+    """The maximum host memory to pin for the model, as a number of bytes or as "64GB".  Weights beyond this maximum are
+    copied from pageable memory, which is slower.  The option applies to GPUs only.  The default is the memory that the
+    weights already use, plus this rank's share (1 / LOCAL_WORLD_SIZE) of the free host memory.  Free host memory is the
+    memory that the machine and the control groups of the process still allow, minus a reserve of 5 %."""
 
     debug: str | Sequence[str] = ()
-    """One of these names, or a list of both.  "poison" overwrites evicted weights with NaN, which exposes ops that still read
-    them.  "threads" runs every stream, including the compute stream, as a thread, so that the host runs ahead as on a GPU."""
+    """One of the names "poison" and "threads", or a list of both.  "poison" overwrites evicted weights with NaN, in order to
+    expose ops that still read evicted weights.  "threads" runs every stream, including the compute stream, as a thread, so
+    that the host runs ahead as on a GPU."""
 
     dump: str | Path | None = None
-    """The folder to which every compiled graph is written, with all of its stages, its plan, a report and its
-    measurements."""
+    """The folder for dumps.  For every compiled graph, the stages of its compilation, its plan, a report and its measurements
+    are written to this folder."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -280,16 +286,16 @@ class Options:
         return DeviceKind("threads" in self.debugging(), self.profile().link_emulation)
 
     def pin_bytes(self) -> int | None:
-        """The maximum bytes of host memory to pin; None if only the free memory of the machine limits it."""
+        """The maximum bytes of host memory to pin, or None for the default of ``pin_memory``."""
         return None if self.pin_memory is None else parse_bytes(self.pin_memory, "pin_memory")
 
     def on(self, device: torch.device) -> Options:
-        """Return the options with the default hardware profile for ``device``, unless ``hardware`` is set."""
+        """Return these options.  If ``hardware`` is not set, set it to the default profile for ``device``."""
         return self if self.hardware is not None else replace(self, hardware=default_profile(device))
 
     def given_plan(self) -> Plan | None:
-        """Read the plan that the option ``plan`` names; None if it is not set.  Raises ChunkflowError if it cannot be
-        read."""
+        """Return the plan in the file that the option ``plan`` names, or None if ``plan`` is not set.  Raises ChunkflowError
+        if the file cannot be read."""
         return None if self.plan is None else read_plan(self.plan)
 
     def profile(self) -> Hardware:
@@ -297,7 +303,8 @@ class Options:
         return load_profile(self.hardware or CPU)
 
     def settings(self) -> Settings:
-        """Return the settings of the passes.  Raises ChunkflowError if the plan or the timings cannot be read."""
+        """Return the settings for the passes.  Raises ChunkflowError if the file with the plan or the timings cannot be
+        read."""
         return Settings(
             hardware=self.profile(),
             goal=self.goal,
@@ -312,17 +319,20 @@ class Options:
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ChunkflowError unless the value of an option is among the ``allowed`` values, which are strings and bools."""
-    if value not in allowed or not isinstance(value, str | bool):  # Since 1 == True, the type is checked, too.
+    if value not in allowed or not isinstance(value, str | bool):  # also check the type, because 1 == True
         raise ChunkflowError(f"Option {name}={value!r} is unknown; use one of {', '.join(map(str, allowed))}.")
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read a plan.  Raises ChunkflowError if the file cannot be read or is not a plan."""
+    """Read a plan.  Raises ChunkflowError if the file cannot be read or contains no plan."""
     return _read_file(path, "plan", Plan.from_json)
 
 
 def read_measured(path: str | Path, what: str = "measurement") -> Measured:
-    """Read the measurement of a run.  Raises ChunkflowError if the file cannot be read or is not a measurement."""
+    """Read the measurement of a run.  Raises ChunkflowError if the file cannot be read or contains no measurement.
+
+    ``what``: what error messages call the file.
+    """
     return _read_file(path, what, Measured.from_json)
 
 

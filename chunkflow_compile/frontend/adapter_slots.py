@@ -1,9 +1,9 @@
-"""Runs LoRA adapters from slots.  A slot is a weight of fixed size in a layer.  It exists before any adapter is loaded, and
-the values of any adapter can be copied into it.
+"""Adds adapter slots to layers.  A slot is memory of fixed size in a layer, into which the weights of a LoRA adapter are
+copied.  It exists before any adapter is loaded.
 
-The methods of PEFT and diffusers store adapters in PEFT's own dictionaries, which stay in host memory.  Before a program
-runs, the active adapters are copied from these dictionaries into the slots.  So switching adapters only changes the values of
-weights, and the program stays the same.
+PEFT and diffusers store the weights of loaded adapters in dictionaries of PEFT's layers.  If a layer has slots, these weights
+stay in host memory.  Before a program runs, each layer copies its active adapters from the dictionaries into its slots.
+Switching adapters therefore changes only the values in the slots, and nothing is recompiled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = "_chunkflow_plain"
 
 
 class Sizes:
-    """The sizes of the slots of a model.
+    """The size of each slot of a model, and the number of slots per layer.
 
     ``rank``: the maximum rank of an adapter.  ``count``: the maximum number of adapters that are active at the same time.
     """
@@ -46,18 +46,19 @@ class Sizes:
 
 
 class Slotted(nn.Module):
-    """A base class that adds slots to a LoRA layer.  :func:`slotted` combines this class with PEFT's class of the layer.
+    """A base class that adds slots to a LoRA layer.  :func:`slotted` derives a class from this class and from PEFT's class
+    for the layer.
 
-    ``slots``: one flat tensor, which is a single weight in a plan.  For each slot, it contains the matrices A [rank, in] and
-    B [out, rank], one after the other.
-    ``scale``: the scale of each slot.  It is a float32 whose bits are stored as an int32, so that a cast of the
-    model to another dtype does not change it.
-    ``own``: whether the layer runs PEFT's own forward.  It does so if slots do not support the type of an active adapter.
-    ``late``: whether the layer was an ordinary layer until an adapter was loaded.
+    ``slots``: one flat tensor with all slots of the layer.  The planner treats it as a single weight.  For each slot, the
+    tensor contains the matrices A [rank, in] and B [out, rank], one after the other.
+    ``scale``: one float32 scale per slot, stored as an int32 with the same bits, because a cast of the model to another dtype
+    changes only floating-point tensors.
+    ``own``: whether the layer runs PEFT's own forward.  It is True if slots do not support the type of an active adapter.
+    ``late``: True if the layer got slots only when an adapter was loaded, and not from :func:`enable_adapters`.
     """
 
     chunkflow_filled = ("slots",)
-    """Names of the buffers that :meth:`fill` fills.  They are offloaded like weights, even if they are small."""
+    """Names of the buffers that :meth:`fill` fills.  These buffers are offloaded like weights, even if they are small."""
 
     sizes: Sizes
     slots: Any
@@ -70,19 +71,17 @@ class Slotted(nn.Module):
 
     @property
     def chunkflow_aside(self) -> Sequence[nn.Module]:
-        """Return the layer's modules that contain weights of adapters and that must not be offloaded.
+        """Return the submodules with the weights of adapters if these weights must not be offloaded; otherwise an empty list.
 
-        The result is empty if the layer runs PEFT's own forward.  Programs then read the weights of adapters, so these
-        weights may be offloaded like all others.
+        If the layer runs PEFT's own forward, its program reads the weights of adapters directly, so they may be offloaded
+        like all other weights.
         """
         peft: Any = self
         return () if self.own else [getattr(peft, name) for name in peft.adapter_layer_names]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute from the slots what PEFT's forward computes from the adapters.
-
-        The ops, their order and their precision are the same as in PEFT's forward.
-        """
+        """Compute from the slots what PEFT's forward computes from the adapters, with the same ops in the same order and
+        precision."""
         if self.own or kwargs:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
         if not torch.compiler.is_compiling():
@@ -93,7 +92,7 @@ class Slotted(nn.Module):
         for slot in range(len(scale)):
             a, b = self._views(self.slots, slot)
             delta = F.linear(F.linear(x, a), b)
-            # do not round the scale to the dtype: in PEFT, the scale is a Python number
+            # do not round the scale to the dtype of delta: in PEFT, the scale is a Python number, which torch does not round
             wide = delta if delta.dtype == torch.float64 else delta.float()
             result = result + (wide * scale[slot]).to(delta.dtype)
         return result.to(dtype)
@@ -104,8 +103,6 @@ class Slotted(nn.Module):
         middle = begin + rank * ins  # type: ignore[operator]
         a = slots[begin:middle].view(rank, ins)
         return a, slots[middle : middle + rank * outs].view(outs, rank)  # type: ignore[operator]
-
-    # Methods that find the active adapters and copy them into the slots.
 
     def _active(self) -> Iterator[tuple[str, Any, Any, float]]:
         """Yield the name, the matrices A and B, and the scale of each active adapter."""
@@ -118,7 +115,7 @@ class Slotted(nn.Module):
                 yield name, a[name]._parameters["weight"], b[name]._parameters["weight"], float(peft.scaling[name])
 
     def fill(self) -> None:
-        """Copy the active adapters into the slots if the adapters have changed.
+        """Copy the active adapters into the slots, unless the slots already contain them.
 
         The caller must not hold the lock of an arena.
         Raises ChunkflowError if an adapter has no values, if an adapter does not fit its slot, or if more adapters are active
@@ -127,7 +124,7 @@ class Slotted(nn.Module):
         peft: Any = self
         if self.own:
             return
-        if peft._disable_adapters and peft.merged_adapters:  # as PEFT's forward does
+        if peft._disable_adapters and peft.merged_adapters:  # in this case, PEFT's forward also calls unmerge()
             peft.unmerge()
         active = [*self._active()]
         held = tuple((*_state(a), *_state(b), scale) for _, a, b, scale in active)
@@ -154,7 +151,7 @@ class Slotted(nn.Module):
                     self._write(host, slot, *(active[slot][1:3] if now else (None, None)))
             scales = [scale for *_, scale in active] + [0.0] * (count - len(active))
             self.scale.copy_(torch.tensor(scales, dtype=torch.float32).view(torch.int32))
-            # keep the weights alive: if one were freed, a new weight with the same id and memory would count as unchanged
+            # keep the weights alive: if a weight were freed, a new one with the same id and memory would count as unchanged
             self._held, self._alive = held, [(a, b) for _, a, b, _ in active]
 
     def _check(self, name: str, a: Any, b: Any) -> None:
@@ -174,8 +171,8 @@ class Slotted(nn.Module):
         """Copy an adapter into a slot and pad it with zeros up to the rank of the slot.  If ``a`` is None, fill the slot with
         zeros.
 
-        The zeros overwrite the values that an earlier adapter has left in the slot.  Multiplying these values by zero later
-        would not be enough, because they may be NaN, and NaN times zero is NaN.
+        The zeros overwrite the values that an earlier adapter has left in the slot.  An unused slot needs zeros although its
+        scale is zero: the old values may be NaN, and NaN times zero is NaN.
         """
         into_a, into_b = self._views(host, slot)
         rank = 0 if a is None else a.shape[0]
@@ -185,12 +182,12 @@ class Slotted(nn.Module):
         into_a[rank:].zero_()
         into_b[:, rank:].zero_()
 
-    # Dynamo's guards check some attributes of a layer in order to choose a program.  The methods below set these attributes
-    # when adapters are loaded or activated, before the guards run.
+    # Dynamo's guards check attributes of a layer, such as ``own``, in order to choose a compiled graph.  The methods below
+    # set these attributes when adapters are loaded or activated, that is, before the guards of the next call run.
 
     def choose_forward(self) -> None:
-        """Choose between PEFT's own forward and the forward with slots, depending on the active adapters.  If the adapters
-        do not fit the slots, replace the slots by larger ones."""
+        """Choose between PEFT's own forward and the forward with slots, depending on the active adapters.  If the active
+        adapters do not fit the slots, replace the slots by larger ones."""
         peft: Any = self
         active = [name for name in peft.active_adapters if name in peft.lora_A]
         kinds = {name: _kind(peft, name) for name in active}
@@ -227,8 +224,8 @@ class Slotted(nn.Module):
     def mark_stale(self) -> None:
         """Make the next call of the layer fill the slots again.
 
-        This is needed after a hotswap of adapters, which :meth:`fill` does not notice, because the versions of the weights
-        stay the same.
+        This is needed after a hotswap of adapters: PEFT overwrites the weights of an adapter in place without changing their
+        version counters, so :meth:`fill` does not notice the new values.
         """
         self._held = ((),) * len(self.scale)
 
@@ -237,18 +234,21 @@ class Slotted(nn.Module):
         self.choose_forward()
 
     def unmerge(self) -> None:
-        if self.merged_adapters:  # otherwise PEFT would warn for each layer without an adapter
+        if self.merged_adapters:  # PEFT's method warns for each layer without merged adapters
             super().unmerge()  # type: ignore[misc]
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """Return the values that merging an adapter adds to the base weight, on the device of the base weight."""
+        """Return the tensor that is added to the base weight when an adapter is merged, on the device of the base weight."""
         peft: Any = self
         delta: torch.Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
         return delta.to(peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0])
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Move an adapter to host memory instead of the device of the base layer, because slots are filled from host
-        memory."""
+        """Move an adapter to ``device``.
+
+        If ``device`` is None, the adapter is moved to host memory, from which slots are filled.  But if the layer runs PEFT's
+        own forward, the adapter is moved to the device of the base layer.
+        """
         if device is None and not self.own:
             device = torch.device("cpu")
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)  # type: ignore[misc]
@@ -257,7 +257,7 @@ class Slotted(nn.Module):
 def _values(weight: Any) -> torch.Tensor:
     """Return the values of an adapter's weight.
 
-    If the layer has run PEFT's own forward in a program, the weight is offloaded, and its values are in the host store.
+    If a program has run PEFT's own forward for the layer, the weight was offloaded, and its values are in the host store.
     """
     return weight.values_on_host if isinstance(weight, HostWeight) else weight
 
@@ -266,14 +266,14 @@ def _state(weight: Any) -> tuple[int, int, int]:
     """Return a value that changes whenever a weight is replaced, reallocated or overwritten.
 
     There is one exception: if an inference tensor is overwritten, the returned value stays the same, because inference
-    tensors have no version.
+    tensors have no version counter.
     """
     values = _values(weight)
     return id(weight), values.data_ptr(), -1 if values.is_inference() else values._version
 
 
 def _kind(layer: Any, name: str) -> str | None:
-    """Return the name of the adapter's type; None if the adapter is an ordinary LoRA."""
+    """Return the name of an adapter's type, or None if the adapter is an ordinary LoRA."""
     if (variant := layer.lora_variant.get(name)) is not None:
         return type(variant).__name__.removesuffix("LinearVariant")
     return "lora_bias" if layer.lora_bias.get(name) else None
@@ -281,7 +281,7 @@ def _kind(layer: Any, name: str) -> str | None:
 
 @cache
 def slotted(cls: type) -> type:
-    """Return a class that is derived from ``cls`` and adds slots.  It has the same name as ``cls``."""
+    """Return a class that is derived from ``cls``, adds slots to it, and has the same name as ``cls``."""
     return type(cls.__name__, (Slotted, cls), attributes_like(cls, slotted))
 
 
@@ -301,7 +301,8 @@ def attributes_like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
 
 
 def original_class(cls: type) -> type:
-    """Return the class from which ``cls`` was derived with :func:`attributes_like`; otherwise return ``cls`` itself."""
+    """Return the class from which ``cls`` was derived with :func:`attributes_like`.  If ``cls`` was not derived in this way,
+    return ``cls`` itself."""
     base: type = vars(cls).get(_PLAIN, cls)
     return base
 

@@ -19,9 +19,9 @@ from chunkflow_compile.private_torch.dynamo import OptimizedModule
 
 # The name of a temporary adapter.  PEFT replaces the target layers by LoRA layers when it injects this adapter.
 _PROBE = "chunkflow_probe"
-# The attribute of an enabled model that contains the sizes of its slots.
+# The attribute in which ``enable_adapters`` stores the sizes of a model's slots.
 _SIZES = "_chunkflow_sizes"
-# Methods of diffusers and transformers that load an adapter.
+# The methods with which models of diffusers and transformers load an adapter.
 _LOADS = ("load_lora_adapter", "load_adapter", "add_adapter")
 # The components of a pipeline to which ``enable_adapters`` adds slots: the denoisers.
 ADAPTED = ("transformer", "transformer_2", "unet")
@@ -33,7 +33,8 @@ def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | N
 
     Call this function before the model is compiled or placed.  Each target layer gets slots, which stream like weights and
     count towards ``memory``.  The methods of diffusers and PEFT, such as ``load_lora_weights``, ``set_adapters`` and
-    ``fuse_lora``, work as before.  Before each call of the model, the active adapters are copied into the slots.
+    ``fuse_lora``, work as before.  If the active adapters have changed, the next call of the model first copies them into the
+    slots.
 
     ``rank``: the maximum rank of an adapter.  ``targets``: names of layers, in the format of PEFT's ``target_modules``; by
     default all linear layers in the repeated blocks.  ``slots``: the maximum number of adapters that are active at the same
@@ -66,7 +67,7 @@ def is_enabled(model: nn.Module) -> bool:
 def disable_adapters(model: nn.Module) -> None:
     """Undo :func:`enable_adapters` for a model that is not placed.
 
-    Layers with adapters become PEFT's layers, and layers without adapters become ordinary layers again.
+    Layers with adapters become PEFT's own layers.  Layers without adapters become the ordinary layers that PEFT had replaced.
     """
     layers = [m for m in model.modules() if isinstance(m, Slotted)]
     for layer in layers:
@@ -115,7 +116,7 @@ def _enable(model: nn.Module, sizes: Sizes, targets: str | Sequence[str] | None)
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers in the repeated blocks, except layers that PEFT has already replaced."""
+    """Return the names of the linear layers in the repeated blocks, without the layers that PEFT has already replaced."""
     blocks = repeated_blocks(model)
     if not blocks:
         raise ChunkflowError(
@@ -133,7 +134,7 @@ def _linear_layers(model: nn.Module) -> list[str]:
 def _inject(model: Any, targets: Any) -> dict[int, torch.dtype]:
     """Make PEFT replace the target layers by its own layers, but leave no adapter in them.
 
-    Returns a mapping from the id of each new layer to the dtype that PEFT would give the weights of an adapter.
+    Returns a mapping from the id of each new layer to the dtype that PEFT would choose for an adapter in this layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -155,7 +156,7 @@ def _inject(model: Any, targets: Any) -> dict[int, torch.dtype]:
 
 def _delete(layer: Any, name: str) -> None:
     """Delete an adapter from a layer, and prevent PEFT from activating another adapter instead."""
-    layer._active_adapter = []  # Otherwise delete_adapter activates another adapter, and warns.
+    layer._active_adapter = []  # if the deleted adapter were active, PEFT would activate another one and warn
     layer.delete_adapter(name)
 
 
@@ -170,9 +171,9 @@ def _forget(model: Any, names: Sequence[str]) -> None:
 def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None, late: bool = False) -> None:
     """Add slots to a layer of PEFT.
 
-    ``dtype``: the dtype that PEFT gives the weights of adapters in this layer.  If it is None, the slots get the dtype of an
-    adapter that the layer already contains.
-    ``late``: whether the layer was an ordinary layer until an adapter was loaded.
+    ``dtype``: the dtype that PEFT chooses for the weights of adapters in this layer.  If it is None, the slots get the dtype
+    of an adapter that the layer already contains.
+    ``late``: see :class:`Slotted`.
     """
     weights = [a.weight for a in layer.lora_A.values()]
     kind: Any = type(layer)
@@ -209,16 +210,17 @@ def _make_ordinary(model: nn.Module, layers: Iterable[Any]) -> None:
 
 
 def tuned_layers(model: nn.Module) -> Iterable[Any]:
-    """Return the layers of PEFT in a model, for all types of adapters."""
+    """Return the layers of PEFT in a model, whatever the type of their adapters."""
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
-    except ImportError:  # without PEFT there are no adapters
+    except ImportError:  # if PEFT is not installed, the model has no adapters
         return ()
     return (m for m in [*model.modules()] if isinstance(m, BaseTunerLayer))
 
 
 def _lora_layers(model: nn.Module) -> list[Any]:
-    """Return the LoRA layers of a model that support slots, but have no slots yet."""
+    """Return the LoRA layers of a model that wrap an ``nn.Linear`` and have no slots yet.  Other LoRA layers do not support
+    slots."""
     from peft.tuners.lora import LoraLayer
 
     layers = [m for m in tuned_layers(model) if isinstance(m, LoraLayer) and not isinstance(m, Slotted)]
@@ -230,9 +232,9 @@ def _adapters(layer: Any) -> list[str]:
 
 
 def _update_slots(model: Any) -> None:
-    """Update the slots after adapters were loaded.
+    """Update the slots of a model after an adapter was loaded.
 
-    Layers that now have their first adapter get slots.  The slots of all other layers are filled again at the next call.
+    LoRA layers that have no slots yet get slots.  All slots of the model are filled again in its next call.
     """
     sizes = model.__dict__[_SIZES]
     if fresh := _lora_layers(model):
@@ -250,11 +252,12 @@ def _update_slots(model: Any) -> None:
 
 @contextlib.contextmanager
 def _discarding_exports(model: nn.Module) -> Iterator[None]:
-    """Return a context for loading adapters.  At its end, the stores forget the exports that were made in the context.
+    """Return a context in which an adapter is loaded.  When the context ends, the host stores forget the exports (tensors of
+    a state_dict) that were made in it.
 
-    While diffusers loads an adapter, it calls ``state_dict()`` on the model, which exports the offloaded weights.  diffusers
-    reads only the names of the weights and never writes to the exports, so the stores need not look for such writes.  Exports
-    that are still in use are not forgotten.
+    While diffusers loads an adapter, it calls ``state_dict()`` on the model, and each offloaded weight makes an export.
+    Host stores check later whether user code has written to exports.  diffusers reads only the names in this state_dict, so
+    these checks are not needed.  The stores still check the exports that are in use when the context ends.
     """
     before = [(placement.store, {*placement.store.exported}) for placement in placements_of(model)]
     try:
@@ -279,10 +282,10 @@ def _updating_slots(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unload(model: Any) -> None:
-    """Unload all adapters, as diffusers' ``unload_lora`` does, but keep the layers that had slots from the start.
+    """Unload all adapters, as diffusers' ``unload_lora`` does, but keep the slots that :func:`enable_adapters` has added.
 
-    All other layers of PEFT become ordinary layers again.  diffusers expects this of the layers that it has widened for an
-    adapter.  Fused adapters stay in the base weights.
+    All layers of PEFT without such slots become ordinary layers again.  (diffusers requires this for the layers that it has
+    widened for an adapter, see :func:`let_widen`.)  Fused adapters stay in the base weights.
     """
     tuned = [*tuned_layers(model)]
     stay: list[Any] = [layer for layer in tuned if isinstance(layer, Slotted) and not layer.late]
@@ -297,13 +300,12 @@ def unload(model: Any) -> None:
 
 
 def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str) -> None:
-    """Turn layers back into ordinary layers if diffusers will widen them for an adapter, that is, give them more inputs or
-    outputs.
+    """Turn layers with slots back into ordinary layers if diffusers will widen them for an adapter, that is, give them more
+    inputs or outputs.  diffusers can widen only ordinary layers.
 
-    diffusers can widen only ordinary layers.
-
-    Layers that have adapters are left unchanged.  The changed layers get slots again when the adapter is loaded.
-    ``adapter``: the state dict of the adapter.  ``prefix``: the prefix of its keys, without the dot.
+    Layers that already have adapters are left unchanged.  When diffusers has loaded the adapter, the widened layers get slots
+    again.
+    ``adapter``: the state dict of the adapter.  ``prefix``: the prefix of the keys in ``adapter``, without the dot.
     """
     widened = list[Any]()
     layers: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, Slotted)]
@@ -318,7 +320,8 @@ def let_widen(model: nn.Module, adapter: Mapping[str, torch.Tensor], prefix: str
 
 @functools.cache
 def _enabled(cls: Any) -> Any:
-    """Return the class of an enabled model.  In this class, the methods that load and unload adapters also update slots."""
+    """Return a class that is derived from ``cls``, the class of a model.  When its methods load or unload adapters, they also
+    update the slots of the model."""
     loads = {name: _updating_slots(getattr(cls, name)) for name in _LOADS if hasattr(cls, name)}
     unloads = {"unload_lora": unload} if hasattr(cls, "unload_lora") else {}
     return type(cls.__name__, (cls,), {**attributes_like(cls, _enabled), **loads, **unloads})

@@ -1,8 +1,9 @@
 """The backend: ``torch.compile(model, backend="chunkflow")``.
 
-The backend turns the Dynamo graph into a :class:`CompiledGraph` without reading the values of weights.  First it describes
-the parameters.  Then it cuts, plans, rewrites and verifies the ATen graph.  Finally it lowers the regions of this graph.
-Weights move only after all these steps have succeeded.
+The backend turns a Dynamo graph into a :class:`CompiledGraph` without reading the values of weights.  First it describes the
+parameters among the inputs of the graph.  Then it cuts, plans, rewrites and verifies the ATen graph, which AOTAutograd makes
+from the Dynamo graph.  Finally it lowers the regions of the ATen graph.  The backend moves weights only after all these steps
+have succeeded.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ _log = logging.getLogger(__name__)
 class CompilationError(ChunkflowError, BackendCompilerFailed):
     """A ChunkflowError during compilation.
 
-    Dynamo wraps errors of backends in BackendCompilerFailed.  This class is derived from BackendCompilerFailed, so Dynamo
-    raises it unchanged.  Its message is the message of the original error, without the name of the backend and without
-    Dynamo's advice to report a bug.
+    Dynamo wraps errors of backends in BackendCompilerFailed, and adds the name of the backend and advice to report a bug.  A
+    CompilationError is a BackendCompilerFailed already, so Dynamo raises it unchanged.  Its message is the message of the
+    original error.
     """
 
     def __str__(self) -> str:
@@ -94,10 +95,11 @@ def chunkflow(
     name: str | None = None,
     by_kind: bool = False,
 ) -> Any:
-    """Compile a Dynamo graph; called by torch.compile.
+    """Compile a Dynamo graph, and return the function that Dynamo should call instead; torch.compile calls this backend.
 
     A graph without weights is lowered without a plan, because there is nothing to stream.
-    ``options``, ``mode``: as passed to torch.compile.  ``name``: ignored; torch passes it since version 2.15.
+    ``options``, ``mode``: the arguments that the user has passed to torch.compile.  ``name``: not used; torch passes this
+    argument since version 2.15.
     ``by_kind``: whether the graph is part of a model that is compiled block by block, each block type once.
     Raises ChunkflowError, before any weight moves, in these cases: unknown options, unsupported settings of torch, enabled
     gradients, inputs that are not on the device of the weights, weights that accelerate has offloaded, weights that are
@@ -155,11 +157,12 @@ def _compile_frame(
         guard_hooks()
     warn_if_nothing_streams(index, made)
     if index.root is not None and not offloaded and (placement is None or placement.owned_arena is None):
-        warn_of_small_weights(index.root, min_bytes)  # for a pipeline, compile() gives this warning
+        warn_of_small_weights(index.root, min_bytes)  # for a pipeline, compile() has already given this warning
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [weights[p.key] for p in compiler.parameters if p.name in offloaded]
         if part and wanted:
-            # also move the weights of the other blocks, so that the guards of this block hold for the other blocks, too
+            # Also move the weights of the other blocks.  Otherwise Dynamo's guards for this block, which expect offloaded
+            # weights, would fail for the other blocks.
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         missing = [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
         move_weights(index, compiler.device, min_bytes, missing, chosen.pack)
@@ -175,7 +178,8 @@ def _graph_compiler(
     min_bytes: int,
     placement: Placement | None,
 ) -> GraphCompiler:
-    """Return the compiler for the ATen graph of a Dynamo graph.  Raises ChunkflowError if the graph cannot be compiled."""
+    """Return the compiler for the ATen graph that AOTAutograd will make from a Dynamo graph.  Raises ChunkflowError if the
+    graph cannot be compiled."""
     refuse_gradients(inputs)
     if index.root is not None:
         refuse_accelerate(index.root)
@@ -219,12 +223,13 @@ def _graph_compiler(
 def _compile_with_dynamic_shapes(
     graph: GraphModule, inputs: Sequence[Any], compiler: GraphCompiler, fixed: set[tuple[str, ...]]
 ) -> tuple[Callable[..., Any], CompiledGraph | HoistedGraph]:
-    """Compile a graph with dynamic shapes, if possible; return the function for Dynamo, and the runner that it calls.
+    """Compile a graph with dynamic shapes, if possible; return the function that Dynamo should call, and the CompiledGraph or
+    HoistedGraph that this function calls.
 
-    In two cases, the graph is compiled only for the sizes of this call.  One case is that Inductor fails on dynamic shapes.
-    The other is that the budget is too small for whole blocks: blocks can be split into slices only at fixed sizes.
-    ``fixed``: one tuple of weight names for each graph that is compiled for fixed sizes.  In the two cases above, this
-    function adds the weight names of this graph.
+    If Inductor fails on dynamic shapes, the graph is compiled only for the input sizes of the current call.  The same happens
+    if whole blocks do not fit in the budget, because blocks can be split into slices only at fixed sizes.
+    ``fixed``: a set with one tuple for each graph that is compiled at fixed sizes; the tuple contains the names of the
+    graph's weights.  If this function compiles ``graph`` at fixed sizes, it adds the tuple for ``graph``.
     """
     names = tuple(p.name for p in compiler.parameters)
     if names not in fixed:
@@ -249,7 +254,7 @@ def _compile_with_dynamic_shapes(
             fixed.add(names)
     for value in inputs:
         if isinstance(value, torch.SymInt):
-            int(value)  # adds a guard on this size
+            int(value)  # makes Dynamo add a guard on this size
     return lower_to_aten(graph, inputs, compiler)
 
 
@@ -266,7 +271,7 @@ def _check_options(chosen: Options, device: torch.device) -> None:
 
 
 def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer | None]) -> int:
-    """Return how many bytes of a model's sharded weights this rank stores, without the weights in ``buffers``.
+    """Return how many bytes this rank stores for the sharded weights of a model, not counting the weights in ``buffers``.
 
     The rank stores one shard (*piece*) of each weight.  Returns 0 unless all weights of the model are sharded.
     """
@@ -277,8 +282,10 @@ def _pieces_elsewhere(placement: Placement | None, buffers: Sequence[HostBuffer 
 
 
 def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
-    """Return the problem and the plan of each running program whose settings differ from ``settings`` only in the input
-    sizes."""
+    """Return the problem and the plan of each program that runs on a placed model and has settings like ``settings``.
+
+    Settings are alike if they are equal in all fields that :func:`without_call_fields` keeps.
+    """
     if placement is None or settings.goal.policy != "chunkflow" or settings.timings is not None:
         return ()
     running = [p for p in placement.programs if not p.closed]
@@ -290,13 +297,15 @@ def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Probl
 
 
 def _is_first_compilation() -> bool:
-    """Whether Dynamo compiles the running function for the first time.
+    """Whether Dynamo compiles the current function for the first time.
 
-    Dynamo creates the guards after the backend returns.  In the first compilation, the backend moves the weights before it
-    returns, so the guards describe moved weights and hold in all later calls.  A later compilation may be for a model that
-    was restored, or for another model of the same class.  The weights of such a model move only at its first call, so the
-    guards describe ordinary weights and hold for all models whose weights have not moved.  At the second call of such a
-    model, its weights have moved, so the guards of the first compilation hold.
+    Dynamo creates the guards of a compilation after the backend has returned.  In the first compilation, the backend moves
+    the weights before it returns, so the guards describe moved weights and hold in all later calls.
+
+    If Dynamo compiles the function again, the model may be a restored one, or another model of the same class.  Then the
+    backend does not move the weights; they move when the compiled graph is first called.  So the guards describe weights
+    that have not moved, and hold for the first call of every such model.  In its second call, the weights have moved, and the
+    guards of the first compilation hold.
     """
     compilation = torch._guards.CompileContext.current_compile_id()
     return compilation is not None and compilation.frame_compile_id == 0

@@ -1,10 +1,10 @@
 """Block types: groups of modules with the same class and structure.  Each block type is compiled once.
 
-The repeated blocks of a model are the elements of its outermost ``ModuleList``s.  At run time, Dynamo's guards decide whether
-two blocks share a compilation.  The number of block types found here is the expected number of compilations.
+The repeated blocks of a model are the elements of its outermost ``ModuleList``s.  This module predicts which blocks share a
+compilation; at run time, Dynamo's guards decide it.
 
-A step cache in diffusers puts hooks around blocks, or around modules inside blocks.  Such a hook has its own state in each
-block.  If Dynamo compiled the hooks, it would recompile for every block.  Therefore hooks stay eager, and the functions that
+A step cache in diffusers puts hooks around blocks, or around modules inside blocks.  Each hook keeps its own state.  If
+Dynamo compiled the hooks, it would recompile for every block.  Therefore the hooks run eagerly, and only the functions that
 the hooks call are compiled.
 """
 
@@ -26,8 +26,8 @@ from chunkflow_compile.weights.modules import hook_registry
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# With more layers than this, a part may have enough ops for fusion to pay off.  The embeddings of models in diffusers have up
-# to seven layers.
+# The maximum number of large layers in a part of a model that runs op by op.  A part with more layers may have enough ops for
+# fusion to pay off.  The embedding modules of models in diffusers have up to seven layers.
 _MOST_LAYERS = 8
 
 
@@ -35,9 +35,9 @@ _MOST_LAYERS = 8
 class Kind:
     """A block type: modules that share one compilation.
 
-    ``name``: the name of their class.  ``members``: the modules by their names, in the order of the model.  ``counters``: the
-    attributes that forward reads and whose values differ between members, such as a block index.  Such attributes force a
-    separate compilation per member.
+    ``name``: the name of the modules' class.  ``members``: the modules by their names, in the order of the model.
+    ``counters``: the names of attributes that the modules' methods read and whose values differ between the modules, such as
+    a block index.  Because of such an attribute, Dynamo compiles each of the modules separately.
     """
 
     name: str
@@ -48,7 +48,8 @@ class Kind:
 def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of a model by their names.
 
-    An element of a ModuleList is a repeated block if it has weights and if the list contains another element of its class.
+    An element of a ModuleList is a repeated block if it has weights, and if the list contains another element of the same
+    class.
     """
     repeated: dict[str, nn.Module] = {}
     for prefix, blocks in _lists(root, ""):
@@ -62,8 +63,8 @@ def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats | None:
-    """Return how often a model repeats the block that contains ``weights``, and which share of the model's weights these
-    blocks have; None if no block contains all of ``weights``.
+    """Find the block that contains ``weights``, and describe all blocks with the same structure: their number, and their
+    share of the model's weights.  Return None if no block contains all of ``weights``.
 
     ``weights``: the names of weights.  ``goal``: the goal of the model.
     """
@@ -82,7 +83,8 @@ def repeats_of(root: nn.Module, weights: Collection[str], goal: Goal) -> Repeats
 def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> dict[str, nn.Module]:
     """Return the parts of a model outside its blocks, by their names.
 
-    A part is an outermost module that contains large weights, but no block.
+    A part is a module that has a forward method and that contains large weights, but no block.  If a part contains another
+    part, only the outer one is returned.
     """
     inside = {id(block) for block in blocks}
 
@@ -101,8 +103,8 @@ def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> 
 def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
     """Whether a part of a model should run op by op, because compiling it with Inductor is not worth the time.
 
-    This is the case if at most ``_MOST_LAYERS`` layers of the part have large weights, and all of these are standard layers
-    of torch (``_LAYERS``).
+    A part runs op by op if at most ``_MOST_LAYERS`` of its layers have large weights, and if all of these layers are standard
+    layers of torch (``_LAYERS``).
     """
     own = {m: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in part.modules()}
     large = [m for m, tensors in own.items() if any(t.nbytes >= min_bytes for t in tensors)]
@@ -110,15 +112,15 @@ def runs_op_by_op(part: nn.Module, min_bytes: int) -> bool:
 
 
 def caching_hook(module: nn.Module) -> Any:
-    """Return the innermost *caching hook* around a module: a hook that decides in each call whether the module runs.  Return
-    None if there is none."""
+    """Return the innermost *caching hook* around a module, or None if there is no such hook.  A caching hook decides in each
+    call whether the module runs."""
     registry = hook_registry(module)
     hooks = () if registry is None else (registry.get_hook(name) for name in registry._hook_order)
     return next((hook for hook in hooks if _decides(hook)), None)
 
 
 def calls_of_hooks(module: nn.Module) -> Sequence[Any]:
-    """Return the objects in which diffusers' hooks keep the functions that they call.
+    """Return the objects in which diffusers' hooks around a module keep the functions that these hooks call.
 
     Each object has the attributes ``forward`` and ``original_forward``.
     """
@@ -137,10 +139,10 @@ def _hooks_inside(module: nn.Module) -> bool:
 
 
 def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
-    """Return the modules that should be compiled in the given blocks, by their names.
+    """Return the modules to compile in ``blocks``, by their names.
 
-    If modules in a block have caching hooks, these modules and the modules between them are returned.  Otherwise the whole
-    block is returned.
+    If no module inside a block has a caching hook (:func:`caching_hook`), the whole block is compiled.  Otherwise the modules
+    with caching hooks are compiled separately, and so are the parts of the block between these modules (:func:`parts_of`).
     """
     compiled = dict[str, nn.Module]()
     for name, block in blocks.items():
@@ -155,7 +157,7 @@ def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, 
 
 
 def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
-    """Return the block types of these modules, in the order of their first members."""
+    """Group ``modules`` into block types.  Return the block types in the order of their first members."""
     groups: dict[object, dict[str, nn.Module]] = {}
     for name, module in modules.items():
         groups.setdefault(structure_of(module), {})[name] = module
@@ -163,9 +165,9 @@ def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
 
 
 def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, Mapping[str, nn.Module]]]:
-    """Yield the outermost lists in which a class occurs at least twice, as (name of the list, elements by name).
+    """Yield the outermost ModuleLists in which two elements have the same class, as (name of the list, elements by name).
 
-    The search also enters lists in which each class occurs only once, such as a list of stages.
+    A list in which all elements have different classes, such as a list of stages, is searched for further lists instead.
     """
     for name, child in module.named_children():
         blocks = dict(elements(child))

@@ -47,12 +47,11 @@ from chunkflow_compile.units import Size
 
 _log = logging.getLogger(__name__)
 
-# The values of the option cudagraphs with which the whole model is compiled as one graph.
+# With these values of the option cudagraphs, the whole model is compiled as one graph.
 _WHOLE = (True, "collectives")
 
-# The maximum number of compilations per function, beyond which Dynamo runs the function eagerly.  Dynamo's default is 8.  Two
-# cases need more: blocks whose code reads a block index are compiled once per block, and all of torch's own modules are
-# compiled through one function.
+# The maximum number of compilations per code object, after which Dynamo runs the code eagerly.  Dynamo's default of 8 is too
+# low for blocks whose code reads a block index: they share one code object, which is compiled once per block.
 _RECOMPILE_LIMIT = 256
 
 
@@ -70,8 +69,8 @@ def compile(
 ) -> nn.Module:
     """``chunkflow_compile.compile`` for a model: place it and compile each block type once, in place; return ``model``.
 
-    At run time, the compiled parts run one after another as a cycle.  Their copies are scheduled together, as in a program
-    for the whole model.  In contrast to such a program, only one block of each type has to be traced.
+    At run time, the compiled parts run one after another as a cycle.  Their copies are scheduled together, as if the whole
+    model were compiled as one graph.  But Dynamo traces only one block of each type instead of the whole model.
     """
     _check_arguments(model, dynamic)
     given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory, "peers": peers or None}
@@ -120,7 +119,7 @@ def check_options(
 ) -> Options:
     """Parse and check the options of ``caller`` before any weight moves.
 
-    This includes a check that the files named in options can be read or written.
+    Also check that the files that the options name can be read, and that the folder for dumps can be written.
     ``refused``: see :func:`parse_options`.  Raises ChunkflowError for invalid options.
     """
     if theirs := [name for name in ("backend", "fullgraph", "options", "recompile_limit") if name in options]:
@@ -146,7 +145,7 @@ def compiled_whole(model: nn.Module, options: Mapping[str, Any]) -> bool:
 
 
 def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
-    """Return the reason why a model is compiled as one graph; an empty string if it is compiled block by block."""
+    """Return the reason why a model is compiled as one graph, or an empty string if it is compiled block by block."""
     if not repeated_blocks(model):
         return "has no repeated blocks"
     if options.get("cudagraphs") in _WHOLE:
@@ -154,23 +153,25 @@ def _why_whole(model: nn.Module, options: Mapping[str, Any]) -> str:
     hoist = options.get("hoist")
     if not hoist or (isinstance(hoist, bool | str) and _hoists_by_kind(model)):
         return ""
-    # Only a trace of the whole model shows whether hoisting is worth it.  This trace takes most of the compilation time.
-    # Therefore "auto" also compiles the model as one graph.
+    # Only a trace of the whole model shows whether hoisting is worth it.  This trace takes most of the time of compiling the
+    # model as one graph, so compiling block by block after the trace would save little.  Therefore the model is compiled as
+    # one graph for hoist="auto", as for hoist=True.
     return "may have hoisted weights" if hoist == "auto" else "has hoisted weights"
 
 
 def _hoists_by_kind(model: nn.Module) -> bool:
-    """Whether hoisting works when blocks are compiled separately, that is, whether each block can find the rows (the results
+    """Whether hoisting works if blocks are compiled separately, that is, whether each block can reuse the rows (the results
     of hoisted products) that were computed in earlier generations.
 
-    The blocks receive one value, which the code around them computes from all small inputs.  If the pooled text is one of
-    the small inputs, this value is different for each prompt, so the blocks would not find the rows of earlier prompts.  Then
-    only a graph of the whole model can compute the rows in advance.
+    Each block receives one embedding, which the model computes from all small inputs, such as the timestep.  If the pooled
+    text is one of these inputs, the embedding differs from prompt to prompt, so blocks cannot reuse the rows of an earlier
+    prompt.  In this case, only a graph of the whole model can compute the rows of all steps in advance.
 
-    The names of forward's arguments tell whether pooled text is an input.  The argument ``guidance`` does not matter: some
-    models never read it, and all others are usually called with the same guidance again.  A wrong guess only costs time.
+    Whether pooled text is an input is guessed from the argument names of the model's forward.  The argument ``guidance`` does
+    not matter: some models never read it, and users of the other models rarely change it.  A wrong guess only costs time.
 
-    In a model with a step cache, blocks are always compiled separately, because the cache runs eager code between blocks.
+    The result is always True for a model with a step cache, because its blocks have to be compiled separately: the cache runs
+    eager code between them.
     """
     names = inspect.signature(model.forward).parameters
     if any(caching_hook(module) is not None for module in model.modules()):
@@ -190,9 +191,9 @@ def compile_by_kind(
     """Compile a placed model, or a module inside a placed model, in place; each block type is compiled once.
 
     In three cases, the model is compiled as one graph instead: it has no repeated blocks, each of its calls has to be one
-    CUDA graph, or the values of its hoisted products depend on the prompt as well as on the timestep.
+    CUDA graph, or hoisting needs a graph of the whole model.
 
-    ``options``: options of the backend.  ``dynamic``: as in torch.compile.  ``name``: the name of the model in progress
+    ``options``: options of the backend.  ``dynamic``: see torch.compile.  ``name``: the name of the model in progress
     displays; by default the name of its class.  ``levels``: whether blocks are called with several input sizes within one
     call of the model, as in the decoder of a VAE.
     """
@@ -228,7 +229,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
 
     ``device``: see :func:`bring_back`.
     """
-    with compile_lock:  # Held, so that no call in another thread places the model meanwhile.
+    with compile_lock:  # keeps calls in other threads from placing the model meanwhile
         roots = [unwrap(model), *(placement.root for placement in placements_of(model))]
         refuse_applied(model)
         bring_back(model, device)
@@ -240,7 +241,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
 def uncompile(model: nn.Module) -> None:
     """Undo :func:`compile_by_kind` and ``module.compile(backend="chunkflow")``, so that all modules run eagerly again.
 
-    This also works if hooks were added or removed after the compilation.
+    The model may have gained or lost hooks since it was compiled.
     """
     for module in model.modules():
         if is_ours(module._compiled_call_impl):
@@ -254,7 +255,7 @@ def uncompile(model: nn.Module) -> None:
 
 
 def is_ours(call: Any) -> bool:
-    """Whether the compiled call of a module was made by ChunkFlow."""
+    """Whether ChunkFlow made ``call``, the compiled call of a module."""
     return isinstance(call, EagerForNested | CallWithDynamicSizes | CallWithProgress) or backend_of(call) in (
         chunkflow,
         _with_hooks,
@@ -262,12 +263,13 @@ def is_ours(call: Any) -> bool:
 
 
 def _eager(forward: Any) -> Any:
-    """Return the original forward if ``forward`` is a CompiledForward; otherwise return ``forward`` itself."""
+    """Return the original forward of ``forward`` if it is a CompiledForward, otherwise ``forward`` itself."""
     return forward.eager if isinstance(forward, CompiledForward) else forward
 
 
 def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
-    """The backend for a part of a model.  Unlike :func:`chunkflow`, it always makes Dynamo guard the hooks of modules."""
+    """The backend for a part of a model.  It differs from :func:`chunkflow` in that Dynamo always adds guards on the hooks of
+    modules."""
     guard_hooks()
     return chunkflow(graph, inputs, by_kind=True, **given)
 
@@ -294,8 +296,8 @@ def _compile_module(
         return
     module.compile(**more)
     if type(module).forward.__module__.startswith("torch.nn."):
-        # Dynamo does not compile the forward of torch's own modules, such as Linear.  It only traces such a forward when
-        # other code calls it.
+        # Dynamo does not compile the forward of torch's own modules, such as Linear.  It only traces such a forward as a part
+        # of other code that calls the module.
         module._compiled_call_impl = torch.compile(_function_that_calls(module), **more)
     call = module._compiled_call_impl
     assert call is not None
@@ -314,9 +316,9 @@ def _function_that_calls(module: nn.Module) -> FunctionType:
     return called
 
 
-@functools.cache  # per process, like Dynamo's cache, so that another model of the same class reuses the compilation
+@functools.cache  # per process, like Dynamo's cache: another model of the same class reuses the compiled code
 def _copy(code: CodeType, structure: object) -> CodeType:
-    """Return a copy of ``code`` that is used only for modules with this structure.
+    """Return the copy of ``code`` for modules with the structure ``structure``.
 
     Each structure needs its own copy, because Dynamo counts and caches compilations per code object.
     """

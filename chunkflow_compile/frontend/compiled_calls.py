@@ -22,9 +22,9 @@ from chunkflow_compile.private_torch.dynamo import maybe_mark_dynamic
 
 
 class CompiledForward:
-    """A compiled forward that a caching hook calls.
+    """A compiled forward that a caching hook (a hook of a step cache) calls instead of a module's original forward.
 
-    When the hook is removed, diffusers makes this object the forward of the module.  Another hook may then wrap it.
+    When the hook is removed, diffusers assigns this object to the ``forward`` attribute of the module.
     ``eager``: the original forward.
     """
 
@@ -36,14 +36,15 @@ class CompiledForward:
         return self._compiled(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the eager forward of the copied module."""
+        """Return the original forward, so that the copy of a module runs eagerly."""
         return copy.deepcopy(self.eager, memo)
 
 
 class EagerForNested:
     """Calls a compiled block, or runs the block eagerly if an input is a nested tensor with the strided layout.
 
-    Dynamo's guards crash on such nested tensors.  nn.TransformerEncoder makes them from its input if it gets a padding mask.
+    Dynamo's guards crash on nested tensors with this layout.  nn.TransformerEncoder passes them to its layers if it gets a
+    padding mask.
     """
 
     def __init__(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> None:
@@ -57,11 +58,11 @@ class EagerForNested:
 
 
 class CallWithDynamicSizes:
-    """Calls a compiled block.  When the input sizes of the block first change, the changed sizes become dynamic shapes.
+    """Calls a compiled block, and makes an input size dynamic if this size differs from the first call of the block.
 
-    By default, torch makes sizes dynamic if they change between two calls of the same code.  Blocks on several levels of a
-    model run the same code at different sizes within one call of the model.  Therefore this class compares the sizes of each
-    block only with earlier sizes of the same block.
+    By default, torch makes a size dynamic if it changes between two calls of the same code.  But the blocks on different
+    levels of a model, such as the decoder of a VAE, run the same code at different sizes within one call of the model.  This
+    class therefore compares the sizes of a block only with sizes of the same block.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -83,7 +84,8 @@ class CallWithDynamicSizes:
 def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
     """Return the dimensions in which two shapes differ.
 
-    For images and videos, height and width are always included, because either of them may differ in a later call.
+    The height and width of images and videos are always included.  If only one of them differs in this call, the other one
+    may differ in a later call.
     """
     plane = range(len(sizes) - 2, len(sizes)) if len(sizes) >= 4 else ()
     return [d for d in range(len(sizes)) if d in plane or sizes[d : d + 1] != first[d : d + 1]]
@@ -92,20 +94,20 @@ def _changed(sizes: torch.Size, first: torch.Size) -> list[int]:
 class CallWithProgress:
     """Calls a compiled model and shows the progress of its compilations.
 
-    If the budget is too small for one of the model's parts, the call raises the error of the part that needs the most memory.
-    When a call fails, this object ends the programs that the call has started.  Otherwise plans would count the activations
-    of input sizes at which no call has succeeded.
+    If the budget is too small for parts of the model, the call raises the error of the part that needs the most memory.  When
+    a call fails, this object ends the programs that the call has started.  Otherwise later plans would leave memory for the
+    activations of these programs, although no call with their input sizes has succeeded.
     """
 
     def __init__(self, model: nn.Module, progress: CompileProgress, whole: bool = False) -> None:
         """``whole``: whether the model is compiled as one graph."""
         self._called, self._progress, self._whole = model._compiled_call_impl, progress, whole
-        self._model = weakref.ref(model)  # weak, so that a dropped model is freed at once
+        self._model = weakref.ref(model)  # the model refers to this object; a strong reference would close a cycle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()
         call = self._called or model._call_impl
-        if torch.compiler.is_compiling():  # the model is called by other code that is being compiled
+        if torch.compiler.is_compiling():  # Dynamo is tracing code that calls the model
             return call(*args, **kwargs)
         placement = placement_of(model)
         if placement is None:
@@ -117,11 +119,13 @@ class CallWithProgress:
                 return call(*args, **kwargs)
             except Exception as error:
                 first = shortage(error)
-                # If the GPU ran out of memory although the plans fit the budget, the programs stay: a retry may give them
-                # smaller plans.
+                # If the GPU ran out of memory although the plans fit the budget, keep the programs: if the call is repeated,
+                # they may get smaller plans.
                 if first is not None or not isinstance(error, torch.OutOfMemoryError | ChunkflowError):
                     placement.end_programs(before)
-                alone = placement.store.peers is None  # with peers, the ranks would wait for each other in a survey
+                # If there are peers, make no survey (a call on fake tensors, see survey.py), because the ranks would wait for
+                # each other in a survey.
+                alone = placement.store.peers is None
                 if first is not None and not self._whole and alone:
                     _raise_largest(surveyed(model, call, args, kwargs, first, first is error), first, error)
                 raise
@@ -131,8 +135,8 @@ def _raise_largest(largest: BudgetError, first: BudgetError, error: Exception) -
     """Raise ``largest``, the error of the part that needs the most memory, unless ``largest`` is ``first``.
 
     ``first``: the error of the part that made the call fail.
-    ``error``: the error that the call has raised.  It is ``first`` itself, or a CompilationError that was raised from
-    ``first``.  In the second case, ``largest`` is also raised as a CompilationError.
+    ``error``: the error that the call has raised.  It is either ``first`` itself, or a CompilationError that was raised from
+    ``first``.  If it is a CompilationError, ``largest`` is raised as a CompilationError as well.
     """
     if largest is first:
         return

@@ -14,11 +14,11 @@ from chunkflow_compile.weights.packed import Packed
 
 
 def compressible(cut: Cut, weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Return the names of the weights that ``cut`` decompresses and that can be compressed without loss.
+    """Return the names of the weights that the regions of ``cut`` decompress and that can be compressed without loss.
 
-    Weights that are already in a host store are compressed by this call.  All other weights are only checked; they are
-    compressed when they move into the host store.
-    ``weights``: the weights by their names in the cut.
+    This function compresses weights that are already in a host store.  It only checks all other weights; they are compressed
+    when they are moved into the host store.
+    ``weights``: the weights by their names in ``cut``.
     """
     with unset_fake_temporarily(), torch.no_grad():
         return frozenset(name for name in cut.packed if _compresses(weights[name]))

@@ -4,9 +4,9 @@ An exchange is an all-to-all before or after attention, as in Ulysses attention.
 same way.  If one rank ran a different number of all-to-alls than the others, the ranks would receive wrong data or wait
 forever.
 
-Each rank posts a record in every process group that an exchange of the graph uses, and reads the records of the other ranks
-in that process group.  There are always two rounds, and each rank posts in both of them, even after an error.  Otherwise
-another rank could wait for a record that is never posted.
+Each rank posts a record in every process group that an exchange of the graph uses, and reads the records that the other ranks
+of this process group have posted.  There are always two rounds.  Each rank posts its record in both rounds, even after an
+error, because another rank may be waiting for the record.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from chunkflow_compile.passes.planning import Settings
 from chunkflow_compile.weights.groups import Group, StoreEnded, group_named, numbers
 from chunkflow_compile.weights.rounds import cause_of
 
-# The fields of the record that a rank posts: the value of the option, the number of groups that the rank chooses, and, if an
-# error is known, the number of the rank that failed and its error message (otherwise None).
+# The keys of the record that a rank posts.  "wanted" is the value of the option exchange_groups.  "groups" is the number of
+# groups of heads that the rank chooses.  "failed" is None, or a pair: the number of a rank that failed and its error message.
 _WANTED, _GROUPS, _FAILED = "wanted", "groups", "failed"
 _NOTE = "the exchanges of attention are"
-# A rank in several process groups posts in one process group after the other.  Each of its records contains what the rank
-# knows so far: the smallest number of groups of heads, and an error, if any.  In the first round, the rank posts in the first
-# process groups before it has read the records in the later ones.  Therefore it posts in all process groups once more, in a
-# second round, what it has read in the first.
+# The number of times that a rank posts a record in each of its process groups.  Each record contains what the rank knows so
+# far: the smallest number of groups of heads that any rank has chosen, and an error, if any.  In its first process group, the
+# rank posts before it has read the records of the other process groups.  Therefore a second round over all of its process
+# groups follows.
 _ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """The choice of this rank.
+    """The choice of this rank for the exchanges (all-to-alls around attention) of a graph.
 
-    ``groups``: number of groups of heads.  ``note``: note for the user.  ``traced``: the graph; its exchanges are already
-    divided if the user has passed the number of groups.  ``error``: error that prevents the choice, or None.
+    ``groups``: the number of groups of heads.  ``note``: a note for the user.  ``traced``: the graph; its exchanges are
+    already divided if the user has passed the number of groups.  ``error``: the error because of which this rank cannot
+    choose, or None.
     """
 
     groups: int
@@ -54,14 +55,14 @@ class _Choice:
 
 
 def agreed_groups(traced: Traced, settings: Settings, alone: bool = False) -> tuple[Traced, tuple[str, ...]]:
-    """Divide the exchanges of a graph into the number of groups that all ranks use; return the graph, and notes for the
-    user.
+    """Divide the exchanges (all-to-alls around attention) of a graph into groups of heads, after the ranks have agreed on the
+    number of groups.  Return the graph, and notes for the user.
 
-    ``alone``: whether only this rank compiles the graph, as in a survey (survey.py).  In this case the rank uses its own
-    choice.
-    With "auto", each rank chooses a number, and all ranks use the smallest of these numbers.
-    Raises ChunkflowError on all ranks if the ranks pass different values of the option, or if one of the ranks cannot divide
-    its exchanges into the given number of groups.
+    If the option exchange_groups is "auto", each rank chooses a number, and all ranks use the smallest of these numbers.
+    ``alone``: whether only this rank compiles the graph, as in a survey (survey.py).  If so, the rank uses the number that it
+    chooses itself.
+    Raises ChunkflowError on all ranks if the ranks pass different values of exchange_groups, or if one of the ranks cannot
+    divide its exchanges into the given number of groups.
     """
     wanted, exchanged = settings.goal.exchange_groups, _exchanged(traced)
     if not exchanged:
@@ -80,7 +81,7 @@ def agreed_groups(traced: Traced, settings: Settings, alone: bool = False) -> tu
 
 
 def _choice(traced: Traced, settings: Settings) -> _Choice:
-    """Choose the number of groups for this rank."""
+    """Choose the number of groups of heads for this rank."""
     wanted = settings.goal.exchange_groups
     try:
         if wanted == "auto":
@@ -90,7 +91,7 @@ def _choice(traced: Traced, settings: Settings) -> _Choice:
         divided = in_head_groups(traced, wanted)
     except NoGroups as error:
         return _Choice(1, "", traced, NoGroups(f"exchange_groups={wanted}: {error}"))
-    except Exception as error:  # noqa: BLE001  # raised again, after the other ranks have been told
+    except Exception as error:  # noqa: BLE001  # raised again after it was posted for the other ranks
         return _Choice(1, "", traced, error)
     if divided.exchange_groups == 1 < wanted:
         return _Choice(1, f"exchange_groups={wanted} changes nothing here: no attention is between all-to-alls", traced)
@@ -104,10 +105,7 @@ def _exchanged(traced: Traced) -> Collection[str]:
 
 
 def _occasion(traced: Traced) -> str:
-    """Return the key under which the ranks post their records about this part of the model.
-
-    The records are in the stores of the process groups, and the key is the same on all ranks.
-    """
+    """Return the key under which the ranks post their records about a graph.  All ranks compute the same key."""
     names = "\n".join(parameter.name for parameter in traced.parameters)
     return f"exchange groups {hashlib.sha256(names.encode()).hexdigest()[:16]}"
 
@@ -118,9 +116,9 @@ def _rounds(groups: Sequence[Group]) -> Iterator[Group]:
 
 
 def _post_none(groups: Sequence[Group], traced: Traced) -> None:
-    """Post that this rank does not divide exchanges, without waiting for other ranks.
+    """Post records which say that this rank does not divide exchanges into groups of heads.  Do not wait for other ranks.
 
-    If another rank does divide exchanges, it reads this record and raises an error.
+    If another rank divides exchanges, it reads these records and raises an error.
     """
     for group in _rounds(groups):
         with contextlib.suppress(StoreEnded):
@@ -128,8 +126,10 @@ def _post_none(groups: Sequence[Group], traced: Traced) -> None:
 
 
 def _agreed(groups: Sequence[Group], wanted: ExchangeGroups, mine: _Choice) -> int:
-    """Return the number of groups of heads that the ranks agree on.  Raises the error of this rank, or ChunkflowError if the
-    ranks cannot agree."""
+    """Return the number of groups of heads that all ranks will use.
+
+    Raises the error in ``mine`` if there is one, and ChunkflowError if the ranks cannot agree.
+    """
     chosen, error, occasion = mine.groups, mine.error, _occasion(mine.traced)
 
     def post(group: Group) -> str:
@@ -145,15 +145,15 @@ def _agreed(groups: Sequence[Group], wanted: ExchangeGroups, mine: _Choice) -> i
             chosen = min(chosen, _smallest(group, values))
         except ChunkflowError as found:
             error = found
-        if group.missing(values):  # posted() has withdrawn this rank's record: post it again for later ranks
-            post(group)
+        if group.missing(values):
+            post(group)  # posted() has withdrawn the record of this rank: post it again for ranks that read it later
     if error is not None:
         raise error
     return chosen
 
 
 class _ErrorOfRank(ChunkflowError):
-    """An error on another rank.  ``rank``: number of the rank that failed.  ``cause``: message of the error."""
+    """An error on another rank.  ``rank``: the number of that rank.  ``cause``: the message of its error."""
 
     def __init__(self, rank: int, cause: str) -> None:
         super().__init__(f"Exchanges are not divided because of an error on rank {rank}: {cause}")
@@ -161,14 +161,17 @@ class _ErrorOfRank(ChunkflowError):
 
 
 def _report(error: Exception, rank: int) -> tuple[int, str]:
-    """Return the number of the rank on which an error has occurred, and the error message.  ``rank``: number of this rank."""
+    """Return the number of the rank on which ``error`` has occurred, and the error message.
+
+    ``rank``: the number of this rank.
+    """
     return (error.rank, error.cause) if isinstance(error, _ErrorOfRank) else (rank, cause_of(error))
 
 
 def _smallest(group: Group, values: Mapping[int, Any]) -> int:
     """Return the smallest number of groups of heads that the ranks of a process group have posted.
 
-    ``values``: rank -> its record.  Raises ChunkflowError if the ranks cannot agree.
+    ``values``: a mapping from each rank to its record.  Raises ChunkflowError if the ranks cannot agree.
     """
     for value in values.values():
         if value is not None and value[_FAILED] is not None:

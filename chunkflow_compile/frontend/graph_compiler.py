@@ -59,7 +59,7 @@ from chunkflow_compile.units import enough, size
 
 _log = logging.getLogger(__name__)
 
-# The note for pack="auto" without a memory budget.
+# The note for users who pass pack="auto" without a budget.
 _NO_GOAL = (
     "pack='auto' packs nothing: which weights to pack depends on a budget, and neither memory= nor weight_memory= was given. "
     "With memory='8GiB', or pack=True, the weights have 0.76 of their bytes in host memory and on the link"
@@ -70,15 +70,16 @@ _NO_GOAL = (
 class GraphCompiler:
     """Plans, verifies and lowers the ATen graph that AOTAutograd makes from a Dynamo graph.
 
-    ``weights``: the weights by their parameter names.  ``index``: the index of the model that contains the weights.
+    ``weights``: the weights by their parameter names.  ``index``: the ModelIndex of the model that contains them.
     ``report``: a function that is called with the name of each stage of the compilation.  ``expected``: the goal that the
-    owner of the model's placement expects to set, or None (see :class:`Placement`).  ``pieces``: the number of bytes that
-    this rank stores for sharded weights that only other parts of the model read; the rank stores one shard (*piece*) of each
+    owner of the model's placement expects to set, or None (see :class:`Placement`).  ``pieces``: the bytes that this rank
+    stores for the sharded weights which only other parts of the model read; it stores one shard (*piece*) of each such
     weight.  ``slow``: see :class:`Traced`.  ``root``: a function that returns the model, or None.  ``by_kind``: see
     :func:`chunkflow`.  ``notes``: notes for the user on decisions that were made before planning.  ``survey``: the survey
-    (survey.py) during which the graph is compiled; None if the graph is compiled for an ordinary call.  ``agreed``: an empty
-    list until the ranks have agreed on the number of groups of heads; then a list with one pair (this number, the notes about
-    it).  If a rank compiles the graph again at fixed sizes, it uses this number again instead of asking the other ranks.
+    (survey.py) during which the graph is compiled, or None if the graph is compiled for an ordinary call.  ``agreed``: an
+    empty list before the ranks have agreed on the number of groups of heads (exchange_groups.py), and afterwards a list with
+    one pair: this number, and notes about it.  If this rank compiles the graph again at fixed sizes, it uses the same number
+    without asking the other ranks again.
     """
 
     chosen: Options
@@ -117,8 +118,8 @@ class GraphCompiler:
         return replace(self, settings=settings, notes=notes)._halves(aten, traced, tables)
 
     def _halves(self, aten: GraphModule, traced: Traced, tables: HostConstants) -> CompiledGraph | HoistedGraph:
-        """Compile the graph as a whole; if products are hoisted, compile its two halves instead, the preamble and the
-        rest."""
+        """Compile the graph as one program.  If products are hoisted, compile the preamble and the rest of the graph as two
+        programs instead."""
         with dynamo_timed("chunkflow.hoist"):
             hoisting = hoisting_of(traced, replace(self.settings, goal=self._expected_goal))
         unhoisted = replace(self.settings, goal=replace(self.settings.goal, hoist=False))
@@ -127,7 +128,8 @@ class GraphCompiler:
             return self._graph(traced, unhoisted, tables)
         halves, moved = hoisting.halves, HostConstants(self.device)
         make = partial(self._graph, halves.preamble, hoisting.preamble, moved, hoisting.preamble_cut)
-        # In a survey (survey.py), the graph gets its own preamble, because a graph of a survey never runs.
+        # In a survey (survey.py), the graph gets a new preamble instead of one that the model already has, because a graph
+        # that is compiled in a survey never runs.
         placement = placement_of(self.index.root) if self.index.root is not None and self.survey is None else None
         preamble = preamble_of(placement, hoisting, self.chosen, traced.repeats is not None, make)
         main = self._graph(halves.main, replace(hoisting.main, goal=unhoisted.goal), moved)
@@ -138,13 +140,13 @@ class GraphCompiler:
 
     @property
     def _expected_goal(self) -> Goal:
-        """The goal from the settings.  If this goal has neither a budget nor a slowdown, its budget, its slowdown and its
-        policy are taken from ``expected``."""
+        """The goal in ``settings``.  If this goal has neither a budget nor a slowdown, it gets the budget or slowdown and the
+        policy of ``expected`` (:meth:`Goal.aimed_at`)."""
         goal = self.settings.goal
         return goal.aimed_at(self.expected) if goal.memory is None and goal.slowdown is None else goal
 
     def _describe(self, aten: GraphModule) -> Traced:
-        """Return the ATen graph together with the data for planning that its nodes do not contain."""
+        """Return the ATen graph together with the data that planning needs and that the graph does not contain."""
         chosen = self.chosen
         repeats = None
         if self.settings.part and self.index.root is not None:
@@ -158,8 +160,8 @@ class GraphCompiler:
     ) -> CompiledGraph:
         """Run the passes on a graph and lower the result.
 
-        ``tables``: the inputs that are copied to the device once.  ``pieces``: the graph cut into regions, or None if it is
-        not cut yet.
+        ``tables``: the inputs that the program copies to the device only once.  ``pieces``: the graph cut into regions, or
+        None if it is not cut yet.
         """
         chosen = self.chosen
         notes, others = list[str](), list[str]()
@@ -206,7 +208,8 @@ class GraphCompiler:
         )
 
     def _refuse_pieces(self, program: Program) -> None:
-        """Raise ChunkflowError if the budget is too small for this rank's pieces of all weights."""
+        """Raise ChunkflowError if the budget is too small for the program together with the pieces (shards) of weights that
+        this rank stores for the other parts of the model."""
         memory, chosen = self.settings.goal.memory, self.chosen
         if not self.pieces or memory is None:
             return
@@ -221,7 +224,7 @@ class GraphCompiler:
 
 
 def _compile_whole(compiler: GraphCompiler, traced: Traced, settings: Settings) -> CompiledGraph:
-    """Compile a graph as one program without hoisting, after hoisting has turned out not to pay off.
+    """Compile a graph as one program without hoisting, after calls have shown that hoisting does not pay off.
 
     Call this function only while Dynamo is not compiling.
     """
@@ -230,7 +233,7 @@ def _compile_whole(compiler: GraphCompiler, traced: Traced, settings: Settings) 
 
 
 def _fake_mode(graph: GraphModule) -> Any:
-    """Return the FakeTensorMode of the fake tensors in a graph's metadata; None if there are no fake tensors."""
+    """Return the FakeTensorMode of the fake tensors in a graph's metadata, or None if there are no fake tensors."""
     values = (node.meta.get("val") for node in graph.graph.nodes)
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
@@ -238,11 +241,10 @@ def _fake_mode(graph: GraphModule) -> Any:
 def _lower_again(
     chosen: Options, program: Program, lowered: Mapping[str, LoweredRegion]
 ) -> Mapping[str, LoweredRegion]:
-    """Lower the regions of a new program for an already compiled graph; return the code of each region by name.
+    """Lower the regions of a new program for a graph that was compiled before.  Return the code of each region by name.
 
     Call this function only while Dynamo is not compiling.
-    ``lowered``: the code of the regions that were already lowered for earlier programs of the graph, by region key; it is
-    reused.
+    ``lowered``: the code of all regions that were already lowered for this graph, by region key.  This code is reused.
     """
     missing = {name: region for name, region in program.regions.items() if region.info.key not in lowered}
     modes = (mode for region in missing.values() if (mode := _fake_mode(region.module)) is not None)
@@ -252,7 +254,8 @@ def _lower_again(
 
 
 def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Goal | None:
-    """Return the goal that replan or a pipeline has set for the model that contains these weights, or None."""
+    """Return the goal that replan or a pipeline has set for the model that contains ``parameters``, or None if no goal was
+    set."""
     return next((p.goal for p in placements_around(parameters.values()) if p.goal is not None), None)
 
 
@@ -269,10 +272,10 @@ def run_passes(
     last: StageName = "verified",
     **other: Any,
 ) -> tuple[Stage, Path | None]:
-    """Run the passes on an ATen graph and log every stage; return the last stage, and the folder with the dump or None.
+    """Run the passes on an ATen graph and log every stage.  Return the last stage, and the folder of its dump or None.
 
-    ``dump``: the folder in which to write the stages, or None.  ``pieces``, ``last``: see :func:`stages`.  ``other``: new
-    values for fields of ``settings``.
+    ``dump``: the folder to which the stages are written, or None for no dump.  ``pieces``, ``last``: see :func:`stages`.
+    ``other``: new values for fields of ``settings``.
     """
     settings = replace(settings, **other)
     run = logged(_timed(stages(traced, settings, pieces=pieces, last=last)), settings.hardware)
@@ -280,7 +283,7 @@ def run_passes(
 
 
 def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
-    """Yield the stages, and measure the time for each stage with torch's compilation timer."""
+    """Yield the stages of ``run``, and measure the time for each stage with torch's compilation timer."""
     for name in STAGES:
         with dynamo_timed(f"chunkflow.{name}"):
             stage = next(run, None)
@@ -292,7 +295,7 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
 def _room_advice(program: Program, chosen: Options, outside: int, arena: int, goal: Goal) -> str:
     """Return a sentence that states the minimum memory of a program.
 
-    It is part of the error message for the case that the device does not have enough memory.
+    The sentence is part of the error message if the device does not have enough memory.
     """
     outside += goal.counted(program.problem.live_bytes)
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside, arena)

@@ -12,7 +12,8 @@ import torch
 from chunkflow_compile.private_torch.dynamo import GuardFilterEntry
 from chunkflow_compile.weights.host_weight import HostWeight
 
-# The types of guards that check the class of a tensor.  The guard of type TENSOR_MATCH on the same tensor checks it, too.
+# The types of guards that check only the class of a tensor.  A guard of type TENSOR_MATCH on the same tensor also checks the
+# class.
 _OF_CLASS = ("TENSOR_SUBCLASS_METADATA_MATCH", "TYPE_MATCH")
 _INSIDE = (".host", ".__tensor_flatten__()[0]")
 _WITH_KWARGS = "_with_kwargs"
@@ -22,14 +23,14 @@ _OF_GRADIENTS = ("._backward_hooks", "._backward_pre_hooks")
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     """Return, for each guard, whether to keep it.  This function is passed to torch.compile as ``guard_filter_fn``.
 
-    A guard is dropped if it cannot fail, or if its failure does not matter, while all other guards hold.  There are four
-    groups of such guards:
+    A guard is not needed if, as long as all other guards hold, it cannot fail or its failure would not matter.  There are
+    four groups of such guards:
     - Guards on the class of an offloaded weight: another guard on this weight, TENSOR_MATCH, checks the class, too.
-    - Guards on tensors inside an offloaded weight: other guards check the class, sizes, strides, dtype and device of this
-      weight.
-    - Guards on the set of hooks that take keyword arguments, if another guard checks that there are no hooks.
-    - Guards on backward hooks, if gradients are disabled: these hooks then never run, and another guard checks that
-      gradients stay disabled.
+    - Guards on the tensors that an offloaded weight consists of: other guards check the class, sizes, strides, dtype and
+      device of the weight itself.
+    - Guards which check that no hook takes keyword arguments, if another guard checks that there are no hooks at all.
+    - Guards on backward hooks, if gradients are disabled: another guard checks that gradients stay disabled, and backward
+      hooks never run without gradients.
     """
     weights = {g.name for g in guards if g.has_value and isinstance(g.value, HostWeight)}
     without = {g.name for g in guards if g.has_value and isinstance(g.value, dict) and not g.value}

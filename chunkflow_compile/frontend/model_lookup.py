@@ -1,4 +1,5 @@
-"""Finds the model that weights belong to, and moves weights into its host store before a program starts on them."""
+"""Finds the model that contains given weights, and moves the weights into the model's host store before a program that reads
+them starts."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ from chunkflow_compile.weights.leaves import leaves
 def index_of(
     weights: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
 ) -> tuple[ModelIndex, int | None]:
-    """Return the index of the model that contains ``weights``, and the ``min_bytes`` that the model was placed with.
+    """Return the ModelIndex of the model that contains ``weights``, and the ``min_bytes`` with which the model was placed.
 
     The second value is None if the model is not placed.
-    ``near``: the modules from which Dynamo read inputs.  ``min_bytes``: for a model that is not placed, the size in
-    bytes below which its weights are not streamed.
+    ``near``: the modules from which Dynamo read the inputs of a graph.  ``min_bytes``: the size in bytes below which weights
+    are not streamed, for a model that is not placed.
     """
     parameters = [leaf for weight in weights for _, leaf in leaves(weight)]
     placements = placements_around(parameters)
@@ -40,7 +41,7 @@ def index_of(
     if whole is not None:
         return whole, least
     if indices and all(buffer_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
-        # the weights are in several models, which are all placed
+        # several models contain the weights, and all of these models are placed
         names = {k: v for i in indices for k, v in i.names.items()}
         return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
     index = index_around(parameters, near, min_bytes if least is None else least)
@@ -69,13 +70,14 @@ def start_program(
     wanted: Collection[str],
     start: Callable[[Arena], SingleCall],
 ) -> SingleCall:
-    """Move weights into the host store of their model if needed; then start a program and return it.
+    """Move the weights of a program into the host store of their model, unless they are already there.  Then start the
+    program and return it.
 
     The program ends as soon as one of the placements of its weights ends.
-    ``pack``: see :func:`move_weights`.  ``seen``: a function that returns the compiled model, or None.  If this model does
-    not contain the weights, all modules in the process are searched.  ``parameters``: all weights of the program by name.
-    ``wanted``: the names of the weights that must be in a host store.  ``start``: a function that creates the program in an
-    arena.
+    ``pack``: see :func:`move_weights`.  ``seen``: a function that returns the compiled model, or None.  If the compiled model
+    does not contain the weights, all modules in the process are searched.  ``parameters``: all weights of the program, by
+    name.  ``wanted``: the names of the weights that must be in a host store.  ``start``: a function that creates the program
+    in an arena.
     """
     while True:
         around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()
@@ -87,12 +89,13 @@ def start_program(
             loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
             _refuse_copies(loose)
             warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)
-        if not around:  # no module was found: attach the program to a weight, so that it ends when the weight is freed
+        if not around:
+            # no module was found: store the program in a weight, so that the program ends when the weight is freed
             program = start(Arena(device))
             next(iter(parameters.values()))._chunkflow_program = program  # type: ignore[attr-defined]
             return program
         with contextlib.ExitStack() as held:
-            held.enter_context(compile_lock)  # so that no other thread traces a module while hooks are added to it
+            held.enter_context(compile_lock)  # no other thread may trace a module while a placement adds hooks to it
             for placement in sorted(around, key=id):
                 held.enter_context(placement.lock())
             if not all(placement.current for placement in around):
@@ -108,7 +111,7 @@ def start_program(
 def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> list[nn.Parameter]:
     """Return the weights that have to be moved into a host store.
 
-    These weights are not in a host store, and are either ``wanted`` or copies of offloaded weights.
+    They are in no host store yet, and either ``wanted`` contains their names, or they are copies of offloaded weights.
     """
     return [
         p for name, p in parameters.items() if buffer_of(p) is None and (name in wanted or isinstance(p, HostWeight))
@@ -116,9 +119,9 @@ def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) ->
 
 
 def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
-    """Raise ChunkflowError if a weight is a copy of an offloaded weight, because the copy's values are in no host store.
+    """Raise ChunkflowError if one of the weights in ``loose`` is a copy of an offloaded weight.
 
-    ``loose``: weights that are in no known module, by name.
+    ``loose``: the weights that no known module contains and that are in no host store, by name.
     """
     for name, weight in loose.items():
         if isinstance(weight, HostWeight):

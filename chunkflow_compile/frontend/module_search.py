@@ -1,9 +1,9 @@
 """Finds the modules that contain given weights, by the identity of the weights.
 
-A backend gets parameters and a graph, but not the model.  So each compilation searches once for the modules that contain the
-parameters.  The search covers the modules from which Dynamo read the parameters, and all objects that Python's garbage
-collector tracks.  ``gc.freeze()`` hides objects from the garbage collector.  If it was called, the search also covers the
-objects to which the variables of the calling functions refer.
+Dynamo passes parameters and a graph to a backend, but not the model.  So each compilation searches once for the modules that
+contain the parameters.  The search covers the modules from which Dynamo read the parameters, and all objects that Python's
+garbage collector tracks.  ``gc.freeze()`` hides objects from this search.  If hidden modules may contain parameters, the
+search also covers the objects that can be reached from the variables of the calling functions.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from chunkflow_compile.weights.leaves import leaves, quant_state_tensors
 
 
 def index_around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = (), min_bytes: int = 0) -> ModelIndex:
-    """Return the index of the module that contains the parameters.
+    """Return the ModelIndex of the module that contains the parameters.
 
-    Parameters that are in no module at all are ignored.  If no module contains all other parameters, return the index of a
-    module that contains at least the large parameters, that is, those with ``min_bytes`` bytes or more.
-    ``near``: modules that are known to contain some of the parameters.
-    Raises ChunkflowError if the large parameters are in several modules, and no single module contains all of them.
+    Parameters that no module contains are ignored.  If no module contains all remaining parameters, return the ModelIndex of
+    a module that contains the large ones among them, that is, the parameters of at least ``min_bytes`` bytes.
+    ``near``: modules to search in addition to those that the garbage collector tracks.
+    Raises ChunkflowError if several modules contain large parameters, but no module contains all large parameters.
     """
     root, maybe_block = _holder(parameters, near, min_bytes) if parameters else (None, False)
     return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root, maybe_block)
@@ -48,9 +48,9 @@ def blocks_around(root: nn.Module, weights: Iterable[torch.Tensor]) -> list[nn.M
 
 
 def _held(module: nn.Module) -> Iterator[int]:
-    """Yield the ids of the tensors in a module itself, without its submodules.
+    """Yield the ids of a module's own parameters and buffers, which do not include the tensors of submodules.
 
-    For a tensor subclass, these are the ids of the tensors inside it.
+    For a tensor subclass, yield the ids of the tensors inside it.
     """
     for kind in ("_parameters", "_buffers"):
         for tensor in module.__dict__.get(kind, {}).values():
@@ -60,9 +60,9 @@ def _held(module: nn.Module) -> Iterator[int]:
 
 
 def held_by(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of the tensors in these modules and in their submodules.
+    """Return the ids of the parameters and buffers of ``modules`` and of their submodules.
 
-    For a tensor subclass, these are the ids of the tensors inside it.
+    For a tensor subclass, the result contains the ids of the tensors inside it.
     """
     return {held for module in _with_those_below(modules) for held in _held(module)}
 
@@ -79,25 +79,22 @@ def _with_those_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def _children(module: nn.Module) -> list[nn.Module]:
     """Return the direct submodules of a module.
 
-    This also works for a module that another thread is still constructing, and that lacks attributes.
+    The attributes of the module may be incomplete, because another thread may still be constructing it.
     """
     return [child for child in [*module.__dict__.get("_modules", {}).values()] if child is not None]
 
 
-# The search does not follow the references of objects with these types, because they lead to half of all objects in the
-# process.
+# The search ignores objects of these types, because half of all objects in the process can be reached from them.
 _ENDS = (CodeType, FrameType, FunctionType, ModuleType, type)
-# The number of references to follow from a variable.  With five references, the search finds the elements of a list that is
-# an attribute of an attribute: each attribute takes two references (through the __dict__), and the list takes one.  Following
-# each further reference takes longer than following the one before it; following five takes 0.7 s in a compilation of 20 s.
+# The maximum length of a chain of references from a variable to an object that the search finds.  With a length of five, the
+# search finds the elements of a list that is an attribute of an attribute: two references per attribute (to the ``__dict__``
+# and to the value), and one from the list to its element.  The search then takes 0.7 s in a compilation of 20 s.
 _STEPS = 5
 
 
 def _of_callers(frame: FrameType | None) -> list[object]:
-    """Return the objects in the variables of a frame and of its callers, and all objects that these objects refer to.
-
-    At most ``_STEPS`` references are followed.
-    """
+    """Return the objects in the variables of a frame and of its callers, and the objects that can be reached from these
+    objects over at most ``_STEPS`` references."""
     spaces, near = dict[int, dict[str, object]](), list[object]()
     while frame is not None:
         near += [*frame.f_locals.values()]
@@ -113,9 +110,9 @@ def _of_callers(frame: FrameType | None) -> list[object]:
 
 
 def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
-    """Return the objects that are modules.
+    """Return the modules among ``objects``.
 
-    The check uses type(), because isinstance() on a lazy proxy could run arbitrary code.
+    This function checks the type of an object with type(), because isinstance() on a lazy proxy could run arbitrary code.
     """
     return [cast("nn.Module", o) for o in objects if issubclass(type(o), nn.Module)]
 
@@ -123,8 +120,8 @@ def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
 def _holder(
     parameters: Sequence[torch.Tensor], near: Iterable[nn.Module], min_bytes: int
 ) -> tuple[nn.Module | None, bool]:
-    """Return the module that contains ``parameters``, or None, and whether ``gc.freeze()`` may hide a larger module that
-    contains this module."""
+    """Return a pair: the module that contains ``parameters`` (or None), and whether ``gc.freeze()`` may hide a larger module
+    that contains this module."""
     asked = {id(p) for p in parameters}
     tracked = _modules_among(gc.get_objects())
     hidden = gc.get_freeze_count() > 0 and not asked.issubset(held for m in tracked for held in _held(m))
@@ -148,7 +145,7 @@ def _holder(
             candidates[id(module)] = module
             todo.extend(parents.get(id(module), ()))
     around = [module for module in candidates.values() if wanted <= held_by([module])]
-    if not around:  # some layers are outside the model, as happens with some adapters
+    if not around:  # no module contains all parameters: some layers are outside the model, as happens with adapters
         wanted &= {id(p) for p in parameters if p.nbytes >= min_bytes}
         around = [module for module in candidates.values() if wanted <= held_by([module])]
     if candidates and not around:
@@ -168,9 +165,10 @@ def _holder(
 
 
 def _model_around(module: nn.Module, parents: Mapping[int, list[nn.Module]]) -> nn.Module:
-    """Return the outermost module around a block, so that separately compiled blocks share one placement.
+    """Return the outermost module around ``module`` if ``module`` is a block (an element of a ModuleList); otherwise return
+    ``module`` itself.
 
-    Returns ``module`` itself unless it is a block, that is, an element of a ModuleList.
+    The separately compiled blocks of a model therefore share the placement of the model.
     """
     root, seen = module, set[int]()
     while (around := parents.get(id(root), ())) and len(around) == 1 and id(root) not in seen:

@@ -45,14 +45,15 @@ def preamble_of(
     of_blocks: bool,
     make: Callable[[], CompiledGraph],
 ) -> Preamble:
-    """Return the preamble for a graph.  If the model already has this preamble for another input size, it is reused.
+    """Return the preamble for a graph.  If the model was compiled for another input size before, and the preamble of that
+    size computes the same rows, return that preamble.
 
-    ``chosen``: the options of the graph.  ``of_blocks``: whether the graph serves all blocks of a block type.  ``make``: a
-    function that compiles the preamble.
+    ``placement``: the placement of the model, or None to compile a new preamble.  ``chosen``: the options of the graph.
+    ``of_blocks``: whether all blocks of a block type run this graph.  ``make``: a function that compiles the preamble.
     """
     key = hoisting.halves.key, chosen
     found = None if placement is None else placement.preamble(key)
-    # the input of blocks is not the timestep itself, but a value computed from the timestep
+    # the input of a block is not the timestep itself, but an embedding that the model computes from the timestep
     follow = _unknown if of_blocks else _timesteps_of
     return found or Preamble(make(), hoisting.halves, hoisting.rows, key, follow, _share)
 
@@ -60,8 +61,8 @@ def preamble_of(
 def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> None:
     """Warn if hoist=True has no effect on a part of a model, or if hoist="auto" has no effect on a whole model.
 
-    If hoist=True has no effect on a whole model, there is no warning, because an error is raised elsewhere.
-    ``by_kind``: whether the model is compiled block by block.  If it is, there is no warning for parts outside the blocks.
+    If hoist=True has no effect on a whole model, :func:`hoisting_of` raises an error instead.
+    ``by_kind``: whether the model is compiled block by block.  If so, there is no warning for parts outside the blocks.
     """
     if settings.goal.hoist == "auto" and not settings.part:
         _log.warning(_NOT_BY_AUTO)
@@ -75,7 +76,7 @@ def warn_if_not_hoisted(traced: Traced, settings: Settings, by_kind: bool) -> No
 
 
 def _timesteps_of(program: SingleCall) -> torch.Tensor | None:
-    """Return the timesteps of the noise schedule from which the model's calls take their timestep; None if they are not
+    """Return the timesteps of the noise schedule for which a pipeline calls the model of ``program``, or None if they are not
     known."""
     placement = _placement_of(program)
     return None if placement is None else placement.timesteps()
@@ -86,9 +87,9 @@ def _unknown(program: SingleCall) -> None:
 
 
 def _share(preamble: Preamble, program: SingleCall) -> None:
-    """Register a preamble with the placement of ``program``, the program that computes the rows of the preamble.
+    """Register a preamble with the placement of ``program``, the program that computes the preamble's rows.
 
-    All preambles with the same hoisted weights divide the memory for rows equally.
+    Preambles with the same hoisted weights get equal shares of the memory for rows.
     """
     if (placement := _placement_of(program)) is not None:
         placement.share(preamble)

@@ -1,7 +1,7 @@
-"""Checks that run before a frame is compiled.
+"""Checks that run before a Dynamo graph is compiled.
 
-A frame is the code that Dynamo compiles with one call of the backend: a whole model, or the part of a model between two graph
-breaks.
+A Dynamo graph covers a whole model, or the part of a model between two graph breaks.  Dynamo calls the backend once for each
+graph.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from chunkflow_compile.weights.modules import hooks_of
 
 _log = logging.getLogger(__name__)
 
-# The errors that eval() may raise for Dynamo's name of an input.  Such a name is an expression, and it may call functions
+# The errors that eval() may raise for Dynamo's name of an input.  This name is a Python expression, and it may call functions
 # that exist only in Dynamo's guards.
 _NO_VALUE = (AttributeError, LookupError, NameError, SyntaxError, TypeError)
 # The names of diffusers' hooks that compare activations in order to decide whether blocks run.
@@ -48,7 +48,7 @@ _DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
 def lower_without_weights(
     graph: GraphModule, inputs: Sequence[Any], lowering: Lowering, inductor: Mapping[str, Any]
 ) -> Any:
-    """Lower a frame that reads no weight.  Its graph is not rewritten, because there is nothing to stream."""
+    """Lower a Dynamo graph that reads no weight.  The graph is not rewritten, because there is nothing to stream."""
     if lowering == "eager":
         return graph.forward
     return compile_fx(graph, list(inputs), config_patches=dict(inductor))
@@ -57,8 +57,8 @@ def lower_without_weights(
 def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: int) -> tuple[list[Any], list[nn.Module]]:
     """Return the weights among the inputs of a Dynamo graph, and the modules from which Dynamo read inputs.
 
-    The weights are the parameters.  If there are no parameters, the weights are the buffers in these modules that have at
-    least ``min_bytes`` bytes.
+    The weights are the parameters.  If the graph has no parameters, the weights are all buffers of the returned modules that
+    have at least ``min_bytes`` bytes.
     """
     modules = _read_from(graph)
     weights = [v for v in inputs if isinstance(v, (nn.Parameter, HostWeight))]
@@ -90,7 +90,7 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
             name = source_name(source)
             if name not in values:
                 try:
-                    values[name] = eval(name, scope)  # The name is an expression; guards evaluate it, too.
+                    values[name] = eval(name, scope)  # Dynamo's guards evaluate this expression, too
                 except _NO_VALUE:
                     values[name] = None
             source = getattr(source, "base", None)
@@ -113,9 +113,8 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
 
 
 def warn_if_nothing_streams(index: ModelIndex, made: Sequence[Program]) -> None:
-    """Warn if no weight of a module streams, and the reason may be that the module is only a block of a larger model.
-
-    In this case, the larger model was not found, and the block was planned by itself.
+    """Warn if no weight of a module streams, and if the module may be a block of a larger model that the search for modules
+    has not found.  If so, the block was planned without the rest of the model.
 
     ``made``: the programs that were compiled for the module.
     """
@@ -141,7 +140,7 @@ def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
     return sum(w.nbytes for w in {id(w): w for w in weights}.values() if w.nbytes >= min_bytes)
 
 
-@functools.cache  # so that all blocks in a process together cause only one warning
+@functools.cache  # all blocks in a process together cause only one warning
 def warn_once(said: str) -> None:
     """Log a warning, unless this process has already logged the same warning."""
     _log.warning("%s", said)
@@ -153,7 +152,7 @@ def guard_hooks() -> None:
     By default, Dynamo omits these guards for speed.  Without these guards, a block with hooks could run code that was
     compiled for a block without hooks.
     """
-    if not config.skip_nnmodule_hook_guards:  # Dynamo may call the backend twice in one compilation
+    if not config.skip_nnmodule_hook_guards:  # the guards are already on, for example since an earlier call
         return
     guarded = contextlib.ExitStack()
     guarded.enter_context(config.patch(skip_nnmodule_hook_guards=False))
@@ -167,7 +166,7 @@ def guard_hooks() -> None:
 
 
 def note_graph_break(graph: GraphModule) -> None:
-    """If a graph break ended the frame, log the break and explain how it slows the model down."""
+    """If ``graph`` ends at a graph break, log the break and explain how it slows the model down."""
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
         where = "".join(f" at {f.filename}:{f.lineno}" for f in reason.user_stack[-1:])
@@ -180,19 +179,18 @@ def note_graph_break(graph: GraphModule) -> None:
 
 
 def note_estimates(traced: Traced, note: Callable[[str], object]) -> None:
-    """Report the sizes that depend on data, and the values that the plan assumes for these sizes.
+    """Report the tensor sizes in a graph that depend on data, and the values that the plan assumes for these sizes.
 
-    ``note``: a function that takes the text.
+    ``note``: a function that takes the text of the report.
     """
     if guesses := ", ".join(f"{name} for {traced.sizes[name]}" for name in traced.unknown):
         note(f"sizes that depend on data: the plan takes {guesses}, so its FLOPs, bytes and times are estimates")
 
 
 def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
-    """Report the ops without a FLOP formula, and log each of these ops once per process.
+    """Report the ops of a graph that have no FLOP formula, and log a warning about each op once per process.
 
-    ChunkFlow does not know whether one of these ops communicates.
-    ``note``: a function that takes the text.
+    ``note``: a function that takes the text of the report.
     """
     computing = [n for n in traced.graph.graph.nodes if collective_kind(n) is None]
     for name, sentence in without_formula(computing).items():
@@ -203,10 +201,11 @@ def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
 
 
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:
-    """Whether a frame is a part of a model, that is, whether other frames of the model alternate with it.
+    """Whether a Dynamo graph covers only a part of a model, so that a call of the model runs other graphs, too.
 
-    This is assumed if the frame reads at most half of the bytes in the model's large weights.  The limit is half of the
-    bytes and not all of them, because even a frame of a whole model may leave weights unread, which its forward does not use.
+    A graph counts as a part if ``weights``, the weights that it reads, have at most half of the bytes of the model's large
+    weights.  Even a graph of a whole model can leave some of these bytes unread, because a model may contain weights that its
+    forward never uses.
     """
     if root is None:
         return False
@@ -218,10 +217,10 @@ def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: 
 
 
 def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_bytes: int, part: bool) -> int:
-    """Return the size in bytes of the weights on the device that belong to a model, but that a frame does not read.
+    """Return the total bytes of the weights on the device that belong to a model, but that a Dynamo graph does not read.
 
-    ``read``: the weights that the frame reads.  ``part``: whether the frame is a part of the model.  In this case, large
-    weights are not counted, because other frames will move them.
+    ``read``: the weights that the graph reads.  ``part``: whether the graph covers only a part of the model.  If so, large
+    weights are not counted, because they will move to host memory when the other parts are compiled.
     """
     if root is None:
         return 0
@@ -239,8 +238,8 @@ def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_byte
 def refuse_decisions_of_a_rank(root: nn.Module, graph: GraphModule) -> None:
     """Raise ChunkflowError if ranks exchange activations in blocks that a step cache may skip on one rank only.
 
-    Such a cache compares activations, and each rank has different activations.  So one rank could skip an exchange while
-    another rank waits for it.
+    A cache that compares activations may decide differently on each rank, because each rank has different activations.  So
+    one rank could skip an exchange while another rank waits for it.
     """
     names = {name for m in root.modules() for name in hooks_of(m)}
     if _DECIDES_BY_VALUES & names and any(_is_exchange(node) for node in graph.graph.nodes):
@@ -252,15 +251,15 @@ def refuse_decisions_of_a_rank(root: nn.Module, graph: GraphModule) -> None:
 
 
 def _is_exchange(node: Node) -> bool:
-    """Whether a node of a Dynamo graph is a collective that more than one rank takes part in."""
+    """Whether a node of a Dynamo graph is a collective, and more than one rank runs."""
     return "_c10d_functional" in str(node.target) and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def refuse_gradient_buckets(graph: GraphModule) -> None:
     """Raise ChunkflowError if torch has split the model's graph into the gradient buckets of DistributedDataParallel.
 
-    torch compiles the parts of such a graph with weights that have no values, and expects the compiled parts to return
-    another type of output than usual.
+    If torch has split a graph in this way, it passes weights without values to the backend, and expects that each compiled
+    part returns its outputs in another type than usual.
     """
     reason = getattr(graph, "compile_subgraph_reason", None)
     if reason is not None and reason.reason.startswith("DDPOptimizer"):
@@ -290,9 +289,9 @@ def refuse_gradients(inputs: Sequence[Any]) -> None:
 
 
 def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
-    """Specialize the symbolic sizes of weights, and all symbolic sizes that are not inputs of the graph.
+    """Specialize the symbolic sizes of weights, and of inputs with a symbolic size that is not itself an input of the graph.
 
-    Calling int() on a symbolic size specializes it: Dynamo adds a guard on its value.
+    A call of int() on a symbolic size specializes it: Dynamo then uses the current value, and adds a guard on this value.
     """
     symbols = {name for value in inputs if isinstance(value, torch.SymInt) for name in symbols_of(value)}
     fixed = {id(weight) for weight in weights}
@@ -303,12 +302,12 @@ def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
 
 
 def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection[int] | None) -> list[Any]:
-    """Specialize the sizes of the slow inputs of a Dynamo graph, because hoisted rows have a fixed size; return all inputs of
-    the graph with these sizes.
+    """Specialize the sizes of the slow inputs of a Dynamo graph, because rows of hoisted products have a fixed size.  Return
+    all inputs of the graph; in their shapes, the specialized sizes are numbers instead of symbols.
 
     If the graph is called with another batch size, torch recompiles it.  The image size stays symbolic.
-    ``slow``: the positions of the slow inputs that the user has named.  None stands for all inputs with one value per sample,
-    such as the timestep, and for all inputs with one vector per sample, such as the timestep embedding that blocks receive.
+    ``slow``: the positions of the slow inputs that the user has named, or None.  If it is None, all inputs with one value per
+    sample (such as the timestep) or one vector per sample (such as the timestep embedding that blocks receive) count as slow.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     fakes = [node.meta.get("example_value") for node in nodes]
@@ -320,7 +319,7 @@ def with_fixed_batch(graph: GraphModule, inputs: Sequence[Any], slow: Collection
         vectors = fake.is_floating_point() and fake.dim() == 2 and str(fake.shape[0]) in batches
         if (values or vectors) if slow is None else index in slow:
             for size in fake.shape[:1] if vectors and slow is None else fake.shape:
-                int(size)  # adds the guard
+                int(size)  # Dynamo adds a guard on this size
     fixed = [*inputs]
     for index, (node, fake) in enumerate(zip(nodes, fakes, strict=True)):
         if isinstance(fake, torch.SymInt):
@@ -343,9 +342,8 @@ def device_of(
 ) -> torch.device:
     """Return the device of the weights.
 
-    Raises ChunkflowError if the weights are on several devices, or if an input is on another device.  An input on another
-    device is allowed if all that ``forward`` does with it is to move it to the device of the weights, as with a table that is
-    not a buffer.
+    Raises ChunkflowError if the weights are on several devices, or if an input is on another device.  But an input may be on
+    another device if ``forward`` only moves it to the device of the weights.  An example is a table that is not a buffer.
     """
     devices = {p.device for p in parameters.values()}
     if len(devices) > 1:

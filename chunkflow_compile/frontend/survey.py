@@ -1,8 +1,8 @@
-"""Calls a model on fake tensors (a *survey*) to find the minimum budget.  This is for models that are compiled part by part.
+"""Surveys: calls of a model on fake tensors, which find the minimum budget of a model that is compiled part by part.
 
-If a budget is too small, the first part that does not fit raises an error.  The parts that run after it may need even more
-memory, but they have not been traced when the error is raised.  A survey calls the model once more, on fake tensors.  In this
-call each part is traced and planned, but no op runs and no weight moves.
+If a budget is too small, the first part that does not fit raises an error.  The parts that would run after this part may need
+even more memory, but they have not been traced yet.  Therefore the model is called once more, on fake tensors (a *survey*).
+In a survey, each part is traced and planned, but no op runs and no weight moves.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _log = logging.getLogger(__name__)
 class Survey(FakeTensorMode):
     """The FakeTensorMode for a call of a model in which each part is planned, but no part runs.
 
-    ``largest``: among the errors so far, the error of the part that needs the most memory.
-    ``whole``: whether the compilation of a graph with dynamic shapes fails at once if the graph does not fit the budget.
-    Otherwise the graph is compiled again for fixed sizes, at which blocks can be split.
+    ``largest``: the error of the part that needs the most memory, among the parts that did not fit the budget so far.
+    ``whole``: whether the compilation fails at once if a graph with dynamic shapes does not fit the budget.  If False, the
+    graph is compiled again for fixed sizes, at which blocks can be split.
     """
 
     def __init__(self, first: BudgetError, whole: bool) -> None:
-        """``first``: the error of the part that made the call of the model fail."""
+        """``first``: the error of the part that made the ordinary call of the model fail."""
         super().__init__(allow_non_fake_inputs=True)
         self.largest = first
         self.whole = whole
@@ -48,7 +48,7 @@ class Survey(FakeTensorMode):
 class Unplanned:
     """The callable that the backend returns, during a survey, for a part of a model that does not fit the budget.
 
-    Dynamo keeps the callable in its cache, so the calls and surveys after this survey may call it, too.
+    Dynamo keeps the callable in its cache, so ordinary calls and other surveys may call it after this survey.
     """
 
     def __init__(self, graph: GraphModule, error: BudgetError) -> None:
@@ -64,8 +64,8 @@ class Unplanned:
 
 
 def survey_of(inputs: Sequence[Any]) -> Survey | None:
-    """Return the survey during which a graph with these inputs is compiled; None if the graph is compiled for an ordinary
-    call."""
+    """Return the survey during which a graph with these ``inputs`` is compiled, or None if the graph is compiled for an
+    ordinary call."""
     modes = (value.fake_mode for value in inputs if isinstance(value, FakeTensor))
     return next((mode for mode in modes if isinstance(mode, Survey)), None)
 
@@ -90,7 +90,7 @@ def surveyed(
     except Exception as other:  # noqa: BLE001  # a failed survey must not hide the error of the ordinary call
         _log.info("not all parts of %s were planned: %s", type(model).__name__, first_line(other))
     finally:
-        for module, attributes in before:  # drop fake tensors that forward has stored
+        for module, attributes in before:  # drop the fake tensors that forward has stored in modules
             vars(module).clear()
             vars(module).update(attributes)
     return survey.largest

@@ -1,5 +1,4 @@
-"""Trace a model or a Dynamo graph into an ATen inference graph, and describe the parameters of this graph and its process
-groups."""
+"""Trace a model or a Dynamo graph into an ATen inference graph, and describe the graph's parameters and process groups."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ _DEVICE_MOVES = (torch.ops.aten._to_copy.default,)
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
-    """Trace one call of ``model`` into an ATen graph without running it.
+    """Trace one call of ``model`` into an ATen graph, without running any op.
 
     The parameters and the inputs may be fake tensors, because no values are read.  The model must trace into one graph.
     ``min_bytes``: the size in bytes below which parameters are not streamed.
@@ -76,9 +75,9 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 def inline_regions(graph: GraphModule) -> None:
     """Inline, in place, the calls of regions that users have marked with ``torch.compiler.nested_compile_region``.
 
-    Each of these calls is a single op in the graph.  If this op stayed in the graph, the FLOPs, collectives and memory of the
-    ops in the region would be missing in the plan.  Inlining costs no extra compilation time, because ChunkFlow divides the
-    inlined graph into regions again, and lowers regions with the same structure only once.
+    The call of a marked region is a single op in the graph.  If this op stayed in the graph, the planner would not know the
+    FLOPs, collectives and memory of the ops inside the marked region.  Inlining takes no extra compilation time, because
+    ChunkFlow cuts the inlined graph into regions again, and lowers regions with the same structure only once.
     """
     while calls := graph.graph.find_nodes(op="call_function", target=invoke_subgraph):
         for call in calls:
@@ -88,7 +87,8 @@ def inline_regions(graph: GraphModule) -> None:
 
 
 def _inline(graph: GraphModule, call: Node) -> None:
-    """Replace one call of a region by the ops of the region.  The arguments of the call are (region, name, *operands)."""
+    """Replace one call of a marked region by the ops of this region.  The arguments of the call are (region, name,
+    *operands)."""
     place: Any
     operands: Any
     place, _, *operands = call.args
@@ -101,7 +101,8 @@ def _inline(graph: GraphModule, call: Node) -> None:
             copies[node] = graph.graph.get_attr(name)
         returned: Any = graph.graph.graph_copy(region.graph, copies)
     for node, copied in copies.items():
-        # a node of the region names the modules of the region's first call; its copy must name the modules of this call
+        # The metadata of a node in the region names the modules in which the region was called first.  The copy of the node
+        # must name the modules of this call.
         if node.op.startswith("call_") and "nn_module_stack" in call.meta:
             copied.meta["nn_module_stack"] = call.meta["nn_module_stack"]
     for item in [*call.users]:
@@ -118,14 +119,14 @@ def lower_to_aten(
     """Lower a Dynamo graph to an ATen inference graph, and pass the ATen graph to ``compiler``.
 
     Returns a pair: the function that Dynamo should call, and the callable that ``compiler`` has returned.  The function calls
-    this callable.
+    the callable.
     """
     cached = torch._functorch.config.enable_autograd_cache
-    autocast = core.autocasts()  # if True, calls need the wrapper, because it turns autocast off, as in the compilation
+    autocast = core.autocasts()  # if True, calls need AOTAutograd's wrapper: it turns autocast off while the graph runs
     on_device, compiled, direct = as_on_device(example_inputs), list[Any](), False
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
-        # AOTAutograd's cache is off for the graph as a whole (see below).  Its regions are compiled with the user's setting.
+        # AOTAutograd's cache is off for the whole graph (see below), but its regions are compiled with the user's setting
         with torch._functorch.config.patch(enable_autograd_cache=cached):
             compiled.append(compiler(aten, inputs))
         return compiled[-1]
@@ -136,9 +137,9 @@ def lower_to_aten(
         direct = not autocast and _needs_no_wrapper(graph, on_device, inputs)
         return compiled[-1]
 
-    # If AOTAutograd's cache contained the graph, AOTAutograd would not call the compiler at all.
+    # Turn AOTAutograd's cache off: for a graph in its cache, AOTAutograd would not call ``compiler``.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        # fw_compiler is called if the model's forward has enabled gradients
+        # AOTAutograd calls fw_compiler if the model's forward enables gradients
         compilers: dict[str, Any] = {"fw_compiler": uncached, "inference_compiler": inference}
         wrapped = aot_module_simplified(graph, on_device, **compilers)
     boxed = compiled[-1]
@@ -149,10 +150,10 @@ def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence
     """Whether a graph runs correctly without AOTAutograd's wrapper, which costs 50 us per call.
 
     The ATen graph needs no wrapper if it has the same inputs and outputs as the Dynamo graph, writes no input, returns no
-    view of an input, does not change the grad mode, and has no output with symbolic sizes.  (The wrapper would mark the sizes
-    of such an output as dynamic for a later graph.)
-    ``given``: the inputs of the Dynamo graph, with fake tensors on the device for offloaded weights.  ``inputs``: the inputs
-    of the ATen graph.
+    view of an input, does not change the grad mode, and has no output with symbolic sizes.  (If an output has symbolic sizes,
+    the wrapper marks them as dynamic for the graph that reads this output.)
+    ``given``: the inputs of the Dynamo graph, as returned by :func:`as_on_device`.  ``inputs``: the inputs of the ATen
+    graph.
     """
     about: Any = torch._guards.TracingContext.get().fw_metadata
     returned = [node.meta.get("example_value") for node in graph.graph.output_node().all_input_nodes]
@@ -165,8 +166,8 @@ def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence
 def as_on_device(inputs: Sequence[Any]) -> list[Any]:
     """Return the inputs of a Dynamo graph, with each offloaded weight replaced by a fake tensor on the device.
 
-    In the traced graph, each weight is then an ordinary input.  In a call, the program passes for this input the device
-    memory that contains the weight at that time.
+    In the traced graph, each weight is then an ordinary input.  When a program calls the compiled graph, it passes the device
+    memory that currently contains the weight as this input.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
@@ -185,9 +186,10 @@ def describe_graph(
     fused: bool = True,
     repeats: Repeats | None = None,
 ) -> Traced:
-    """Return the ATen graph together with the data for planning that it does not contain, such as the number of ranks.  The
-    process groups of its collectives must still exist.
+    """Return the ATen graph together with data that planning needs and that the graph does not contain, such as the number of
+    ranks.
 
+    The process groups that the graph's collectives use must still exist.
     ``fused``, ``repeats``: see :class:`Traced`.
     """
     ranks = {name: len(ranks_of(name)) for name in sorted(group_names(graph.graph))}
@@ -214,13 +216,13 @@ def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int
     parameters = [_parameter_at(*key, p, model, min_bytes) for key, p in weights_among(inputs, model).items()]
     uses = Counter(p.name for p in parameters)
     return [
-        p if uses[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # two models use the name
+        p if uses[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # two models use this name
         for p in parameters
     ]
 
 
 def slow_inputs(graph: GraphModule, hoist: bool | str | Collection[str]) -> frozenset[int] | None:
-    """Return the positions of the graph inputs whose names ``hoist`` contains; None if ``hoist`` contains no names.
+    """Return the positions of the graph inputs whose names are in ``hoist``, or None if ``hoist`` is a bool or "auto".
 
     Raises ChunkflowError if a name is not the name of an input.
     """
@@ -242,7 +244,8 @@ def slow_inputs(graph: GraphModule, hoist: bool | str | Collection[str]) -> froz
 def weights_among(inputs: Sequence[Any], model: ModelIndex) -> dict[tuple[int, str], torch.Tensor]:
     """Return the weights among the inputs of a Dynamo graph.
 
-    Each key is a pair: the position of the input, and the path to the weight inside a tensor subclass (otherwise empty).
+    Each key is a pair: the position of an input, and the path to the weight inside this input.  The path is empty unless the
+    input is a tensor subclass.
     """
     return {
         (position, inside): leaf
@@ -276,11 +279,11 @@ def _stop(*_: Any) -> Any:
 
 
 def move_tables(graph: GraphModule, device: torch.device) -> tuple[int, ...]:
-    """Find the inputs whose only use in a graph is that they are moved to ``device``, and change the graph so that it expects
-    them on ``device``.
+    """Find the inputs that a graph only moves to ``device``.  Change the graph so that it expects these inputs on ``device``,
+    and return their positions.
 
-    Returns the positions of these inputs.  The caller must move them to ``device`` before it calls the graph.
-    For example, Qwen-Image keeps its rotary tables on the CPU and moves them to the GPU in every forward.  This copy from
+    The caller must move these inputs to ``device`` before it calls the graph.
+    For example, Qwen-Image keeps its rotary tables on the CPU and moves them to the GPU in every forward.  Such a copy from
     pageable memory would synchronize host and GPU in every step.  Therefore ``HostConstants`` in ``runtime/graph.py`` moves
     the tables only once.
     """
