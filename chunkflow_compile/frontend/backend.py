@@ -304,8 +304,8 @@ def _is_first_compilation() -> bool:
 
     If Dynamo compiles the function again, the model may be a restored one, or another model of the same class.  Then the
     backend does not move the weights; they move when the compiled graph is first called.  So the guards describe weights
-    that have not moved, and hold for the first call of every such model.  In its second call, the weights have moved, and the
-    guards of the first compilation hold.
+    that have not moved, and hold for the first call of every such model.  When such a model is called a second time, its
+    weights have moved, and the guards of the first compilation hold.
     """
     compilation = torch._guards.CompileContext.current_compile_id()
     return compilation is not None and compilation.frame_compile_id == 0

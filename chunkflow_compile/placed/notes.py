@@ -50,7 +50,7 @@ def hoisting_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def splitting_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return one sentence with the number of slices for each block type of a placed model whose blocks are split.
+    """Return, for each block type of a placed model that is split into slices, one sentence with the number of slices.
 
     If the user or the budget requires slices, the result also contains one sentence for each block type that is not split,
     with the reason.

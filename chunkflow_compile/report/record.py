@@ -58,7 +58,7 @@ class ArmRecord:
     def predicted(plan: Plan, step: Prediction | Timeline, total_bytes: int, calls: int = 1) -> ArmRecord:
         """Return the record of a predicted step.
 
-        ``step``: the prediction for one call of the plan.  ``calls``: the number of calls per step.
+        ``step``: the prediction for one call under the plan.  ``calls``: the number of calls per step.
         """
         return ArmRecord(
             step_s=step.step_s * calls,

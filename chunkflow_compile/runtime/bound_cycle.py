@@ -72,7 +72,7 @@ class BoundCycle:
         self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
             weakref.WeakKeyDictionary() for _ in calls
         ]
-        # verified region -> its key
+        # Cache of the structural keys of regions, by the module of the region, so that each key is computed once.
         self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()
 
     @property

@@ -25,7 +25,8 @@ from .read_ahead import InRing
 # Measuring a call costs 0.1 ms of host time.  On a GPU, a measured pass over the calls of a program or a cycle records about
 # two thousand events.  Recording an event takes 1 to 2 us, and reading its time takes 3 to 5 us.  So after the first
 # FIRST_STEPS passes, only two consecutive passes in every EVERY passes are measured.  On a GPU, only the times of the second
-# of these two passes are used.  The first pass is measured because its copies may still run when the second pass begins.
+# of these two passes are used.  The first pass is measured as well, because its last copies may still run during the second
+# pass: their times show which collectives of the second pass they overlapped.
 # EVERY is prime, so that each step of a repeating pattern, such as generations of 28 steps, is measured at some time.
 FIRST_STEPS = 16
 EVERY = 17

@@ -133,7 +133,8 @@ class Target:
         if op.window is None:
             return slot[span], self.binding.hosts[op.weight][span], f"keep {op.weight}"
         source: Bytes | InRing = self.binding.hosts[op.weight][span]
-        if op.ring is not None and op.weight in self.on_drive:  # the values of a written weight are not on the SSD
+        # The values of a weight that was modified are in host memory, and no longer on the SSD.
+        if op.ring is not None and op.weight in self.on_drive:
             assert isinstance(source, DriveBytes)
             source = InRing(self.binding.arena.reader, source, op.ring)
         return slot[span], source, f"prefetch {op.weight}[{op.first}:{op.end}] window {op.window}"

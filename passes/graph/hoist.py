@@ -353,8 +353,11 @@ def check_halves(traced: Traced, halves: Halves) -> None:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """The inputs and results of a graph as numbers, see :func:`_numbered`.  ``effects``: calls of ops that are not pure
-    (:func:`_is_pure`), as text, in program order."""
+    """The inputs and results of a graph, each replaced by the number of its value.  Equal ops on equal operands have equal
+    numbers (:func:`_numbered`), so that two graphs can be compared.
+
+    ``effects``: calls of ops that are not pure (:func:`_is_pure`), as text, in program order.
+    """
 
     inputs: list[int]
     results: Any

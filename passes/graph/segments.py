@@ -138,9 +138,11 @@ class Segments:
         return members
 
     def is_top_level(self, node: Node) -> bool:
+        """Whether a node stays outside all regions: inputs, outputs, collectives and their completions."""
         if node.op != "call_function":
             return True
-        if node.target is operator.getitem:  # one of the results of a coalesced collective is at the top level, too
+        # A getitem that takes one result of a coalesced collective stays outside all regions, like the collective.
+        if node.target is operator.getitem:
             return self.is_top_level(node.all_input_nodes[0]) and node.all_input_nodes[0].op == "call_function"
         return collective_kind(node) is not None or is_wait_tensor(node)
 
