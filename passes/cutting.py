@@ -214,7 +214,7 @@ def _peer_weights(finest: Cut, settings: Settings, planned: Callable[[Problem], 
     if planned is None or settings.timings is not None:
         return frozenset()
     budget = goal_of_cut(finest.traced, settings).memory is not None
-    return to_peers(finest, planned, settings.ranks, budget, settings.hardware.rate_beside_pulls(settings.ranks))
+    return to_peers(finest, planned, settings.ranks, budget, settings.hardware.rate_during_pulls(settings.ranks))
 
 
 def _sharded_now(traced: Traced) -> frozenset[str]:

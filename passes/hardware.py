@@ -235,7 +235,7 @@ class Hardware:
         """Bytes/s of a long copy from host memory while nothing else uses the interconnect."""
         return self.eta_pref * self.h2d_bandwidth
 
-    def rate_beside_pulls(self, ranks: int) -> float:
+    def rate_during_pulls(self, ranks: int) -> float:
         """Return the bytes/s of copies from host memory while all ``ranks`` ranks copy and pull; 0 if copies and pulls
         use the same interconnect."""
         return 0.0 if self.shared_link else self.shared_by(ranks).copy_rate

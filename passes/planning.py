@@ -111,8 +111,8 @@ def make_plan(
 def join_loss(
     problem: Problem, settings: Settings, *, residents_in_arena: bool = False, ends: Sequence[int] | None = None
 ) -> float:
-    """Return by what share the predicted step gets longer if compute waits at the end of each call for the copies that are
-    still running (a *join*), with the same memory; 0.01 means 1 %.
+    """Return the relative increase of the predicted step time if compute waits at the end of each call for the copies that
+    are still running (a *join*), with the same memory.  For example, 0.01 is an increase of 1 %.
 
     If ``settings`` contain a plan, its windows are used with and without joins.  Otherwise two plans are made, one with joins
     and one without.  The arguments and errors are the same as for :func:`make_plan`.

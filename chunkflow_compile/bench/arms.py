@@ -164,7 +164,7 @@ def on_peers_of(arm: Arm, variant: Variant, goal: Goal, timings: Timings) -> fro
         return make_plan(problem, replace(variant.settings, goal=goal, timings=times, likes=()))
 
     ranks = variant.settings.ranks
-    return to_peers(variant.cut, plan, ranks, host_rate=variant.settings.hardware.rate_beside_pulls(ranks))
+    return to_peers(variant.cut, plan, ranks, host_rate=variant.settings.hardware.rate_during_pulls(ranks))
 
 
 def block_bytes(problem: Problem) -> int:

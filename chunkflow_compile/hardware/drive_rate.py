@@ -36,7 +36,7 @@ def drive_rate(path: Path) -> float:
         raise ChunkflowError(f"The folder {path} has no files: give the folder of a checkpoint.") from error
     except OSError as error:
         raise ChunkflowError(
-            f"{path} cannot be read beside the page cache: {error.strerror or error}. Give a file on a local drive."
+            f"{path} cannot be read without the page cache: {error.strerror or error}. Give a file on a local drive."
         ) from error
     buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # mmap aligns it to a page, as direct reads require
     with os.fdopen(number, "rb", buffering=0) as drive:

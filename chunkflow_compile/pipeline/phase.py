@@ -85,8 +85,8 @@ class Phase:
         self.limit: int | None = None
         self.calls = 0
         self.retries = 0
-        # name of an intercepted method -> the attribute of the model that was replaced, or None.  Empty if calls of the model
-        # itself are intercepted.
+        # name of an intercepted method -> the instance attribute of this name that the interception has replaced, or None if
+        # the model had only the method of its class.  Empty if calls of the model itself are intercepted.
         self.methods: dict[str, Any] = {}
         self._warned = 0  # the maximum bytes of a call that has exceeded the budget
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)

@@ -51,7 +51,7 @@ def no_memory_for_weights(
     needs = f", which need {size(least)}" if budget < least else f": {error}"
     return ChunkflowError(
         f"memory={size(total)} is too little for {phase.name} ({type(phase.root).__name__}): {calls} take "
-        f"{size(largest.activations - largest.kept)} beside {whose} weights, activations mostly, so {size(max(0, budget))} "
-        f"are left for the weights{needs}. Call restore(pipe), then compile with at least "
+        f"{size(largest.activations - largest.kept)} in addition to {whose} weights, mostly activations, so "
+        f"{size(max(0, budget))} are left for the weights{needs}. Call restore(pipe), then compile with at least "
         f"memory={enough(budget_for(least + largest.activations - phase.kept))!r}, or the pipeline with smaller sizes."
     )

@@ -61,7 +61,7 @@ def replan(
         chosen = Options(memory=memory, weight_memory=weight_memory, slowdown=slowdown, policy=policy, plan=plan)
         goal, settings["plan"] = chosen.goal, chosen.given_plan()
     elif as_measured:
-        settings["plan"] = None  # drop the plan from a file, because this plan ignores the measured times
+        settings["plan"] = None  # a plan that was read from a file would ignore the measured times
     running = cycles(model) if as_measured else ()
     apart = [program for program in all_programs if not any(program.key in cycle.keys for cycle in running)]
     bound: list[BoundCycle] = [*apart, *running]

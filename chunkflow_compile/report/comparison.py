@@ -46,7 +46,7 @@ def explain_plan(
         Figure("waiting for weights", predicted.exposed_s, measured.exposed_s),
         Figure("collectives", predicted.collective_s, measured.collective_s),
         Figure("host, and the rest", 0.0, _rest(measured)),
-        Figure("copies, beside the rest", predicted.copy_s, measured.copy_s),
+        Figure("copies (concurrent)", predicted.copy_s, measured.copy_s),
         Figure("copied", plan.moved_bytes, measured.moved_bytes, "bytes"),
         Figure("rate of copies", rate, reached, "bytes/s"),
     )

@@ -20,7 +20,7 @@ from chunkflow_compile.units import size
 
 StepLane = Literal["compute", "collective", "copy", "pull", "read"]
 STEP_LANES: tuple[StepLane, ...] = get_args(StepLane)
-HELD = "held back until the copies have arrived, so that none runs beside it"
+HELD = "held back until the copies have arrived, so that none runs at the same time"
 _JOINED = "the call ends when its copies have arrived, so that it can be one CUDA graph"
 # An upper bound of the rounding error in a sum of a thousand spans, in seconds.  Every span is longer than this.
 _TOLERANCE_S = 1e-8

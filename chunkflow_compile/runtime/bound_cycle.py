@@ -209,7 +209,8 @@ class BoundCycle:
             return
         kept = self.arena.keep(self, outside.values(), self._advice)
         if any(kept[buffer] is not binding.values[name] for name, buffer in outside.items()):
-            # this cycle must be bound again, because the new copy is in other memory: another arena still uses the old copy
+            # Another arena still uses the old copy of a weight, so the new copy has another address.  Release this cycle, so
+            # that its next call binds it to the new address.
             self.arena.release(self)
 
     def _moved(self, name: str, bound: Bytes) -> bool:

@@ -97,7 +97,8 @@ class _Compiler:
         self._window = 0
         self._taken: tuple[int, ...] = ()  # the numbers of the values whose last reader is the next region
         self._computes: list[Compute] = []
-        self._picks_and_drops: PicksAndDrops | None = None  # the latest work, if the next op may be added to it
+        # the newest picks and drops, if the next op may still be added to them; otherwise None
+        self._picks_and_drops: PicksAndDrops | None = None
         self._transfers: list[Record | Wait | Copy] = []
         self._reads: list[Read | Record | Wait] = []
         self._completed = set[Node]()  # completions that _start has added, so that _finish must not add them

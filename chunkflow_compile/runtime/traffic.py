@@ -87,8 +87,8 @@ class Traffic:
         if not (self._collectives or self._drained or any(self._lanes.values())):
             return _NO_COPIES
         fresh = [self._collectives.popleft() for _ in range(len(self._collectives))]
-        beside = [[overlaps for _, overlaps in _overlaps(fresh, list(lane))] for lane in self._lanes.values()]
-        for collective, *overlaps in zip(fresh, *beside, strict=True):
+        per_lane = [[overlaps for _, overlaps in _overlaps(fresh, list(lane))] for lane in self._lanes.values()]
+        for collective, *overlaps in zip(fresh, *per_lane, strict=True):
             assert collective.windows is not None
             seconds = collective.end - collective.begin
             collective.windows.collective_s[collective.window] += seconds

@@ -64,7 +64,7 @@ class Packed(Backing):
         self._inner = inner
         # the process and the thread that have opened the pages
         self._writer: tuple[int, int] | None = None
-        # held while values are read or packed, and while pages are closed
+        # held while values are read or packed, and during the call that makes the pages inaccessible
         self._lock = ProcessLock()
         # False while values are packed, and after the packing was interrupted
         self._whole = True

@@ -214,7 +214,7 @@ def with_peers(cut: Cut, hardware: Hardware, ranks: int, plan: Callable[[Problem
     """
     if hardware.why_no_peers(ranks):
         return cut.problem
-    names = to_peers(cut, plan, ranks, budget=False, host_rate=hardware.rate_beside_pulls(ranks))
+    names = to_peers(cut, plan, ranks, budget=False, host_rate=hardware.rate_during_pulls(ranks))
     return on_peers(cut, names, ranks).problem
 
 

@@ -188,7 +188,8 @@ class _Tries:
             self._least = self._measure(given) / AS_GOOD
 
     def add(self, names: frozenset[str]) -> Plan | None:
-        """Try a set of weights.  Return its plan, or None if there is no plan within the budget."""
+        """Plan a set of weights, and keep the set if its plan is the best so far: with a budget, the plan with the shortest
+        step, and otherwise the plan with the least memory.  Return the plan, or None if no plan fits the budget."""
         with contextlib.suppress(ChunkflowError):
             plan = self._plan(self._form(self._cut, names).problem)
             if (measured := self._measure(plan)) < self._least:

@@ -53,7 +53,7 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
     The factors by which a region and a collective (``latency`` or ``exchange``) slow each other down are valid only if the
     region is attention and kernels move the bytes of the collective.
     """
-    beside, together = 2.0 if hardware.shared_link else 1.0, hardware.attention_slowdown
+    both_lanes, together = 2.0 if hardware.shared_link else 1.0, hardware.attention_slowdown
     return {
         ("region", "copy"): hardware.compute_slowdown,
         ("latency", "copy"): hardware.compute_slowdown,
@@ -67,8 +67,8 @@ def stretches(hardware: Hardware) -> Mapping[tuple[Use, Use], float]:
         ("latency", "pull"): hardware.compute_pull_slowdown,
         ("exchange", "pull"): hardware.collective_pull_slowdown,
         ("pull", "exchange"): hardware.pull_slowdown,
-        ("copy", "pull"): beside,
-        ("pull", "copy"): beside,
+        ("copy", "pull"): both_lanes,
+        ("pull", "copy"): both_lanes,
     }
 
 

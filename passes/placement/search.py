@@ -280,7 +280,8 @@ class Planner:
         return [candidate] if memory is None or candidate.nbytes <= memory else []
 
     def _hides_all(self, candidate: Candidate) -> bool:
-        """Return whether the step is as short as the step with all weights resident, both as predicted and under strain."""
+        """Return whether the step is as short as the step with all weights resident, both if copies take as long as
+        predicted and if they take STRAIN times as long."""
         least = self.resident.step_s
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 

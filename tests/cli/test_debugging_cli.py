@@ -201,16 +201,16 @@ to go faster:   more memory than 16.0 KiB (all weights: 32.0 KiB), pack=True, or
 
 policy chunkflow, planned for machine; medians of 7 calls; plan ce8c4b8e71195e8f
 
-                         predicted    measured    ratio
------------------------  -----------  ----------  -------
-a call of the model      10.8 ms      25.0 ms     2.31
-compute                  10.0 ms      20.0 ms     2.00
-waiting for weights      0.0 ms       3.0 ms
-collectives              0.8 ms       1.0 ms      1.25
-host, and the rest       0.0 ms       1.0 ms
-copies, beside the rest  1.6 ms       3.3 ms      2.00
-copied                   32.0 KiB     32.0 KiB    1.00
-rate of copies           0.02 GB/s    0.01 GB/s   0.50
+                     predicted    measured    ratio
+-------------------  -----------  ----------  -------
+a call of the model  10.8 ms      25.0 ms     2.31
+compute              10.0 ms      20.0 ms     2.00
+waiting for weights  0.0 ms       3.0 ms
+collectives          0.8 ms       1.0 ms      1.25
+host, and the rest   0.0 ms       1.0 ms
+copies (concurrent)  1.6 ms       3.3 ms      2.00
+copied               32.0 KiB     32.0 KiB    1.00
+rate of copies       0.02 GB/s    0.01 GB/s   0.50
 
 limited by compute, 80 % of the step; compute waits 12 % of it for weights, and the link is busy 13
 % of it
