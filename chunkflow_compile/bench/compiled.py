@@ -17,8 +17,9 @@ from chunkflow_compile.placed.offload import programs
 from chunkflow_compile.runtime.measurement import StepMeasurement, measured
 from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.runtime.variants import Variant
-from chunkflow_compile.weights.host_buffer import Form, buffer_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.peer_pieces import Pieces
+from chunkflow_compile.weights.weight_memory import Form
 
 from .pace import paced
 

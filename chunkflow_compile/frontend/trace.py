@@ -30,9 +30,10 @@ from chunkflow_compile.private_torch import core, dynamo
 from chunkflow_compile.private_torch.dynamo import source_name
 from chunkflow_compile.units import size
 from chunkflow_compile.weights.groups import ranks_of, ranks_together
-from chunkflow_compile.weights.host_buffer import Form, buffer_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, with_leaves
+from chunkflow_compile.weights.weight_memory import Form
 
 # The reason given for a parameter that stays on the device because no module was found that contains it.
 NO_MODULE = "no module holds it"

@@ -15,7 +15,7 @@ from chunkflow_compile.placed.placement import placements_of
 from chunkflow_compile.report.plan_tables import block_type, slices_notes
 from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.units import size
-from chunkflow_compile.weights.host_buffer import Form
+from chunkflow_compile.weights.weight_memory import Form
 
 
 def packing_notes(model: nn.Module) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from .source import DriveBytes
 
 
 class Where(Enum):
-    """The storage of a weight's bytes; the module docstring of ``host_buffer.py`` explains the four cases."""
+    """The storage of a weight's bytes; the module docstring of ``weight_memory.py`` explains the four cases."""
 
     OWN = "memory of this process alone"
     SHARED = "memory that other ranks map too"

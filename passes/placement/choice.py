@@ -189,7 +189,7 @@ class _Tries:
 
     def add(self, names: frozenset[str]) -> Plan | None:
         """Plan a set of weights, and keep the set if its plan is the best so far: with a budget, the plan with the shortest
-        step, and otherwise the plan with the least memory.  Return the plan, or None if no plan fits the budget."""
+        step, and otherwise the plan that takes the fewest bytes.  Return the plan, or None if no plan fits the budget."""
         with contextlib.suppress(ChunkflowError):
             plan = self._plan(self._form(self._cut, names).problem)
             if (measured := self._measure(plan)) < self._least:

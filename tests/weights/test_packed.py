@@ -33,11 +33,12 @@ from chunkflow_compile.runtime.single_call import SingleCall
 from chunkflow_compile.weights import drive
 from chunkflow_compile.weights import packed as packed_weights
 from chunkflow_compile.weights.backing import Where
-from chunkflow_compile.weights.host_buffer import Form, HostBuffer, buffer_of
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.mapping import PAGE, whole_pages
 from chunkflow_compile.weights.packed import Packed
 from chunkflow_compile.weights.staging import GpuStagings
+from chunkflow_compile.weights.weight_memory import Form
 
 BF16 = torch.bfloat16
 NAME, OTHER = "blocks.0.up.weight", "blocks.1.down.weight"

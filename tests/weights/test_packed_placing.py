@@ -29,9 +29,9 @@ from chunkflow_compile.placed.placement import placement_of
 from chunkflow_compile.weights import loader
 from chunkflow_compile.weights.backing import Where
 from chunkflow_compile.weights.bytes import flat_bytes
-from chunkflow_compile.weights.host_buffer import Form
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.mapping import whole_pages
+from chunkflow_compile.weights.weight_memory import Form
 
 BF16 = torch.bfloat16
 # Of a checkpoint.
