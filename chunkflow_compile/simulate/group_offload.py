@@ -26,7 +26,7 @@ from itertools import pairwise
 
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
-from chunkflow_compile.passes.placement.policies import block_regions
+from chunkflow_compile.passes.placement.policies import block_regions, weights_of_blocks
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import HOST, Problem, Weight
 from chunkflow_compile.passes.step import Copy, Evict, Op, Record, Run, Scheduler, Wait
@@ -37,7 +37,8 @@ from .played_steps import PlayedStep
 def play_group_offload(problem: Problem, hardware: Hardware) -> PlayedStep:
     """Simulate a call with group offload and with blocks that are compiled one by one."""
     blocks = [b for b in block_regions(problem) if _is_group(problem.regions[b[0]].block)]
-    groups = _groups(problem, blocks)
+    # copied from host memory, and each weight as a whole
+    groups = [[replace(w, source=HOST) for w in own] for own in weights_of_blocks(problem, blocks)]
     sizes = [sum(w.nbytes for w in group) for group in groups]
     outside = problem.total_bytes - sum(sizes)
     begins = {first: b for b, (first, _) in enumerate(blocks)}
@@ -80,15 +81,3 @@ def round_trip_s(nbytes: int, hardware: Hardware) -> float:
 def _is_group(block: str) -> bool:
     """Whether a block is in a list that is a direct child of the model, such as ``blocks.3``."""
     return len(block.split(".")) == 2
-
-
-def _groups(problem: Problem, blocks: list[tuple[int, int]]) -> list[list[Weight]]:
-    """Return, for each block, the weights that only this block reads.  Each weight is copied from host memory as a
-    whole."""
-    home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}
-    groups: list[list[Weight]] = [[] for _ in blocks]
-    for weight in problem.weights:
-        readers = {home.get(k, -1) for k in weight.uses}
-        if len(readers) == 1 and (block := readers.pop()) >= 0:
-            groups[block].append(replace(weight, source=HOST))
-    return groups

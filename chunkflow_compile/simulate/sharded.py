@@ -24,7 +24,7 @@ from dataclasses import replace
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Lane, Sharded
-from chunkflow_compile.passes.placement.policies import block_regions
+from chunkflow_compile.passes.placement.policies import block_regions, weights_of_blocks
 from chunkflow_compile.passes.placement.timeline import Playback, Played, Simulator
 from chunkflow_compile.passes.problem import HOST, Collective, Problem
 from chunkflow_compile.passes.step import Copy, Finish, Op, Run, Scheduler, Start, Step
@@ -112,10 +112,4 @@ class _Gathering(Playback):
 
 def _block_bytes(problem: Problem) -> list[int]:
     """Return, for each block, the bytes of the weights that only this block reads."""
-    home = {k: b for b, (first, last) in enumerate(block_regions(problem)) for k in range(first, last + 1)}
-    sizes = [0] * len(block_regions(problem))
-    for weight in problem.weights:
-        readers = {home.get(k, -1) for k in weight.uses}
-        if len(readers) == 1 and (block := readers.pop()) >= 0:
-            sizes[block] += weight.nbytes
-    return sizes
+    return [sum(w.nbytes for w in own) for own in weights_of_blocks(problem, block_regions(problem))]

@@ -29,6 +29,17 @@ def block_regions(problem: Problem) -> list[tuple[int, int]]:
     return bounds
 
 
+def weights_of_blocks(problem: Problem, blocks: Sequence[tuple[int, int]]) -> list[list[Weight]]:
+    """Return, for each block, the weights that only this block reads.  ``blocks``: first and last region of each block."""
+    home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}
+    found: list[list[Weight]] = [[] for _ in blocks]
+    for weight in problem.weights:
+        readers = {home.get(k, -1) for k in weight.uses}
+        if len(readers) == 1 and (block := readers.pop()) >= 0:
+            found[block].append(weight)
+    return found
+
+
 def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
     """Return a window for each chunk: the first window of the block before the block that reads the chunk.  A chunk of the
     first block in a step gets the first window of the last block in the previous step.  A chunk whose readers are not all in
