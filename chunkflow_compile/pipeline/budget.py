@@ -36,8 +36,8 @@ from chunkflow_compile.weights.locks import ProcessLock
 
 _log = logging.getLogger(__name__)
 
-# A phase is planned again if its part of the budget has grown by more than this share of the whole budget.  A smaller gain is
-# not worth a cold start.
+# A phase is planned again if its part of the budget has shrunk, or has grown by more than this share of the whole budget.  A
+# smaller gain is not worth a cold start.
 _WORTH_A_PLAN = 0.02
 # The name of the attribute in which a pipeline, and each of its components, stores the Budget.
 BUDGET = "_chunkflow_budget"

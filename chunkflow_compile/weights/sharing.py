@@ -75,7 +75,8 @@ class LoadRequest:
     @property
     def takes_temporarily(self) -> int:
         """Bytes of host memory that the weight takes only while it is moved.  For a weight to pack, they include its
-        unpacked values and the unpacked values of the next weight, which is read ahead."""
+        unpacked values and the unpacked values of the next weight, which is read ahead.  The next weight is counted with
+        the size of this weight, so the maximum over all weights is an upper bound."""
         return min(self.nbytes, self.frees) + 2 * self.source.values
 
     @property
