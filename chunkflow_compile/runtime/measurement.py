@@ -79,9 +79,9 @@ class StepMeasurement(NamedTuple):
     stalled because weights had not arrived, including the copies of a cold start.  ``collective_s``: the total seconds of
     collectives and their completions.  ``copy_s``: the total seconds of the copies that ended in the step.  ``alone_s``,
     ``alone_bytes``: seconds and bytes of the copies from the host that overlapped neither a collective nor a pull.
-    ``collectives``: the number of collectives in the step.  ``moved_bytes``: bytes of the copies that were issued in the step.  ``pulled_bytes``: the part of ``moved_bytes`` that
-    came from other ranks.  ``primed_bytes``: bytes that the prologue copied before the step; ``moved_bytes`` does not
-    include these bytes.
+    ``collectives``: the number of collectives in the step.  ``moved_bytes``: bytes of the copies that were issued in the
+    step.  ``pulled_bytes``: the part of ``moved_bytes`` that came from other ranks.  ``primed_bytes``: bytes that the
+    prologue copied before the step; ``moved_bytes`` does not include these bytes.
     ``read_s``, ``read_bytes``: seconds and bytes of the reads from the SSD into the ring since the previous step.
     ``idle_s``: seconds from the end of the cycle's previous call to the start of this step; 0 if the previous call was not
     measured.  ``begin_s``: the time when the step started, in seconds of the device's clock.  ``plan``: the digest of the
