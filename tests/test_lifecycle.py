@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import resource
+import signal
 import threading
 import weakref
 from collections import Counter
@@ -154,6 +155,7 @@ def test_a_parent_that_reads_a_weight_below(no_grad: None) -> None:
 
 def ends(rank: int, debug: tuple[str, ...]) -> None:
     """A forked process that ends as ``sys.exit`` ends one, while copies for the next step are under way."""
+    signal.alarm(int(WITHIN))  # it fails if it hangs
     torch.set_grad_enabled(False)
     run = compiled(Stack(4).eval(), debug=debug)
     for _ in range(2):
