@@ -191,7 +191,7 @@ def resident_mib() -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of the process from /proc")
 @pytest.mark.parametrize(
-    ("rounds", "first", "width"), [(8, 4, 512), pytest.param(200, 20, 256, marks=pytest.mark.long)]
+    ("rounds", "first", "width"), [(6, 3, 512), pytest.param(200, 20, 256, marks=pytest.mark.long)]
 )
 def test_nothing_is_left_of_rounds_of_compiling_and_restoring(
     rounds: int, first: int, width: int, no_grad: None
