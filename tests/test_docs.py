@@ -9,8 +9,7 @@ import pkgutil
 import re
 import runpy
 from collections.abc import Iterator
-from dataclasses import fields
-from functools import cached_property
+from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,28 +115,53 @@ def defined(tree: ast.AST) -> set[str]:
     return {getattr(node, kinds[type(node)]) for node in nodes if type(node) in kinds}
 
 
+@dataclass(frozen=True)
+class Module:
+    """What a file in Python defines: any names, classes and functions, and ``Class.name`` of its classes."""
+
+    names: set[str]
+    callables: set[str]
+    members: set[str]
+
+
 class Sources:
-    """The files of the repository, and what those in Python define."""
+    """The files of the repository, and what those in Python define.  Few pages name what most files define, so a file is
+    parsed when a page names a word that is in it."""
 
     def __init__(self) -> None:
         top = [ROOT / name for name in ("chunkflow_compile", "passes", "tests", "examples", "docs")]
         self._paths = [path for folder in top for path in (folder, *folder.rglob("*")) if path.name != "__pycache__"]
         self._folders = {path.name for path in [*top, *(ROOT / "chunkflow_compile").iterdir()] if path.is_dir()}
         self._texts = {path: path.read_text() for path in self._paths if path.suffix == ".py"}
-        trees = {path: ast.parse(text) for path, text in self._texts.items()}
-        classes = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-        # a helper of a test is nothing that a page calls
-        calls = (n for path, tree in trees.items() if not path.is_relative_to(ROOT / "tests") for n in ast.walk(tree))
-        self.names = {path: defined(tree) for path, tree in trees.items()}
-        self.members = {f"{owner.name}.{name}" for owner in classes for name in defined(owner)}
-        self.all_names = {*dir(builtins)}.union(*self.names.values())
-        self.callables = {*dir(builtins), *(n.name for n in calls if isinstance(n, ast.FunctionDef | ast.ClassDef))}
+        self._words = {path: {*re.findall(r"\w+", text)} for path, text in self._texts.items()}
+        self._modules = dict[Path, Module]()
         self.targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        # all but those of this file, which names what is gone
+        self.words = set[str]().union(*(words for path, words in self._words.items() if path != Path(__file__)))
 
-    @cached_property
-    def words(self) -> set[str]:
-        """All but those of this file, which names what is gone."""
-        return {w for path, text in self._texts.items() if path != Path(__file__) for w in re.findall(r"\w+", text)}
+    def module(self, path: Path) -> Module:
+        if path not in self._modules:
+            tree = ast.parse(self._texts[path])
+            nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+            members = {f"{n.name}.{name}" for n in nodes if isinstance(n, ast.ClassDef) for name in defined(n)}
+            self._modules[path] = Module(defined(tree), {n.name for n in nodes}, members)
+        return self._modules[path]
+
+    def modules(self, word: str) -> Iterator[tuple[Path, Module]]:
+        """The files that contain a word, those first that seem to define it."""
+        shown = re.compile(rf"(?:class|def) {word}\b")
+        found = [path for path, words in self._words.items() if word in words]
+        for path in sorted(found, key=lambda path: shown.search(self._texts[path]) is None):
+            yield path, self.module(path)
+
+    def is_defined(self, name: str) -> bool:
+        """Whether a file has a class, a function, an argument or a variable of this name."""
+        return name in dir(builtins) or any(name in module.names for _, module in self.modules(name))
+
+    def is_callable(self, name: str) -> bool:
+        """Whether a file has a class or a function of this name; a helper of a test is nothing that a page calls."""
+        modules = (m for path, m in self.modules(name) if not path.is_relative_to(ROOT / "tests"))
+        return name in dir(builtins) or any(name in module.callables for module in modules)
 
     def have(self, name: str) -> bool:
         """Whether what stands in backticks exists, as far as it is a path or a name that says of itself what it is."""
@@ -150,19 +174,19 @@ class Sources:
             )
         bare = name.partition("(")[0]
         if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*\.\w+", bare):
-            return bare in self.members
+            return any(bare in module.members for _, module in self.modules(bare.partition(".")[0]))
         if not bare.isidentifier():
             return True
         if name.endswith(")"):
-            return bare in self.callables
+            return self.is_callable(bare)
         if re.match(r"test_|_?[A-Z]+[a-z]", bare):
-            return bare in self.all_names
+            return self.is_defined(bare)
         return "_" not in bare or bare in self.words
 
     def have_in(self, name: str, path: str) -> bool:
         """Whether a file defines a name; True for a file that is not there, which is missing itself."""
-        files = [file for file in self.names if file.match(path)]
-        return not files or any(name.rpartition(".")[2] in self.names[file] for file in files)
+        files = [file for file in self._texts if file.match(path)]
+        return not files or any(name.rpartition(".")[2] in self.module(file).names for file in files)
 
 
 def gone(page: str, sources: Sources) -> set[str]:
@@ -176,7 +200,7 @@ def gone(page: str, sources: Sources) -> set[str]:
     prose, blocks = _FENCE.sub("", page), _FENCE.findall(page)
     spans = {re.sub(r"\s+", " ", span) for span in _SPAN.findall(prose)}
     named = spans | {word for span in spans for word in span.split() if "/" in word and _PATH.fullmatch(word)}
-    missing = {name for name in named if not sources.have(name) and re.split(r"[(:]", name)[0] not in outside}
+    missing = {name for name in named if re.split(r"[(:]", name)[0] not in outside and not sources.have(name)}
     for names, path, other_path, name in _IN_FILE.findall(prose):
         where = path or other_path
         missing |= {f"{name} in {where}" for name in _SPAN.findall(names or name) if not sources.have_in(name, where)}
@@ -316,8 +340,8 @@ def test_what_a_benchmark_imports_exists(sources: Sources) -> None:
             other = script.parent / f"{module}.py"
             if module.partition(".")[0] == "chunkflow_compile" and module not in NEEDS_TRITON:
                 assert hasattr(import_module(module), name) or find_spec(f"{module}.{name}"), (script, name)
-            elif other in sources.names:
-                assert name in sources.names[other], (script, name)
+            elif other in SCRIPTS:
+                assert name in sources.module(other).names, (script, name)
 
 
 @pytest.mark.long

@@ -35,6 +35,13 @@ def targets(node: ast.AST) -> Iterator[ast.expr]:
             yield target
 
 
+def called(function: ast.expr) -> str:
+    """A function as it is written, if that is a name, or an attribute of one."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return f"{function.value.id}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
+
+
 def foreign_writes(source: str) -> list[str]:
     """The attributes of other objects than ``self`` and ``cls`` that a module assigns or deletes.
 
@@ -44,7 +51,7 @@ def foreign_writes(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         written = [target.value for target in targets(node) if isinstance(target, ast.Attribute)]
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
+        if isinstance(node, ast.Call) and called(node.func) in ("setattr", "delattr", "object.__setattr__"):
             written += node.args[:1]
         found += [ast.unparse(owner) for owner in written if ast.unparse(owner) not in ("self", "cls")]
     return found

@@ -28,9 +28,28 @@ def split() -> tuple[nn.Module, dict[str, Any]]:
     return UlyssesStack(), {"x": torch.randn(4096 // dist.get_world_size(), 32)}
 
 
+def wide() -> tuple[nn.Module, dict[str, Any]]:
+    """The same with large weights, and 64 tokens."""
+    return UlyssesStack(width=512), {"x": torch.randn(64 // dist.get_world_size(), 512)}
+
+
 def stack() -> tuple[nn.Module, dict[str, Any]]:
     """No collectives."""
     return Stack(), {"x": torch.randn(4, 8)}
+
+
+class Backwards(Stack):
+    """Its last block comes first in the step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+def backwards() -> tuple[nn.Module, dict[str, Any]]:
+    return Backwards(6), {"x": torch.randn(4, 8)}
 
 
 class Timed(nn.Module):

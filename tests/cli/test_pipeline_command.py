@@ -136,7 +136,7 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     check_timeline(json.loads(timeline.read_text())["traceEvents"], [*phases["chunkflow"].values()])
     host = {way: sum(p["host"] for p in g["phases"]) for way, g in ways.items()}
     assert host["plain"] == 0 < host[MODEL_OFFLOAD] == total == host[GROUP_OFFLOAD] >= host["chunkflow"] > 0.9 * total
-    code, out, _ = run(capsys, "--memory", "1GiB", "--json", "-")
+    code, out, _ = run(capsys, "--memory", "1GiB", "--split", "1", "--json", "-")
     assert code == 0 and json.loads(out)["memory"] == 1 << 30
     resident = {p["name"]: p["seconds"] for p in json.loads(out)["ways"]["chunkflow"]["phases"]}
     assert all(resident[name] <= p["seconds"] for name, p in phases["chunkflow"].items())
@@ -255,7 +255,7 @@ def check_timeline(events: list[dict[str, Any]], phases: list[dict[str, Any]]) -
 
 @pytest.mark.usefixtures("small")
 def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, error = run(capsys, "--memory", "300KiB")
+    code, _, error = run(capsys, "--memory", "300KiB", "--split", "1")  # the minimum of slices takes seconds
     assert code == 2 and "--memory 300.0 KiB is too little for " in error and "Give --memory '" in error
     assert "activations take up to" in error
     with pytest.raises(SystemExit, match="2"):

@@ -43,9 +43,10 @@ class Traces:
 
     def trace(self, model: Preset, *call: Any) -> Traced:
         self.count += 1
-        if (str(model), call) not in TRACED:
-            TRACED[str(model), call] = trace_of(model, *call)
-        return TRACED[str(model), call]
+        # of all models of this name alike: their traces are counted, and nothing looks into more than one
+        if (model.name, call) not in TRACED:
+            TRACED[model.name, call] = trace_of(model, *call)
+        return TRACED[model.name, call]
 
     def files(self, kind: str = "") -> list[Path]:
         return sorted(self.folder.glob(f"{kind}*.json"))

@@ -149,7 +149,7 @@ def test_each_call_after_the_first_in_each_mode_and_size(dynamic: bool, through:
     for found in (False, True):
         torch._dynamo.reset()
         counters.clear()
-        model, twin = twins(lambda: Stack(3).requires_grad_(False))
+        model, twin = twins(lambda: Stack(2).requires_grad_(False))
         run = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=dynamic, options=STREAMED)
         sizes = (3, 5, 3, 7) if dynamic else (4,)
         run(torch.randn(sizes[0], 8))

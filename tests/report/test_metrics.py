@@ -148,7 +148,7 @@ def test_a_scrape_does_not_wait_for_a_call(registry: Any) -> None:
 
         scraping = pool.submit(scrapes)
         try:
-            for i in range(12):
+            for i in range(8):
                 if i % 4 == 0:
                     restore(model)
                 assert torch.equal(model(x), twin(x))
