@@ -192,8 +192,8 @@ class Tenant:
 
 
 @lru_cache(maxsize=64)  # tests with the same seed draw the same specs
-def traced(spec: Spec) -> tuple[RandomModel, torch.Tensor, Cut]:
-    """A model, an input, and its regions, which all programs of the model share unchanged."""
+def traced(spec: Spec, ranks: int) -> tuple[RandomModel, torch.Tensor, Cut]:
+    """A model, an input, and its regions, which all programs of the model on so many ranks share unchanged."""
     torch._dynamo.reset()
     model = RandomModel(spec).eval()
     x = torch.randn(4, spec.width)
@@ -255,7 +255,7 @@ class Bench(Runs):
 
     def __init__(self, spec: Spec, chosen: Choices | None = None) -> None:
         super().__init__()
-        self.model, self.x, self.cut = traced(spec)
+        self.model, self.x, self.cut = traced(spec, dist.get_world_size())
         torch.manual_seed(spec.seed + 1)  # the same inputs whether the trace is cached or not
         self.weights = {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
         self.pieces: dict[str, Pieces] = {}

@@ -57,7 +57,7 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def compiled(cuda: FakeCuda, make: Any = lambda: Stack(6), **options: Any) -> tuple[nn.Module, nn.Module, Any]:
+def compiled(cuda: FakeCuda, make: Any = lambda: Stack(3), **options: Any) -> tuple[nn.Module, nn.Module, Any]:
     """A model on a GPU, its twin, and the compiled model."""
     model, twin = twins(make)
     chosen = {**EAGER, "arena": cuda.arena(), "debug": "poison", **options}
@@ -69,9 +69,9 @@ def compiled(cuda: FakeCuda, make: Any = lambda: Stack(6), **options: Any) -> tu
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (lambda: Stack(6), {"weight_memory": 60_000}),
-        (lambda: UlyssesStack(4, width=64), {}),
-        (lambda: UlyssesStack(4, width=64), {"policy": "layerwise"}),
+        (lambda: Stack(3), {"weight_memory": 35_000}),
+        (lambda: UlyssesStack(2, width=64), {}),
+        (lambda: UlyssesStack(2, width=64), {"policy": "layerwise"}),
     ],
 )
 def test_steps_are_right_and_bytes_are_those_of_the_plan(make: Any, options: dict[str, Any], no_grad: None) -> None:
@@ -141,7 +141,7 @@ def test_time_is_measured_by_the_device(no_grad: None) -> None:
         assert 0.004 <= step.exposed_h2d_s < step.step_s < 2 * copies
         assert all(s > 0 for s in step.windows.compute_s)
     regions = {w for w in cuda.names if w.startswith("region_")}
-    assert len(regions) == len(session.plan.regions) and any("blocks.3" in w for w in regions)
+    assert len(regions) == len(session.plan.regions) and any("blocks.1" in w for w in regions)
     assert f"prefetch {session.plan.streamed[0].name}" in " ".join(cuda.names)
     cuda.in_profiler = False
     shown = len(cuda.names)
@@ -180,7 +180,7 @@ def test_the_callers_stream_may_be_another_in_every_step(no_grad: None) -> None:
 def test_a_hard_yield_keeps_late_copies_from_running_beside_collectives(yields: str, no_grad: None) -> None:
     """The profile has a faster link than the device, so each window gets more copies than fit into it."""
     cuda = FakeCuda(copy_s=1e-2)
-    model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), hardware=WRAPS, **{"yield": yields})
+    model, twin, run = compiled(cuda, lambda: UlyssesStack(2, width=64), hardware=WRAPS, **{"yield": yields})
     check_steps(run, twin, 4, (16, 64))
     session = programs(model)[0]
     assert bool(session.plan.barriers) == (yields == "hard") and session.plan.moved_bytes > 0
@@ -193,7 +193,7 @@ def test_new_weights_are_written_after_the_copies_that_read_the_old(no_grad: Non
     cuda = FakeCuda(copy_s=2e-3)
     model, twin, run = compiled(cuda)
     run(torch.randn(4, 8))
-    new = Stack(6).state_dict()
+    new = Stack(3).state_dict()
     before = cuda.calls["synchronize"]
     model.load_state_dict(new)
     twin.load_state_dict(new)
@@ -298,10 +298,10 @@ def test_pages_hold_a_weight_and_nothing_else(dtype: torch.dtype, shape: tuple[i
 
 def test_placing_takes_no_second_copy_of_the_weights() -> None:
     model, device = nn.ParameterList(), torch.device("cpu")
-    like = torch.empty(16 << 20, dtype=torch.uint8, device="meta")
+    like = torch.empty(8 << 20, dtype=torch.uint8, device="meta")
     for i in range(32):  # not of the allocator, which may keep what is freed
         model.append(nn.Parameter(empty_pages(like).fill_(i), requires_grad=False))
-    store, before, total = HostStore(model, device, contextlib.nullcontext), anonymous_bytes(), 512 << 20
+    store, before, total = HostStore(model, device, contextlib.nullcontext), anonymous_bytes(), 256 << 20
     loader = WeightLoader(device, [(str(i), p) for i, p in enumerate(model)], keep_dtype, pages=True)
     for i, weight in enumerate(model):
         store.add((str(i),), weight, loader)

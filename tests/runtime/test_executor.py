@@ -26,7 +26,7 @@ from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent
 from chunkflow_compile.runtime.wrapped_calls import LoweredRegion
 
 
-def streaming(layers: int = 6, **more: Any) -> tuple[Stack, Stack, torch.nn.Module, SingleCall]:
+def streaming(layers: int = 3, **more: Any) -> tuple[Stack, Stack, torch.nn.Module, SingleCall]:
     model, twin = twins(lambda: Stack(layers))
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "eager", **more})
     run(torch.randn(4, 8))
@@ -42,7 +42,7 @@ def test_a_second_interrupt_leaves_the_next_step_right(monkeypatch: pytest.Monke
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for i in range(1, len(whole), 8):
+    for i in range(1, len(whole), 4):
         run(torch.randn(4, 8))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(executor, "instructions", [*whole[:i], interrupt, *whole[i + 1 :]])
@@ -73,7 +73,7 @@ def test_a_value_is_gone_when_the_region_returns_that_reads_it_last(lowering: st
     for _ in range(2):  # the first call of Inductor's code goes through what torch puts around it
         seen.clear()
         run(torch.randn(4, 8))
-    assert len(alive) > 6 and set(alive) == {1}, "a region's output, not its input, and no older activation"
+    assert len(alive) > 3 and set(alive) == {1}, "a region's output, not its input, and no older activation"
 
 
 class Widening(nn.Module):
@@ -135,7 +135,7 @@ class Returns(Stack):
 
     def __init__(self, way: str) -> None:
         torch.manual_seed(0)
-        super().__init__()
+        super().__init__(1)
         self.requires_grad_(requires_grad=way == "gradients")
         self.way = way
 

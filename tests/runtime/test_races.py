@@ -130,15 +130,26 @@ def test_rows_that_share_a_pass_give_the_model_s_numbers_on_every_schedule(
     record_property("counts", f"{count['pairs']} pairs of programs, 3 rows a step: {count['runs']} runs, 0 mismatches")
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+# Models, the seed of what is drawn, and the number of plans of each model.
+SAMPLED = [
+    *(pytest.param(m, pooled, 6, 2, id=m.__name__) for m in MUTATIONS),
+    *(pytest.param(m, specs, 1, 3, id=f"{m.__name__}, any model", marks=pytest.mark.long) for m in MUTATIONS),
+]
+
+
+@pytest.mark.parametrize(("mutation", "models", "sample", "each"), SAMPLED)
 def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
-    mutation: Mutation, record_property: Callable[[str, object], None]
+    mutation: Mutation,
+    models: st.SearchStrategy[Spec],
+    sample: int,
+    each: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Schedules run what verify accepts, and what it rejects until one of them has shown a wrong number."""
     count: Counter[str] = Counter()
 
-    @examples(1, 6)
-    @given(specs, st.lists(anywhere, min_size=3, max_size=3), st.integers(0, 2**16))
+    @examples(sample, 6)
+    @given(models, st.lists(anywhere, min_size=each, max_size=each), st.integers(0, 2**16))
     def check_all(spec: Spec, plans: list[Choices], seed: int) -> None:
         for chosen in plans:
             found = Bench(spec, chosen)
