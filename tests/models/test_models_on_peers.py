@@ -55,7 +55,7 @@ def twins_of(family: str, degree: int = 1) -> tuple[Any, Any]:
     """``family``: also "stack", of small blocks that are traced in no time, with or without collectives."""
     if family != "stack":
         return small_twins(family, SIZE, degree)
-    return twins(lambda: Tupled(UlyssesBlock(32, 4) if degree > 1 else Block(32) for _ in range(4)))
+    return twins(lambda: Tupled(UlyssesBlock(32, 4) if degree > 1 else Block(32) for _ in range(3)))
 
 
 def inputs_of(family: str, seed: int, size: Size = SIZE, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def test_no_rank_waits_for_another(on_ranks: Callable[..., None]) -> None:
 
 
 def test_two_replicas(on_ranks: Callable[..., None]) -> None:
-    on_ranks(alone, "stack", 20)
+    on_ranks(alone, "stack", 10)
 
 
 def raises(rank: int) -> None:

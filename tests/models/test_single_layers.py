@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Stack, check_steps, graphs, twins
+from helpers import Block, InTurn, Stack, check_steps, graphs, twins
 from torch import nn
 
 import chunkflow_compile
@@ -48,11 +48,11 @@ class Same(nn.Linear):
     """A class of its own, whose forward is torch's."""
 
 
-class Embedded(Stack):
+class Embedded(InTurn):
     """Blocks of one kind, and what is before and after them."""
 
     def __init__(self) -> None:
-        super().__init__(3)
+        super().__init__(Block(8) for _ in range(3))
         self.before, self.embedder, self.own, self.after = nn.Linear(8, 8), Embedder(), Own(), Same(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_parts_stream_and_run_op_by_op(caplog: pytest.LogCaptureFixture, kept_dy
     """Inputs of other sizes, strides and dtypes too; gradients and inputs on other devices are refused."""
     caplog.set_level(logging.INFO, "chunkflow_compile.frontend.compile")
     model, twin = pair()
-    parts = ["embed", "head", "before", "embedder", "after"]
+    parts = ["before", "embedder", "after"]
     said = f"Embedded is compiled by kind: Block (3), Own (1); {', '.join(parts)} run op by op"
     assert [r.message for r in caplog.records] == [said]
     check_steps(model, twin, 4)

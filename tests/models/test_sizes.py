@@ -13,7 +13,7 @@ import diffusers
 import pytest
 import torch
 from conftest import EAGER, FAST, OPTIONS
-from helpers import InTurn, Scaled, Stack, check_steps, graphs, small_twins, twins
+from helpers import Block, InTurn, Scaled, Stack, check_steps, graphs, small_twins, twins
 from torch import nn
 from torch._inductor.exc import InductorError
 
@@ -66,16 +66,14 @@ def lengths(count: int) -> list[Size]:
 
 # From a batch of two on, because torch compiles a size of one for itself.
 BATCHES = [replace(at, batch=batch) for at, batch in zip(at_resolutions(4), (2, 3, 5, 2), strict=True)]
-LONG = [
+CASES = [
     *((by_kind, sizes, "eager") for by_kind in (False, True) for sizes in (at_resolutions(), BATCHES, lengths(20))),
     *((by_kind, at_resolutions(4), "inductor") for by_kind in (False, True)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("by_kind", "sizes", "lowering"),
-    [(True, at_resolutions(4), "eager"), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
-)
+@pytest.mark.long  # in make test, models of blocks are compiled so below
+@pytest.mark.parametrize(("by_kind", "sizes", "lowering"), CASES)
 def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: str) -> None:
     """Of the whole model or of each kind, in any order, and a bounded number of plans: each for its own size."""
     model, twin = small_twins("wan", Size(layers=2 if by_kind else 1))
@@ -97,6 +95,22 @@ def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: 
     assert len({id(p.program.module) for p in found}) < len(found), "other sizes with its placement have its module"
     costs = {sum(r.cost.flops for r in p.program.problem.regions) for p in found}
     assert len(found) == min(len(costs), KEPT_SIZES) + 1, "the first size has one in each of the two graphs"
+
+
+def test_sizes_by_kind_are_two_compilations() -> None:
+    """Of the blocks, in any order of the sizes."""
+    (model, twin), counts = twins(lambda: InTurn(Block(32) for _ in range(2))), list[int]()
+    run = compiled(model, True, **EAGER)
+    sizes = [(2, 3), (4, 6), (6, 4), (5, 3)]
+    for rows, columns in [*sizes, *sizes]:
+        check_steps(run, twin, 1, (rows, columns, 32))
+        counts.append(graphs())
+    assert counts == [1] + [2] * (2 * len(sizes) - 1)
+    found = programs(model)
+    assert sum(m.moved_bytes for p in found for m in p.measurements) > 0
+    of_blocks = [p for p in found if any(buffer.name.startswith("blocks.0.") for buffer in p.buffers.values())]
+    assert len({id(p.variant.regions) for p in of_blocks}) == 2
+    assert sum(p.call.steps for p in of_blocks) == 2 * len(sizes), "each call ran compiled"
 
 
 def test_sizes_of_equal_cost_share_a_program() -> None:
@@ -129,7 +143,7 @@ def test_resolutions_at_ulysses_2(on_ranks: Callable[..., None]) -> None:
 
 
 def mochi() -> nn.Module:
-    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "patch_size": 2, "in_channels": 12}
+    heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "patch_size": 2, "in_channels": 12}
     text = {"pooled_projection_dim": 16, "text_embed_dim": 16, "time_embed_dim": 4, "max_sequence_length": 16}
     return diffusers.MochiTransformer3DModel(**heads, **text)
 

@@ -149,15 +149,20 @@ def test_slices_on_two_ranks(on_ranks: Callable[..., None]) -> None:
     on_ranks(sliced_on_a_rank)
 
 
-@pytest.mark.parametrize("family", ["wan", pytest.param("flux", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["blocks", *(pytest.param(f, marks=pytest.mark.long) for f in ("wan", "flux"))])
 def test_the_peak_of_the_allocator_falls_as_predicted(family: str) -> None:
     """Of a call, by the profile of torch's allocator, which does not count what the caller and the model hold."""
     size, peaks = replace(SIZE, layers=1, height=32, width=32), list[tuple[int, int]]()
     for split in (1, 2, *([4] if family == "flux" else [])):
         torch._dynamo.reset()
-        model, run, twin = compiled(family, size, split=split)
-        check_small(run, twin, family, size, range(1))
-        inputs = small_inputs(family, size, 0)
+        if family == "blocks":
+            model, twin = twins(lambda: InTurn(Block(64) for _ in range(2)))
+            run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**SLICED, "split": split})
+            inputs = {"x": torch.randn(1, 256, 64)}
+        else:
+            model, run, twin = compiled(family, size, split=split)
+            inputs = small_inputs(family, size, 0)
+        assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             run(**inputs)
         assert max(repeats(model)) == split
@@ -248,7 +253,7 @@ def test_sizes_of_which_one_is_in_slices_have_a_cycle_each() -> None:
     options = {"memory": "550KiB", "weight_memory": None, "split": "auto"}
     chunkflow_compile.compile(model, dynamic=False, **(SLICED | options))
     for size in (FEWER, SIZE, FEWER, SIZE):
-        for seed in range(4):
+        for seed in range(3):
             inputs = small_inputs("wan", size, seed)
             torch.testing.assert_close(model(**inputs)[0], twin(**inputs)[0], rtol=1e-4, atol=1e-5)
     assert repeats(model) > {1}
@@ -311,14 +316,11 @@ def test_a_pipeline(applied: Applied) -> None:
     assert repeats(pipe.text_encoder) == {1}, "it runs once per generation"
     live = max(p.program.problem.live_bytes for p in chunkflow_compile.programs(pipe.transformer))
     assert phase.activations == live + sum(p.kept for p in budget.phases) == budget.usable - phase.budget + phase.kept
-    text = str(chunkflow_compile.explain(pipe, details=True))
-    assert "transformer: blocks run in 8 slices of the tokens" in text
-    assert f"transformer: activations: {units.size(live)} predicted" in text
     Allocator(budget, transformer=150_000)
     assert torch.equal(WAN.generate(pipe, **TOKENS), expected("wan", **TOKENS))
-    assert f"{units.size(live)} predicted, {units.size(150_000)} measured" in str(
-        chunkflow_compile.explain(pipe, details=True)
-    )
+    text = str(chunkflow_compile.explain(pipe, details=True))
+    assert "transformer: blocks run in 8 slices of the tokens" in text
+    assert f"transformer: activations: {units.size(live)} predicted, {units.size(150_000)} measured" in text
 
 
 @pytest.mark.long
