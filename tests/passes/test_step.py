@@ -108,7 +108,7 @@ def played(step: Step, steps: int) -> Iterator[tuple[Op, int, Lanes]]:
         yield from ((op, at, lanes) for op, at in lanes.play(step, number))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(drawn())
 def test_a_region_has_awaited_every_copy_of_its_weights_and_no_other(found: Drawn) -> None:
     uses = {w.name: w.uses[0] for w in found.problem.weights}

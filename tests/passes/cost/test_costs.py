@@ -56,7 +56,7 @@ def test_the_roofline_takes_the_longer_of_compute_and_memory() -> None:
 
 
 def test_flops_of_a_small_wan_block_are_the_formula_s() -> None:
-    size = Size(layers=2, heads=4, head_dim=32, frames=4, height=16, width=16, text=16)
+    size = Size(layers=1, heads=4, head_dim=32, frames=4, height=16, width=16, text=16)
     problem = make_cut(trace(small_model("wan", size), small_inputs("wan", size, 0), min_bytes=0)).problem
     counted = sum(r.cost.flops for r in problem.regions if r.block == "blocks.0")
     assert counted == dit_block_flops(batch=1, tokens=4 * 8 * 8, text=16, width=128, mlp=512)

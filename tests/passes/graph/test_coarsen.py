@@ -118,7 +118,7 @@ def chosen(traced: Traced, share: float, **settings: object) -> Cut:
 def test_the_coarsest_cut_that_is_as_good(traced: Traced, fine: Cut) -> None:
     """One region a block where all weights fit; as many as the finest where a larger region takes the place of residents."""
     assert [len(r.weights) for r in chosen(traced, 1.1).problem.regions] == [LAYERS] * BLOCKS
-    cuts = {share: chosen(traced, share) for share in (0.9, 0.5, 0.3, 0.2, 0.1)}
+    cuts = {share: chosen(traced, share) for share in (0.9, 0.3, 0.1)}
     counts = [len(each.regions) for each in cuts.values()]
     assert counts == sorted(counts) and counts[-1] == len(fine.regions) == BLOCKS * LAYERS, counts
     for share, each in cuts.items():

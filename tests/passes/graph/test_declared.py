@@ -19,6 +19,7 @@ import chunkflow_compile
 from chunkflow_compile import ChunkflowError, register_collective
 from chunkflow_compile.frontend.preconditions import note_ops_of_others
 from chunkflow_compile.frontend.trace import trace
+from chunkflow_compile.passes.cutting import make_cut
 from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.memory import program_memory
@@ -38,15 +39,15 @@ def two() -> Iterator[None]:
 @pytest.mark.usefixtures("two")
 def test_an_undeclared_one_is_taken_for_compute_and_named() -> None:
     traced, notes = trace(OpaqueStack(), {"x": X}, 0), list[str]()
-    assert cut_of(OpaqueStack(), X).problem.collectives == ()
+    assert make_cut(traced).problem.collectives == ()
     note_ops_of_others(traced, notes.append)
     for op, note in zip(("exchange_three", "exchange"), notes, strict=True):
         assert note.startswith(f"no FLOP formula is declared for chunkflow_tests::{op}: ")
         assert note.endswith("chunkflow_compile.register_collective.")
-    note_ops_of_others(trace(UlyssesStack(), {"x": X}, 0), notes.append)
+    note_ops_of_others(trace(UlyssesStack(1), {"x": X}, 0), notes.append)
     assert len(notes) == 2, "those of torch are known"
     with declaring():
-        note_ops_of_others(trace(OpaqueStack(), {"x": X}, 0), notes.append)
+        note_ops_of_others(traced, notes.append)
         assert len(notes) == 2, "nothing more"
 
 
@@ -54,7 +55,7 @@ def test_an_undeclared_one_is_taken_for_compute_and_named() -> None:
 def test_a_declared_one_is_a_collective() -> None:
     with declaring():
         cut = cut_of(OpaqueStack(), X)
-        theirs = cut_of(UlyssesStack(), X).problem.collectives
+        theirs = cut_of(UlyssesStack(1), X).problem.collectives
         mine = cut.problem.collectives
         assert [c.kind for c in mine] == ["all-to-all"] * 4 and {c.engine for c in mine} == {"sm"}
         assert [c.nbytes for c in mine] == [3 * theirs[0].nbytes, theirs[3].nbytes] * 2

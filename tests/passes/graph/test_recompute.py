@@ -54,11 +54,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, way: str = "sum") -> None:
+    def __init__(self, way: str = "sum", blocks: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(8, 6 * WIDTH, bias=False)
-        self.blocks = nn.ModuleList(Block(way) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(way) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         timestep = self.embed(t)
@@ -71,16 +71,16 @@ def given(tokens: int = TOKENS) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(1, tokens, WIDTH).bfloat16(), "t": torch.randn(1, tokens, 8).bfloat16()}
 
 
-def model(way: str = "sum") -> nn.Module:
-    made = Model(way).bfloat16()
+def model(way: str = "sum", blocks: int = 2) -> nn.Module:
+    made = Model(way, blocks).bfloat16()
     for block in made.blocks:
         block.table.data = block.table.data.float()
     return made
 
 
-def traced(way: str = "sum", tokens: int = TOKENS) -> Traced:
+def traced(way: str = "sum", tokens: int = TOKENS, blocks: int = 2) -> Traced:
     # the tables are too small to stream
-    return trace(model(way), given(tokens), min_bytes=6 * WIDTH * 4 + 1)
+    return trace(model(way, blocks), given(tokens), min_bytes=6 * WIDTH * 4 + 1)
 
 
 def handed_over(cut: Cut) -> int:
@@ -127,7 +127,7 @@ def test_a_sum_in_float32_is_computed_again_where_it_is_read() -> None:
     ],
 )
 def test_other_values_are_handed_over(way: str, tokens: int) -> None:
-    cut = make_cut(traced(way, tokens), GROUP_BYTES)
+    cut = make_cut(traced(way, tokens, 1), GROUP_BYTES)
     assert not cut.recomputed and handed_over(cut) == handed_over(
         make_cut(replace(cut.traced, fused=False), GROUP_BYTES)
     )
@@ -135,5 +135,5 @@ def test_other_values_are_handed_over(way: str, tokens: int) -> None:
 
 def test_a_streamed_weight_is_read_where_it_was() -> None:
     """Its slot would otherwise be needed for longer."""
-    streamed = trace(model(), given(), min_bytes=0)
+    streamed = trace(model(blocks=1), given(), min_bytes=0)
     assert not make_cut(streamed, GROUP_BYTES).recomputed

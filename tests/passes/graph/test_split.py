@@ -181,9 +181,15 @@ def test_a_transposed_stream_is_copied_first() -> None:
     torch.testing.assert_close(run(again, model, X.clone()), model(X), rtol=0, atol=0)
 
 
-def test_slices_need_fewer_bytes() -> None:
+@cache
+def live_of_splits() -> list[int]:
+    """The bytes of activations of three blocks, whole and in ever more slices."""
     _, found = blocks(3)
-    live = [found.problem.live_bytes, *(each.problem.live_bytes for each in splits(found))]
+    return [found.problem.live_bytes, *(each.problem.live_bytes for each in splits(found))]
+
+
+def test_slices_need_fewer_bytes() -> None:
+    live = live_of_splits()
     assert live == sorted(live, reverse=True) and len(set(live)) == len(live) > 1
     assert live[-1] < 0.7 * live[0]
 
@@ -203,11 +209,8 @@ def settings(found: Cut, **goal: object) -> Settings:
 
 def test_the_budget_decides() -> None:
     """As few slices as weights and activations need; none without a budget of both; an error states the minimum."""
-    _, found = blocks(4)
-    weights, live = (
-        found.problem.total_bytes,
-        [found.problem.live_bytes, *(c.problem.live_bytes for c in splits(found))],
-    )
+    _, found = blocks(3)
+    weights, live = found.problem.total_bytes, live_of_splits()
     repeats = []
     for nbytes in (2 * weights + live[0], weights // 2 + live[-1]):
         goal = settings(found, memory=nbytes, activations=True)
@@ -216,21 +219,13 @@ def test_the_budget_decides() -> None:
         assert plan.device_bytes + chosen.problem.live_bytes <= nbytes
         repeats.append(max(r.repeat for r in chosen.problem.regions))
     assert repeats[0] == 1 < repeats[1]
+    again = choose_cut(found.traced, replace(aimed(goal, memory=None, activations=False), plan=plan))
+    assert again.problem.digest == chosen.problem.digest == plan.problem, "a plan with slices is found again"
     assert max(r.repeat for r in choose_cut(found.traced, settings(found, memory=weights)).problem.regions) == 1
     little = settings(found, memory=live[-1] + 100, activations=True)
     with pytest.raises(ChunkflowError, match=r"^memory=.* for activations.* Give memory='(\S+)' or more") as told:
         make_plan(choose_cut(found.traced, little).problem, little)
     assert max(REPEATS) > 1 and "too little" in str(told.value)
-
-
-def test_a_plan_with_slices_is_found_again() -> None:
-    _, found = blocks(4)
-    live = min(cut.problem.live_bytes for cut in splits(found))
-    goal = settings(found, memory=found.problem.total_bytes // 2 + live, activations=True)
-    chosen = choose_cut(found.traced, goal)
-    plan = make_plan(chosen.problem, goal)
-    again = choose_cut(found.traced, replace(aimed(goal, memory=None, activations=False), plan=plan))
-    assert again.problem.digest == chosen.problem.digest == plan.problem
 
 
 @cache

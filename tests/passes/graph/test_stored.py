@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers import Stack
 from torch import nn
 
 from chunkflow_compile.catalog.families import FAMILIES
@@ -30,22 +32,43 @@ def small(family: str, quantize: Any = None) -> tuple[nn.Module, dict[str, Any]]
     return model if quantize is None else quantised(model, quantize), inputs
 
 
+class Constant(Stack):
+    """Adds a constant, as HunyuanVideo compares with one, and returns a tuple."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:  # type: ignore[override]
+        return (super().forward(x + torch.tensor([1.0, 2.0], dtype=x.dtype).repeat(4)),)
+
+
+def with_a_constant() -> tuple[nn.Module, dict[str, Any]]:
+    return Constant(2, 64), {"x": torch.randn(4, 8, dtype=torch.bfloat16)}
+
+
 def read_back(traced: Traced) -> Traced:
     return traced_from(json.loads(json.dumps(body_of(traced))))
 
 
 @pytest.mark.parametrize(
-    "family,quantize,degree",
+    "make,degree,constants",
     [
-        ("wan", None, 2),
-        ("hunyuanvideo", None, 1),
-        ("flux", "nf4", 1),
-        pytest.param("qwen-image", None, 1, marks=pytest.mark.long),
+        pytest.param(with_a_constant, 1, 1, id="a constant"),
+        pytest.param(partial(small, "wan", "nf4"), 2, 0, id="wan-nf4"),
+        *(
+            pytest.param(partial(small, family, quantize), degree, constants, id=family, marks=pytest.mark.long)
+            for family, quantize, degree, constants in (
+                ("wan", None, 2, 0),
+                ("hunyuanvideo", None, 1, 1),
+                ("flux", "nf4", 1, 0),
+                ("qwen-image", None, 1, 0),
+            )
+        ),
     ],
 )
-def test_every_pass_gives_the_same_for_a_graph_that_was_stored(family: str, quantize: Any, degree: int) -> None:
-    """HunyuanVideo has a constant, nf4 tensors of three dtypes, Ulysses collectives."""
-    traced = trace_without_weights(partial(small, family, quantize), degree, 4096, torch.bfloat16)
+def test_every_pass_gives_the_same_for_a_graph_that_was_stored(
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]], degree: int, constants: int
+) -> None:
+    """Wan has tensors of three dtypes in nf4, and Ulysses collectives."""
+    traced = trace_without_weights(make, degree, 4096, torch.bfloat16)
+    assert len(traced.graph.graph.find_nodes(op="get_attr")) == constants
     again = read_back(traced)
     assert json.dumps(body_of(again)) == json.dumps(body_of(traced))
     first, second = make_cut(traced), make_cut(again)

