@@ -74,10 +74,10 @@ class Pair:
     def choose(self, names: Any, weights: Any = None) -> None:
         self.both(lambda m: m.set_adapters(names, weights))
 
-    def swap(self, *ranks: int) -> None:
+    def swap(self, *ranks: int, targets: Sequence[str] = ATTENTION) -> None:
         """Load adapters of these ranks, each in the place of the one before, and check a call with each."""
         for number, rank in enumerate(ranks):
-            self.load(self.library.adapter(number, rank), f"a{number}")
+            self.load(self.library.adapter(number, rank, targets), f"a{number}")
             self.choose(f"a{number}")
             self.check(number)
         self.same_programs()

@@ -30,6 +30,8 @@ from chunkflow_compile.weights.leaves import leaves_of
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("no_grad")
+# One layer with slots in each attention: each more adds a tenth to the graph of a block.
+QUERIES = ("to_q",)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +162,7 @@ def test_formats_of_others(pair: Pair) -> None:
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
 
 
-@pytest.mark.parametrize("swaps", [20, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("swaps", [12, pytest.param(200, marks=pytest.mark.long)])
 def test_memory_does_not_grow(swaps: int, pair: Pair) -> None:
     """Adapters that come and go leave no tensor behind, in host memory or on the device."""
     store = placement_of(pair.model).store
@@ -172,7 +174,7 @@ def test_memory_does_not_grow(swaps: int, pair: Pair) -> None:
         pair.load(pair.library.adapter(number, 8), f"a{number}")
         pair.choose(f"a{number}")
         pair.both(lambda m, old=f"a{number - 1}": m.delete_adapters(old))
-        if number % 5 == 0:
+        if number % 4 == 0:
             pair.check()
             gc.collect()
             tensors = sum(type(o) in (torch.Tensor, nn.Parameter) for o in gc.get_objects())
@@ -234,8 +236,8 @@ def test_many_adapters_in_random_order(name: str, whole: bool) -> None:
 
 def test_an_adapter_of_the_full_rank_is_what_peft_computes() -> None:
     """Bit for bit, without zeros at the end of a row; in bfloat16, where a scale is not a number of that dtype."""
-    pair = Pair(prepare=lambda m: m.to(torch.bfloat16), targets=ATTENTION)
-    pair.load(pair.library.adapter(0, 16), "a")
+    pair = Pair(prepare=lambda m: m.to(torch.bfloat16), targets=QUERIES)
+    pair.load(pair.library.adapter(0, 16, QUERIES), "a")
     pair.choose("a", 0.3)
     pair.check(tolerance=0.0)
     restore(pair.model)
@@ -249,20 +251,20 @@ def test_an_int8_base() -> None:
     pair = Pair(
         prepare=lambda m: torchao.quantize_(m.blocks, torchao.Int8WeightOnlyConfig()),
         options={**EAGER, "min_bytes": 1024},
-        targets=ATTENTION,
+        targets=QUERIES,
     )
-    pair.swap(4, 16)
+    pair.swap(4, 16, targets=QUERIES)
     assert pair.model.blocks[0].attn1.to_q.slots.dtype == torch.float32
 
 
 def test_slots_are_within_the_budget() -> None:
     """They stream whatever their size, what is on the device keeps to the memory, and a swap copies slots alone."""
     options = {**EAGER, "slowdown": None, "weight_memory": 400_000}
-    pair = Pair("wan", True, options=options, rank=2, targets=ATTENTION)
+    pair = Pair("wan", True, options=options, rank=2, targets=QUERIES)
     slots = [m.slots for m in pair.model.modules() if isinstance(m, Slotted)]
     assert all(t.nbytes < OPTIONS["min_bytes"] and buffer_of(t) is not None for t in slots)
     for number in range(3):
-        pair.load(pair.library.adapter(number, 2), f"a{number}")
+        pair.load(pair.library.adapter(number, 2, QUERIES), f"a{number}")
         pair.choose(f"a{number}")
         for _ in range(2):
             pair.check(number, tolerance=0.0)  # it has the full rank

@@ -48,7 +48,7 @@ def test_a_plan_has_the_exchange_after_the_collectives_of_ulysses() -> None:
     assert groups[-1] not in groups[:-1]
 
     machine = Options(**OPTIONS).profile()
-    goal = {"goal": Goal(memory=3 * problem.total_bytes // 5, yields="hard"), "chunk_bytes": 4096}
+    goal = {"goal": Goal(memory=3 * problem.total_bytes // 5, yields="hard"), "chunk_bytes": 16384}
     plan, without = place(problem, machine, **goal), place(before, machine, **goal)
     assert plan.predicted is not None and without.predicted is not None
     verify(rewrite(cut, plan))

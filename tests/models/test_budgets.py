@@ -48,7 +48,7 @@ RESIDENT: dict[str, Any] = {"hardware": FAST, "split": 1}
 @pytest.fixture(scope="module")
 def shared(kept_dynamo: None) -> Iterator[tuple[Any, Budget]]:
     """A pipeline that has been called, and its budget."""
-    pipe = apply(small_pipeline("wan"), memory="4MiB", disable=["cycle"], **EAGER)
+    pipe = apply(small_pipeline("wan"), memory="4MiB", disable=["cycle"], split=1, **EAGER)
     Allocator(budget_of(pipe))
     for _ in range(2):
         WAN.generate(pipe)
@@ -394,7 +394,7 @@ class Caching(Allocator):
 
 def test_what_the_allocator_keeps_counts_against_the_budget(applied: Applied) -> None:
     """It is given back before a phase that would not fit beside it, and kept where there is room: then steps are faster."""
-    pipe, budget = applied(memory=700_000, disable=["cycle"])
+    pipe, budget = applied(memory=700_000, disable=["cycle"], split=1)
     allocator, trimmed = Caching(budget), []
     for seed in range(5):
         assert torch.equal(WAN.generate(pipe, seed), expected("wan", seed))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_grad", "kept_dynamo")
 def test_any_order_of_calls_is_right() -> None:
     """Passes, skipped blocks, repeated blocks, two sizes, in any order."""
     jumps = 0
-    for seed in range(4):
+    for seed in range(2):
         torch._dynamo.reset()
         rng = random.Random(seed)
         model, twin = taken(debug="poison")
@@ -38,7 +38,7 @@ def test_any_order_of_calls_is_right() -> None:
             check(model, twin, order, rng.choice([2, 4]))
         assert cycles(model)
         jumps += sum(route.jumps for route in cycles(model))
-    assert jumps > 20
+    assert jumps > 10
 
 
 def test_a_jump_moves_what_runs_and_at_most_an_arena() -> None:

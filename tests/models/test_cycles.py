@@ -145,7 +145,7 @@ def stacks(*layers: int) -> tuple[list[Any], list[Any]]:
 
 def test_models_in_one_arena_run_as_a_cycle() -> None:
     """A text encoder, a transformer and a decoder, which is dropped in the end."""
-    arena, (models, plain) = Arena(), stacks(2, 4, 3)
+    arena, (models, plain) = Arena(), stacks(1, 2, 1)
     for model in models:
         compiled(model, arena)
 
@@ -169,7 +169,7 @@ def test_models_in_one_arena_run_as_a_cycle() -> None:
 
 def test_blocks_between_other_models_in_one_arena() -> None:
     """The blocks of a step are the inner cycle; an encoder and a decoder come between two runs of it."""
-    arena, (models, plain) = Arena(), stacks(2, 3, 2)
+    arena, (models, plain) = Arena(), stacks(1, 3, 1)
     for model in (models[0], models[2]):
         compiled(model, arena)
     for block in offload(models[1], min_bytes=MIN_BYTES).blocks:

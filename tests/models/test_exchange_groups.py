@@ -35,6 +35,7 @@ from chunkflow_compile.private_torch.inductor import InductorError
 
 # Eight heads, four on each of two ranks.
 SIZE = Size(layers=2, singles=1, heads=8)
+ONE_BLOCK = replace(SIZE, layers=1)
 GROUPED = {**EAGER, "exchange_groups": 2}
 SLOW = Path(__file__).parent.parent / "slow_compute.json"
 
@@ -187,19 +188,20 @@ COMBINED = {
 
 
 def combined_on_a_rank(rank: int, name: str) -> None:
-    case = COMBINED[name]
-    model, run, twin = case.placed(SIZE, GROUPED, 2)
+    """With threads, one block, whose weights are about 1 MiB."""
+    case, (size, memory) = COMBINED[name], (ONE_BLOCK, "900KiB") if name == "threads" else (SIZE, "2MiB")
+    model, run, twin = case.placed(size, GROUPED, 2)
 
     def check() -> None:
         for seed in range(2):
-            inputs = case.inputs(SIZE, seed)
+            inputs = case.inputs(size, seed)
             assert torch.equal(run(**inputs)[0], twin(**inputs)[0]), seed
 
     check()
     for each in (model, twin):
-        next(w for n, w in each.named_parameters() if re.search(r"blocks\.1\..*(net\.2|linear).*weight", n)).mul_(1.5)
+        next(w for n, w in each.named_parameters() if re.search(r"blocks\.0\..*(net\.2|linear).*weight", n)).mul_(1.5)
     check()
-    chunkflow_compile.replan(model, weight_memory="2MiB")
+    chunkflow_compile.replan(model, weight_memory=memory)
     check()
     assert bool(hoisting_notes(model)) == ("hoist" in case.options)
     assert bool(packing_notes(model)) == ("pack" in case.options)

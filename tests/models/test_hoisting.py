@@ -174,7 +174,7 @@ def moved(pair: Pair) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "flux")) for n in sorted(SMALL_MODELS)]
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "wan")) for n in sorted(SMALL_MODELS)]
 )
 def test_a_family_in_any_order(name: str) -> None:
     """Three timesteps and two prompts, twice.  A hit moves main's weights; a miss moves the hoisted ones, too."""
