@@ -16,7 +16,7 @@ demo: $(VENV)/ready
 	@echo
 	$(BIN)/chunkflow demo
 
-# Five to eight minutes on two cores; the minutes below are of an AMD EPYC at 2.6 GHz.  mypy uses one core: the tests start beside it.
+# Four to seven minutes on two cores; the minutes below are of an AMD EPYC at 2.6 GHz.  mypy uses one core: the tests start beside it.
 test: $(VENV)/ready
 	$(MAKE) --no-print-directory -j 2 lint types unit
 
