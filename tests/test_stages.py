@@ -224,7 +224,8 @@ def test_stage_files_are_the_same_every_time_and_in_every_process(tmp_path: Path
         )
         done = run_python(*command, PYTHONHASHSEED=seed)
         assert done.returncode == 0, done.stderr
-        assert done.stderr == "", "progress is for terminals"
+        # on a slow machine, lines of progress; a bar is for terminals
+        assert all(re.match(r" *\d+ s  ", line) for line in done.stderr.splitlines()) and "\r" not in done.stderr
     files = {p.name for p in (tmp_path / "a").iterdir()}
     numbered = [f"{i:02}_{name}" for i, name in enumerate(STAGES)]
     assert files == {"plan.json", "report.txt", *(f"{n}.py" for n in numbered), *(f"{n}.diff" for n in numbered[1:])}
