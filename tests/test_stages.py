@@ -6,6 +6,7 @@ import ast
 import json
 import logging
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
