@@ -137,7 +137,7 @@ def check_device(given: torch.device | str) -> torch.device:
             said, fix = f"device={given!r} is a size, not a device", f"a budget is memory={given!r}; as device {fix}"
         raise ChunkflowError(f"{said}: {fix}.") from error
     if device.type == "cpu":
-        return torch.device("cpu")
+        return with_index(device)
     if device.type != "cuda":
         raise ChunkflowError(f"ChunkFlow does not run on {device.type}: place the model on cuda, or on the cpu.")
     if not torch.cuda.is_available():

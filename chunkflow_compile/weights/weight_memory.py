@@ -158,8 +158,8 @@ class WeightMemory(ABC):
         return values if whole and not share_storage(values, view) else values.clone()
 
     def export_view(self, view: torch.Tensor) -> torch.Tensor:
-        """Return a view of the values for a state_dict.  Writes to the view are writes to the weight; see
-        :meth:`settle`.
+        """Return a view of the values for a state_dict.  Writes to the view are writes to the weight, see
+        :meth:`HostBuffer.settle`.
 
         If other ranks read the memory, return a copy instead; writes to the copy do not reach the weight.  Raises
         ChunkflowError if the copy does not fit in host memory.

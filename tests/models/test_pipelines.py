@@ -99,9 +99,9 @@ def test_a_pipeline(
         most.clear()
         again = logged(caplog)[len(said) :]
         assert len(again) == len(lines) and all(" each" in text for text in again), "after the first generation"
-    figures = budget.figures().phases
-    assert all(p.predicted_s for p in figures if p.name.startswith("transformer"))
-    assert not any(p.activations for p in figures), "nothing counts them on a CPU"
+        figures = budget.figures().phases
+        assert all(p.predicted_s for p in figures if p.name.startswith("transformer"))
+        assert not any(p.activations for p in figures), "nothing counts them on a CPU"
     assert not torch.equal(expected(name), expected(name, 1, **CALLS[1]))
     for phase in budget.phases:
         fetched = bytes_moved(phase)
